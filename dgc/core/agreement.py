@@ -1,0 +1,200 @@
+"""Before any gradient travels: do all ranks mean the same thing?
+
+Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So at
+construction every rank describes itself and all descriptions are compared; a difference, or an error on one rank
+alone, becomes an error on every rank.
+
+P = number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core import errors
+from dgc.core.errors import ConfigError, DGCError, RemoteError, TransportError
+from dgc.core.transport import Transport
+
+ERROR_KEY = "__error__"
+"""The key under which a rank reports that it has no description, because building it failed."""
+
+_DIGEST_BYTES = 16
+_LENGTH_BYTES = 8
+_GROUPS_SHOWN = 8
+_VALUE_CHARACTERS = 200
+_MISSING = "(missing)"
+
+
+def require_agreement(
+    transport: Transport,
+    description: Mapping[str, Any],
+    what: str,
+    error: type[DGCError] = ConfigError,
+    advice: str | None = None,
+) -> None:
+    """Raise the same error on every rank unless all ranks gave the same description.
+
+    Costs one allgather of 24 bytes a rank when they agree. Collective: every rank must call it at the same point.
+
+    Args:
+        transport: connects the ranks.
+        description: ordered names and values, e.g. options, or a parameter's name and "shape dtype". Values are
+            compared by their JSON text, so NaN equals NaN; what JSON does not know is compared by its ``repr``.
+        what: what is described, for the message: "options of the compressor", "parameters".
+        error: class of the error about a difference.
+        advice: what to do, for the message.
+
+    Raises:
+        DGCError: of class ``error``: descriptions differ. Names the first differing key in rank 0's order with each
+            rank's value.
+        RemoteError: a rank contributed an error under ``"__error__"``; or that error's own class, when it is one of
+            this package.
+        TransportError: the ranks could not be asked.
+    """
+    descriptions = _gather_if_different(transport, description)
+    if descriptions is None:
+        if ERROR_KEY not in description:
+            return
+        descriptions = [_decode(_encode(description))] * transport.size
+    _raise_remote_error(descriptions)
+    difference = _first_difference(descriptions)
+    if difference is not None:
+        raise error(f"{what} differ between ranks: {difference}. {advice or f'Give every rank the same {what}.'}")
+
+
+def agree_or_raise(
+    transport: Transport,
+    build: Callable[[], Mapping[str, Any]],
+    what: str = "descriptions",
+    error: type[DGCError] = ConfigError,
+    advice: str | None = None,
+) -> Mapping[str, Any]:
+    """Run ``build`` on every rank and require that all ranks built the same description.
+
+    Where ``build`` raises, that rank gets its own exception and all others one that names the rank and the message,
+    so that nobody waits for a rank that gave up.
+
+    Args:
+        transport: connects the ranks.
+        build: makes this rank's description; may do the local work of a construction on the way.
+        what: as in :func:`require_agreement`.
+        error: as in :func:`require_agreement`.
+        advice: as in :func:`require_agreement`.
+
+    Returns:
+        What ``build`` returned.
+
+    Raises:
+        Exception: what ``build`` raised on this rank.
+        DGCError: as :func:`require_agreement`.
+    """
+    try:
+        description = build()
+    except Exception as own_error:
+        try:
+            _gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
+        except TransportError as lost:
+            own_error.add_note(f"and the other ranks could not be told: {lost}")
+        raise
+    require_agreement(transport, description, what, error, advice)
+    return description
+
+
+def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
+    for rank, description in enumerate(descriptions):
+        if ERROR_KEY in description:
+            class_name, message = _error_parts(description[ERROR_KEY])
+            own_class = getattr(errors, class_name, None)
+            if isinstance(own_class, type) and issubclass(own_class, DGCError):
+                raise own_class(f"rank {rank}: {message}")
+            raise RemoteError(f"rank {rank} failed: {class_name}: {message}")
+
+
+def _error_parts(text: str) -> tuple[str, str]:
+    value = json.loads(text)
+    if isinstance(value, list) and len(value) == 2:
+        return str(value[0]), str(value[1])
+    return "error", str(value)
+
+
+def _encode(description: Mapping[str, Any]) -> bytes:
+    return json.dumps([[str(key), _value_text(value)] for key, value in description.items()]).encode()
+
+
+def _value_text(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=repr)
+    except (TypeError, ValueError):
+        # Keys that JSON cannot sort, or a value that contains itself: still comparable, still no hang.
+        return json.dumps(repr(value))
+
+
+def _decode(text: bytes) -> dict[str, str]:
+    return {key: value for key, value in json.loads(text.decode())}
+
+
+def _gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Every rank's description as key -> JSON text, in rank order; None when all are equal."""
+    text = _encode(description)
+    head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(_LENGTH_BYTES, "little")
+    heads = _allgather(transport, np.frombuffer(head, np.uint8))
+    if (heads == heads[0]).all():
+        return None
+    lengths = [int.from_bytes(row[_DIGEST_BYTES:].tobytes(), "little") for row in heads]
+    padded = np.zeros(max(lengths), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    texts = _allgather(transport, padded)
+    return [_decode(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
+
+
+def _allgather(transport: Transport, message: np.ndarray) -> np.ndarray:
+    out = np.empty((transport.size, message.size), np.uint8)
+    transport.allgather(np.ascontiguousarray(message), out)
+    return out
+
+
+def _first_difference(descriptions: Sequence[Mapping[str, str]]) -> str | None:
+    first = descriptions[0]
+    for key in first:
+        if any(other.get(key) != first[key] for other in descriptions):
+            return f"{key!r} is {_by_value(other.get(key, _MISSING) for other in descriptions)}"
+    for description in descriptions:
+        for key in description:
+            if key not in first:
+                return f"{key!r} is {_by_value(other.get(key, _MISSING) for other in descriptions)}"
+    for position, key in enumerate(first):
+        names = [list(other)[position] for other in descriptions]
+        if any(name != key for name in names):
+            return f"the order differs, number {position} is {_by_value(json.dumps(name) for name in names)}"
+    return None
+
+
+def _by_value(values: Iterable[Hashable]) -> str:
+    """"0.9 on ranks 0-2 and 0.5 on rank 3": one entry per distinct value, the ranks of each."""
+    ranks_of: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    shown = [f"{_shorten(str(value))} on {_rank_list(ranks)}" for value, ranks in ranks_of.items()]
+    if len(shown) > _GROUPS_SHOWN:
+        shown[_GROUPS_SHOWN:] = [f"{len(shown) - _GROUPS_SHOWN} more values on other ranks"]
+    return ", ".join(shown[:-1]) + " and " + shown[-1] if len(shown) > 1 else shown[0]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(start) if start == end else f"{start}-{end}" for start, end in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(names)

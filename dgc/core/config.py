@@ -1,0 +1,149 @@
+"""Options of the ``dgc`` compressor: one frozen, validated dataclass, the same for every framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dgc.core.errors import ConfigError
+
+PAPER_WARMUP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
+"""The sparsities of the paper's warm-up epochs (arXiv 1712.01887, section 3.3)."""
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Dense gradient bytes (as float32) per bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGCConfig:
+    """Everything that changes the mathematics or the bytes of an exchange.
+
+    All ranks must hold equal values; :func:`DGCConfig.describe` is what they compare.
+    """
+
+    # Momentum correction. None means "adopt it from the optimizer, else 0".
+    momentum: float | None = None
+    nesterov: bool | None = None
+    # Added to the local gradient before accumulation. None means "adopt it from the optimizer, else 0".
+    weight_decay: float | None = None
+    # Set the momentum buffer to 0 where an entry was sent (momentum factor masking).
+    momentum_masking: bool = True
+    # Share of entries held back, one value or one per equal part of the ramp-up.
+    sparsity: tuple[float, ...] = (0.999,)
+    # First step that is sparsified; everything before it is dense.
+    rampup_begin_step: int = 0
+    # Steps over which the list of sparsities is walked through.
+    rampup_step: int = 1
+    # The paper's threshold c: a local gradient g is scaled to at most c * sqrt(P) in L2 norm. None: no clipping.
+    local_grad_clip_norm: float | None = None
+    # "tensor": one norm per sparsified tensor; "global": one norm over all gradients, from the first step.
+    clip_scope: str = "tensor"
+    # Tensors with fewer elements travel dense.
+    min_numel: int = 1024
+    # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that always travel dense.
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    # Codecs of the message: see docs/wire-format.md.
+    indices: str = "uint16"
+    values: str = "float16"
+    # Dense float32 bytes per bucket.
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    # "average" or "sum" over the ranks.
+    op: str = "average"
+    # Seed of the counter-based random numbers of stochastic compressors.
+    seed: int = 0
+    # False drops what is not sent (a control experiment: accuracy collapses).
+    error_feedback: bool = field(default=True, repr=False)
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and refuse what is out of range.
+
+        Raises:
+            ConfigError: an option is out of range; the message says what is allowed.
+        """
+        set_ = object.__setattr__
+        set_(self, "sparsity", _sparsities(self.sparsity))
+        for name in ("include", "exclude"):
+            set_(self, name, _patterns(name, getattr(self, name)))
+        _require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
+        _require_number("weight_decay", self.weight_decay, low=0.0, optional=True)
+        _require_number("local_grad_clip_norm", self.local_grad_clip_norm, low=0.0, low_open=True, optional=True)
+        _require_integer("rampup_begin_step", self.rampup_begin_step, 0)
+        _require_integer("rampup_step", self.rampup_step, 1)
+        _require_integer("min_numel", self.min_numel, 0)
+        _require_integer("bucket_bytes", self.bucket_bytes, 1)
+        _require_integer("seed", self.seed, 0)
+        _require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
+        _require_choice("op", self.op, ("average", "sum"))
+        if self.nesterov not in (None, True, False):
+            raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
+
+
+def make_config(options: dict[str, Any], *, owner: str = "dgc") -> DGCConfig:
+    """Build a config from keyword options.
+
+    Raises:
+        TypeError: an option is unknown; the message lists the valid ones.
+        ConfigError: a value is out of range.
+    """
+    valid = [f.name for f in dataclasses.fields(DGCConfig)]
+    unknown = [name for name in options if name not in valid]
+    if unknown:
+        raise TypeError(f"Compression.{owner} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
+    return DGCConfig(**options)
+
+
+def _sparsities(value: Any) -> tuple[float, ...]:
+    values = (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
+        raise ConfigError(f"sparsity is {value!r}; give a number in [0, 1) or a non-empty list of such numbers")
+    for s in values:
+        if isinstance(s, bool) or not isinstance(s, (int, float)) or not 0.0 <= s < 1.0:
+            raise ConfigError(
+                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of the entries"
+            )
+    return tuple(float(s) for s in values)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(p, str) for p in values):
+        raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")
+    return values
+
+
+def _require_number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    optional: bool = False,
+) -> None:
+    if value is None and optional:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < low or value > high or (low_open and value == low) or (high_open and value == high):
+        span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
+        raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
+
+
+def _require_integer(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number >= {low}")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")

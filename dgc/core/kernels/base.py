@@ -1,0 +1,138 @@
+"""What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``gpu``.
+
+Letters: n elements of a bucket's flat space, S sparsified segments, k entries sent.
+All arrays handed to one call live on the same device. u and v are float32 (float64 in a float64 bucket).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class SegmentWork:
+    """One sparsified tensor of one step.
+
+    ``gradient`` is (length,) in any float type, read only; ``parameter`` is (length,) when weight decay is on, else
+    None. The gradient that enters is ``G = gradient * scale + weight_decay * parameter``; entries of G that are not
+    finite count as 0. ``scale`` holds 1 / loss scale and the clipping factor. ``k`` is how many entries to send.
+    """
+
+    gradient: np.ndarray
+    parameter: np.ndarray | None
+    offset: int
+    length: int
+    k: int
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a refused step needs to put back: the state at the sent positions before masking."""
+
+    positions: np.ndarray
+    u: np.ndarray
+    v: np.ndarray
+
+
+@dataclass(slots=True)
+class Selection:
+    """(k,) int64 bucket-flat positions, ascending and unique, and whether a non-finite entry was met."""
+
+    positions: np.ndarray
+    nonfinite: bool
+
+
+class Kernels(Protocol):
+    """The operations of size n, and those at the k selected places.
+
+    An implementation may be called from several threads at once, each with buckets of its own.
+    """
+
+    name: str
+
+    def new_control(self, segments: int) -> np.ndarray:
+        """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
+
+        It is part of a checkpoint; NaN rows mean "cold".
+        """
+        ...
+
+    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
+        """Return (len,) float64: each gradient's sum of squares over its finite entries."""
+        ...
+
+    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:
+        """Momentum correction, in place; returns whether a non-finite entry was met.
+
+        ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
+        written and ``v <- v + G``. Source: arXiv 1712.01887, Algorithm 4; u is the velocity in both forms.
+        """
+        ...
+
+    def accumulate_and_select(
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Selection:
+        """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
+
+        Ties go to the lower position. ``control`` (S, c) is read and updated.
+        """
+        ...
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return ``array[positions]`` as a new array."""
+        ...
+
+    def mask(
+        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
+    ) -> Kept:
+        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there."""
+        ...
+
+    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:
+        """Undo :meth:`mask`."""
+        ...
+
+    def scatter_add(
+        self,
+        results: Sequence[np.ndarray],
+        offsets: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+        factor: float,
+    ) -> None:
+        """Add ``values * factor`` to the results, result s holding positions ``offsets[s]`` to ``offsets[s + 1]``.
+
+        Args:
+            results: S arrays, each 1-D, in place; they may be shorter than their span (padding is never selected).
+            offsets: (S + 1,) int64.
+            positions: (k,) int64, ascending and unique.
+            values: (k,) float.
+            factor: multiplied in float32 (float64 for float64 results).
+        """
+        ...
+
+    def dense_update(
+        self,
+        result: np.ndarray,
+        mean: np.ndarray,
+        u: np.ndarray,
+        parameter: np.ndarray | None,
+        *,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        scale: float,
+    ) -> None:
+        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done.
+
+        ``G = mean + weight_decay * parameter``; ``u <- m*u + G``; ``result = scale * (u, or G + m*u with Nesterov)``.
+        """
+        ...

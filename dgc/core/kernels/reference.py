@@ -1,0 +1,140 @@
+"""The slow, plain NumPy backend: the oracle that the fast ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dgc.core.kernels.base import Kept, SegmentWork, Selection
+
+
+def top_k(values: np.ndarray, k: int) -> np.ndarray:
+    """Positions of the at most k largest non-zero ``|values|``, ascending; ties go to the lower position.
+
+    Args:
+        values: (n,) finite floats.
+        k: 0 <= k.
+
+    Returns:
+        (min(k, non-zero entries),) int64.
+    """
+    magnitude = np.abs(values)
+    n = magnitude.size
+    if k >= n:
+        return np.flatnonzero(magnitude)
+    if k == 0:
+        return np.empty(0, np.int64)
+    kth = np.partition(magnitude, n - k)[n - k]
+    above = np.flatnonzero(magnitude > kth)
+    if kth == 0:
+        return above
+    ties = np.flatnonzero(magnitude == kth)[: k - above.size]
+    return np.sort(np.concatenate([above, ties]))
+
+
+class ReferenceKernels:
+    """NumPy only. Every operation makes temporaries of size n; see :class:`dgc.core.kernels.base.Kernels`."""
+
+    name = "reference"
+
+    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
+        return np.full((segments, 1), np.nan)
+
+    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
+        out = np.empty(len(gradients))
+        for i, gradient in enumerate(gradients):
+            g = gradient.astype(np.float64)
+            g[~np.isfinite(g)] = 0
+            out[i] = np.dot(g, g)
+        return out
+
+    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
+        nonfinite = False
+        for w in work:
+            span = slice(w.offset, w.offset + w.length)
+            g = effective_gradient(w, u.dtype)
+            bad = ~np.isfinite(g)
+            if bad.any():
+                nonfinite = True
+                g[bad] = 0
+            if w.momentum == 0:
+                v[span] += g
+                continue
+            m = u.dtype.type(w.momentum)
+            velocity = m * u[span] + g
+            u[span] = velocity
+            v[span] += g + m * velocity if w.nesterov else velocity
+        return nonfinite
+
+    def accumulate_and_select(  # noqa: D102
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Selection:
+        nonfinite = self.accumulate(work, u, v)
+        chosen = [w.offset + top_k(v[w.offset : w.offset + w.length], w.k) for w in work]
+        return Selection(np.concatenate(chosen) if chosen else np.empty(0, np.int64), nonfinite)
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
+        return array[positions]
+
+    def mask(  # noqa: D102
+        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
+    ) -> Kept:
+        kept = Kept(positions, u[positions], v[positions])
+        v[positions] = kept.v - decoded
+        if masking:
+            u[positions] = 0
+        return kept
+
+    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
+        u[kept.positions] = kept.u
+        v[kept.positions] = kept.v
+
+    def scatter_add(  # noqa: D102
+        self,
+        results: Sequence[np.ndarray],
+        offsets: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+        factor: float,
+    ) -> None:
+        bounds = np.searchsorted(positions, offsets)
+        for s, result in enumerate(results):
+            inside = slice(bounds[s], bounds[s + 1])
+            result[positions[inside] - offsets[s]] += values[inside].astype(result.dtype) * result.dtype.type(factor)
+
+    def dense_update(  # noqa: D102
+        self,
+        result: np.ndarray,
+        mean: np.ndarray,
+        u: np.ndarray,
+        parameter: np.ndarray | None,
+        *,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        scale: float,
+    ) -> None:
+        g = mean
+        if weight_decay and parameter is not None:
+            g = mean + parameter.astype(mean.dtype) * mean.dtype.type(weight_decay)
+        if momentum:
+            m = mean.dtype.type(momentum)
+            u *= m
+            u += g
+            g = g + m * u if nesterov else u
+        if scale == 1:
+            result[...] = g
+        else:
+            np.multiply(g, mean.dtype.type(scale), out=result)
+
+
+def effective_gradient(work: SegmentWork, dtype: np.dtype) -> np.ndarray:
+    """``G = gradient * scale + weight_decay * parameter`` in the state's type, as a new array of ``(length,)``."""
+    g = work.gradient.astype(dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if work.scale != 1:
+            g *= dtype.type(work.scale)
+        if work.weight_decay and work.parameter is not None:
+            g += work.parameter.astype(dtype) * dtype.type(work.weight_decay)
+    return g

@@ -1,0 +1,186 @@
+"""Which parameter lies where: parameters -> buckets of segments, and a fingerprint that all ranks must share.
+
+Letters: n elements of a bucket's flat space, S segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+
+from dgc.core.config import DGCConfig
+from dgc.core.errors import LayoutError
+
+ALIGNMENT = 16
+"""Segments start at multiples of this many elements, so that a kernel's vector loads are aligned."""
+
+MAX_BUCKET_ELEMENTS = 2**31 - 1
+
+FLOAT_TYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trainable tensor as the core sees it: no values, only what all ranks must agree on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The place of one parameter in its bucket's flat space."""
+
+    parameter: int
+    offset: int
+    length: int
+
+    @property
+    def slice(self) -> slice:
+        """The segment's range in the bucket's flat space."""
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are exchanged together. The sparsified ones come first in the flat space, the dense ones after.
+
+    ``size`` elements in all, padding included; positions below ``sparse_size`` belong to sparsified segments.
+    """
+
+    index: int
+    dtype: str
+    sparse: tuple[Segment, ...]
+    dense: tuple[Segment, ...]
+    sparse_size: int
+    size: int
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments in the order of the flat space."""
+        return self.sparse + self.dense
+
+    @cached_property
+    def sparse_offsets(self) -> np.ndarray:
+        """(S + 1,) int64: where each sparsified segment starts, then ``sparse_size``."""
+        return np.array([s.offset for s in self.sparse] + [self.sparse_size], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parameters of one compressor and the buckets that they form, the same on every rank."""
+
+    parameters: tuple[Parameter, ...]
+    buckets: tuple[Bucket, ...]
+    places: dict[int, tuple[int, Segment]] = field(repr=False)
+    """parameter index -> (bucket index, segment)"""
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64-bit digest of names, shapes, types and placement; every message carries it."""
+        text = json.dumps(
+            [
+                [[p.name, list(p.shape), p.dtype] for p in self.parameters],
+                [[b.dtype, [[s.parameter, s.offset] for s in b.segments], b.sparse_size] for b in self.buckets],
+            ]
+        )
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def sparse_numel(self) -> int:
+        """Elements of the sparsified parameters."""
+        return sum(s.length for b in self.buckets for s in b.sparse)
+
+    def describe(self) -> dict[str, str]:
+        """Parameter name -> shape and type, in registration order, for the ranks to compare."""
+        return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}
+
+
+def travels_dense(parameter: Parameter, config: DGCConfig) -> bool:
+    """Whether a parameter is exchanged dense whatever the step: 1-D, small or excluded, and not included by name."""
+    if parameter.numel == 0 or any(fnmatchcase(parameter.name, p) for p in config.exclude):
+        return True
+    if any(fnmatchcase(parameter.name, p) for p in config.include):
+        return False
+    return len(parameter.shape) <= 1 or parameter.numel < config.min_numel
+
+
+def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
+    """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
+
+    float64 parameters get buckets of their own, because their state is float64.
+
+    Raises:
+        LayoutError: no parameters, two of one name, a type that is no float, or a tensor of 2**31 elements or more.
+    """
+    parameters = tuple(parameters)
+    _check(parameters)
+    capacity = max(1, config.bucket_bytes // 4)
+    groups: list[tuple[str, list[int]]] = []
+    open_group: dict[str, tuple[list[int], int]] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        dtype = "float64" if parameter.dtype == "float64" else "float32"
+        members, filled = open_group.get(dtype, ([], 0))
+        if not members or filled + parameter.numel > capacity:
+            members, filled = [], 0
+            groups.append((dtype, members))
+        members.append(index)
+        open_group[dtype] = (members, filled + parameter.numel)
+    buckets = tuple(_bucket(i, dtype, members, parameters, config) for i, (dtype, members) in enumerate(groups))
+    places = {s.parameter: (b.index, s) for b in buckets for s in b.segments}
+    return Layout(parameters, buckets, places)
+
+
+def _bucket(
+    index: int, dtype: str, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig
+) -> Bucket:
+    offset = 0
+
+    def place(chosen: list[int]) -> tuple[Segment, ...]:
+        nonlocal offset
+        placed = []
+        for i in chosen:
+            placed.append(Segment(i, offset, parameters[i].numel))
+            offset += -(-parameters[i].numel // ALIGNMENT) * ALIGNMENT
+        return tuple(placed)
+
+    sparse = place([i for i in members if not travels_dense(parameters[i], config)])
+    sparse_size = offset
+    dense = place([i for i in members if travels_dense(parameters[i], config)])
+    return Bucket(index, dtype, sparse, dense, sparse_size, offset)
+
+
+def _check(parameters: tuple[Parameter, ...]) -> None:
+    if not parameters:
+        raise LayoutError("no parameters to compress; pass the model's trainable parameters")
+    seen: set[str] = set()
+    for p in parameters:
+        if p.name in seen:
+            raise LayoutError(f"two parameters are named {p.name!r}; every parameter needs a name of its own")
+        seen.add(p.name)
+        if p.dtype not in FLOAT_TYPES:
+            raise LayoutError(f"parameter {p.name!r} has type {p.dtype}; allowed: {', '.join(FLOAT_TYPES)}")
+        if p.numel > MAX_BUCKET_ELEMENTS - ALIGNMENT:
+            raise LayoutError(
+                f"parameter {p.name!r} has {p.numel} elements; a compressed tensor may have at most "
+                f"{MAX_BUCKET_ELEMENTS - ALIGNMENT}: split it, or leave it out of the compressor"
+            )

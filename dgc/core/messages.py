@@ -1,0 +1,159 @@
+"""A bucket's message: header, sparse payload, and the dense tensors when they travel along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dgc.core import errors
+from dgc.core.plan import BucketPlan
+from dgc.core.transport import Transport
+from dgc.core.wire import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
+
+_ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
+    errors.RemoteError,
+    errors.LayoutError,
+    errors.ConfigError,
+    errors.WireError,
+    errors.TransportError,
+)
+_NO_PARAMETER = 2**32 - 1
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One rank's message of one bucket, checked."""
+
+    sender: int
+    count: int
+    nonfinite: bool
+    payload: np.ndarray
+    inline: np.ndarray
+    error: errors.DGCError | None = None
+
+
+class Sender:
+    """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks."""
+
+    def __init__(self, bucket: int, transport: Transport) -> None:
+        """Allocate nothing yet; buffers follow the plan given to :meth:`start`."""
+        self._fingerprint = 0
+        self._bucket = bucket
+        self._transport = transport
+        self._plan: BucketPlan | None = None
+        self._message = np.empty(0, np.uint8)
+        self._gathered = np.empty((0, 0), np.uint8)
+
+    def start(self, plan: BucketPlan, fingerprint: int) -> None:
+        """Begin a message of the plan's size; all ranks must have the same fingerprint in this step."""
+        self._plan = plan
+        self._fingerprint = fingerprint
+        if self._message.size != plan.message_bytes:
+            self._message = np.zeros(plan.message_bytes, np.uint8)
+            self._gathered = np.empty((self._transport.size, plan.message_bytes), np.uint8)
+
+    @property
+    def payload(self) -> np.ndarray:
+        """Where the sparse payload goes, (payload_bytes,) uint8."""
+        return self._message[HEADER_BYTES : HEADER_BYTES + self._required_plan.payload_bytes]
+
+    def inline(self, vector: np.ndarray) -> None:
+        """Put the dense vector into the message."""
+        at = self._required_plan.inline_bytes_at
+        self._message[at : at + vector.nbytes] = vector.view(np.uint8)
+
+    def finish(self, step: int, *, count: int, nonfinite: bool) -> None:
+        """Write the header of an ordinary message."""
+        self._write_header(step, Flags.NONFINITE if nonfinite else Flags(0), count=count)
+
+    def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
+        """Write a message that carries an error; its text takes the place of the payload."""
+        code = max((i for i, c in enumerate(_ERROR_CLASSES) if isinstance(error, c)), default=0)
+        text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
+        self._message[HEADER_BYTES:] = 0
+        self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
+        self._write_header(
+            step, Flags.ERROR, error_code=code, error_parameter=_NO_PARAMETER if parameter is None else parameter
+        )
+
+    def exchange(self) -> None:
+        """Allgather the messages, blocking."""
+        self._transport.allgather(self._message, self._gathered)
+
+    def receive(self, step: int) -> list[Incoming]:
+        """Check and take apart all ranks' messages, in rank order.
+
+        Raises:
+            WireError: a header does not fit this bucket, step, layout or codec.
+        """
+        plan = self._required_plan
+        codec = plan.codec
+        incoming = []
+        for sender, data in enumerate(self._gathered):
+            header = unpack_header(data)
+            if header.fingerprint != self._fingerprint:
+                raise errors.ConfigError(
+                    f"rank {sender} and rank {self._transport.rank} disagree in step {step} about momentum, Nesterov, "
+                    "weight decay or the layout: schedulers and loaded checkpoints must set the same values on every "
+                    "rank (load a checkpoint on all ranks, or broadcast the optimizer's state)"
+                )
+            check_header(
+                header,
+                compressor=codec.compressor_id,
+                index_codec=codec.indices.id,
+                value_codec=codec.values.id,
+                step=step,
+                bucket=self._bucket,
+                fingerprint=self._fingerprint,
+                max_count=sum(plan.ks),
+                max_payload=plan.payload_bytes,
+                dense_bytes=plan.inline_bytes,
+                sender=sender,
+            )
+            at = plan.inline_bytes_at
+            message = Incoming(
+                sender=sender,
+                count=header.count,
+                nonfinite=bool(header.flags & Flags.NONFINITE),
+                payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
+                inline=data[at : at + plan.inline_bytes],
+            )
+            if header.flags & Flags.ERROR:
+                message.error = _error(header, data, sender)
+            incoming.append(message)
+        return incoming
+
+    @property
+    def _required_plan(self) -> BucketPlan:
+        assert self._plan is not None, "start() comes first"
+        return self._plan
+
+    def _write_header(
+        self, step: int, flags: Flags, *, count: int = 0, error_code: int = 0, error_parameter: int = 0
+    ) -> None:
+        plan = self._required_plan
+        codec = plan.codec
+        pack_header(
+            Header(
+                compressor=codec.compressor_id,
+                index_codec=codec.indices.id,
+                value_codec=codec.values.id,
+                flags=int(flags),
+                step=step,
+                bucket=self._bucket,
+                fingerprint=self._fingerprint,
+                count=count,
+                payload_bytes=plan.payload_bytes,
+                dense_bytes=plan.inline_bytes,
+                error_code=error_code,
+                error_parameter=error_parameter,
+            ),
+            self._message,
+        )
+
+
+def _error(header: Header, data: np.ndarray, sender: int) -> errors.DGCError:
+    text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
+    code = header.error_code if header.error_code < len(_ERROR_CLASSES) else 0
+    return _ERROR_CLASSES[code](f"rank {sender} failed in step {header.step}: {text}")

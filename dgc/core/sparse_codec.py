@@ -1,0 +1,82 @@
+"""The sparse family's message: (position, value) pairs through an index codec and a value codec."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dgc.core.errors import WireError
+from dgc.core.layout import Bucket
+from dgc.core.wire import index_codec, smallest_index_codec, value_codec
+
+SPARSE_ID = 1
+"""Compressor id in the header: exact (position, value) entries."""
+
+
+class SparseCodec:
+    """Encodes selected entries of one bucket at one density; knows what the receiver will read."""
+
+    compressor_id = SPARSE_ID
+
+    def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
+        """Look up the codecs; ``indices="auto"`` takes the smallest for k entries of this bucket.
+
+        Raises:
+            ConfigError: an unknown codec name; the message lists the valid ones.
+        """
+        self._bucket = bucket
+        n = bucket.sparse_size
+        self.indices = smallest_index_codec(n, k) if indices == "auto" else index_codec(indices)
+        self.values = value_codec(values)
+        used = self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse)) if k else 0
+        self.max_bytes = -(-used // 8) * 8
+        """Payload bytes that hold any k entries, a multiple of 8."""
+
+    def bounds(self, positions: np.ndarray) -> np.ndarray:
+        """Where each segment's entries begin among ascending ``positions``: (S + 1,) int64."""
+        return np.searchsorted(positions, self._bucket.sparse_offsets)
+
+    def encode(self, positions: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write the payload; returns the values as every receiver will decode them.
+
+        Args:
+            positions: (k,) int64, ascending, unique, below n.
+            values: (k,) float.
+            out: (payload_bytes,) uint8; what is left over is zeroed.
+
+        Returns:
+            (k,) float32.
+        """
+        bounds = self.bounds(positions)
+        values = values.astype(self.values.dtype, copy=False)
+        used = self.indices.encode(positions, self._bucket.sparse_size, out)
+        used += self.values.encode(values, bounds, out[used:])
+        out[used:] = 0
+        return self.values.roundtrip(values, bounds)
+
+    def roundtrip(self, positions: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """The values as :meth:`encode` would send them, (k,) float32."""
+        return self.values.roundtrip(values.astype(self.values.dtype, copy=False), self.bounds(positions))
+
+    def decode(self, payload: np.ndarray, count: int, sender: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read a payload: (count,) int64 positions and (count,) values.
+
+        Raises:
+            WireError: the payload is damaged; nothing was applied.
+        """
+        try:
+            positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
+            values, _ = self.values.decode(payload[used:], count, self.bounds(positions))
+        except WireError as error:
+            raise WireError(f"message of rank {sender} for bucket {self._bucket.index}: {error}") from error
+        return positions, values
+
+
+def check_codecs(indices: str, values: str) -> None:
+    """Refuse unknown codec names at construction.
+
+    Raises:
+        ConfigError: names the valid ones.
+    """
+    if indices != "auto":
+        index_codec(indices)
+    value_codec(values)

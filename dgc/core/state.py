@@ -1,0 +1,166 @@
+"""What a compressor remembers on one rank: momentum buffers u, residuals v, the step; and how to save them.
+
+State is per rank: u and v differ between ranks once sparsification has begun, and must never be broadcast.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels.base import Kernels
+from dgc.core.layout import Layout, Segment
+
+FORMAT = 1
+
+
+class BucketState:
+    """u over the whole bucket, v over its sparsified part, and the memory of the selection."""
+
+    def __init__(self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels) -> None:
+        """Allocate zeros: u (size,), v (sparse_size,) and a cold control array of ``segments`` rows."""
+        self.u = np.zeros(size, dtype)
+        self.v = np.zeros(sparse_size, dtype)
+        self.control = kernels.new_control(segments)
+
+
+class State:
+    """All buckets' states and the step counter of one compressor on one rank."""
+
+    def __init__(self, layout: Layout, kernels: Kernels) -> None:
+        """Start from zeros at step 0."""
+        self._layout = layout
+        self._kernels = kernels
+        self.step = 0
+        self.buckets: list[BucketState] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: zeros, step 0."""
+        self.step = 0
+        self.buckets = [
+            BucketState(b.size, b.sparse_size, len(b.sparse), b.dtype, self._kernels) for b in self._layout.buckets
+        ]
+
+    def momentum_buffer(self, parameter: int) -> np.ndarray:
+        """View of u for one parameter, (numel,)."""
+        bucket, segment = self._layout.places[parameter]
+        return self.buckets[bucket].u[segment.slice]
+
+    def residual(self, parameter: int) -> np.ndarray:
+        """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
+        bucket, segment = self._layout.places[parameter]
+        return self.buckets[bucket].v[segment.slice]
+
+    def residual_norm(self) -> float:
+        """L2 norm of all residuals of this rank."""
+        return float(np.sqrt(sum(float(np.dot(b.v, b.v)) for b in self.buckets)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy as plain containers of NumPy arrays, by parameter name (placement may change later)."""
+        parameters = {}
+        for i, p in enumerate(self._layout.parameters):
+            entry = {"u": self.momentum_buffer(i).copy()}
+            if self._is_sparse(i):
+                entry["v"] = self.residual(i).copy()
+                entry["control"] = self._control_row(i).copy()
+            parameters[p.name] = entry
+        return {"format": FORMAT, "step": self.step, "parameters": parameters}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Take over what :meth:`to_dict` returned.
+
+        Raises:
+            LayoutError: another format, other parameters, or other lengths; nothing is changed then.
+        """
+        self._check(saved)
+        for i, p in enumerate(self._layout.parameters):
+            entry = saved["parameters"][p.name]
+            self.momentum_buffer(i)[...] = entry["u"]
+            if self._is_sparse(i):
+                self.residual(i)[...] = entry["v"]
+                row = self._control_row(i)
+                row[...] = np.nan
+                control = entry.get("control")
+                if control is not None and len(control) == row.size:
+                    row[...] = control
+        self.step = int(saved["step"])
+
+    def _is_sparse(self, parameter: int) -> bool:
+        bucket, segment = self._layout.places[parameter]
+        return segment.offset < self._layout.buckets[bucket].sparse_size
+
+    def _control_row(self, parameter: int) -> np.ndarray:
+        bucket, segment = self._layout.places[parameter]
+        segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
+        return self.buckets[bucket].control[segments.index(segment)]
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        if saved.get("format") != FORMAT:
+            raise LayoutError(
+                f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
+                "load it with the version that wrote it"
+            )
+        names = [p.name for p in self._layout.parameters]
+        missing = [n for n in names if n not in saved["parameters"]]
+        surplus = [n for n in saved["parameters"] if n not in set(names)]
+        if missing or surplus:
+            what = f"lacks parameter {missing[0]!r}" if missing else f"has a parameter {surplus[0]!r} too many"
+            raise LayoutError(
+                f"the saved compressor state {what}; it belongs to another model or another choice of parameters: "
+                "build the compressor for the model that was saved, or call reset() to start with empty residuals"
+            )
+        for i, p in enumerate(self._layout.parameters):
+            entry = saved["parameters"][p.name]
+            wanted = {"u"} | ({"v"} if self._is_sparse(i) else set())
+            if {"u", "v"} & set(entry) != wanted:
+                now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
+                raise LayoutError(
+                    f"parameter {p.name!r} is {now} here but was {then} when the state was saved; "
+                    "use the same min_numel, include and exclude"
+                )
+            for key in wanted:
+                if np.shape(entry[key]) != (p.numel,):
+                    raise LayoutError(
+                        f"parameter {p.name!r} has {p.numel} elements, its saved {key} has shape "
+                        f"{np.shape(entry[key])}; the state belongs to another model"
+                    )
+
+
+def resized(states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin_step: int) -> dict[str, Any]:
+    """Turn the states of N old ranks into this rank's state in a job of M ranks.
+
+    Residuals and momentum buffers of the old ranks r with ``r % M == rank`` are summed and multiplied by M/N, which
+    keeps their mean over the ranks. What is equal on all ranks (everything before the ramp-up, the momentum buffer
+    of dense tensors after it) is taken over as it is.
+
+    Args:
+        states: (N,) results of :meth:`State.to_dict` in rank order; those that this rank does not need may be None,
+            except the first.
+        rank: this rank in the new job, 0 <= rank < size.
+        size: M, ranks of the new job.
+        rampup_begin_step: first sparsified step.
+    """
+    first = states[0]
+    result = copy.deepcopy(first)
+    replicated = first["step"] <= rampup_begin_step
+    mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
+    for name, entry in result["parameters"].items():
+        if "v" not in entry:
+            continue
+        entry.pop("control", None)
+        for key in ("v",) if replicated else ("u", "v"):
+            total = np.zeros_like(entry[key])
+            for state in mine:
+                total += state["parameters"][name][key]
+            entry[key] = (total * (size / len(states))).astype(total.dtype)
+    return result
+
+
+def old_ranks_of(rank: int, old_size: int, size: int) -> range:
+    """The old ranks whose residuals go to ``rank`` when ``old_size`` ranks become ``size``."""
+    return range(rank, old_size, size)

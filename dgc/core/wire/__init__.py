@@ -1,0 +1,55 @@
+"""The bytes of a bucket's message: header, index codecs, value codecs. ``docs/wire-format.md`` is the specification.
+
+    message = header (64 bytes) | index block | value block | zeros up to a fixed size | dense section
+
+Every block is a multiple of 8 bytes long, so each part of a message that starts on an 8-byte boundary does too.
+"""
+
+from dgc.core.wire.blocks import BLOCK_ALIGNMENT, padded
+from dgc.core.wire.header import (
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Flags,
+    Header,
+    check_header,
+    pack_header,
+    unpack_header,
+)
+from dgc.core.wire.ids import IndexCodecId, ValueCodecId
+from dgc.core.wire.protocols import IndexCodec, ValueCodec
+from dgc.core.wire.registry import (
+    index_codec,
+    index_codec_by_id,
+    index_codec_names,
+    resolve_index_codec,
+    smallest_index_codec,
+    value_codec,
+    value_codec_by_id,
+    value_codec_names,
+)
+
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "HEADER_BYTES",
+    "MAGIC",
+    "VERSION",
+    "Flags",
+    "Header",
+    "IndexCodec",
+    "IndexCodecId",
+    "ValueCodec",
+    "ValueCodecId",
+    "check_header",
+    "index_codec",
+    "index_codec_by_id",
+    "index_codec_names",
+    "pack_header",
+    "padded",
+    "resolve_index_codec",
+    "smallest_index_codec",
+    "unpack_header",
+    "value_codec",
+    "value_codec_by_id",
+    "value_codec_names",
+]

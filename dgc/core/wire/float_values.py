@@ -1,0 +1,216 @@
+"""Value codecs that keep a floating-point number per entry. k = entries."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dgc.core.errors import WireError
+from dgc.core.wire.blocks import block_to_read, block_to_write, padded
+from dgc.core.wire.ids import ValueCodecId
+
+
+def check_values(values: np.ndarray, dtype: np.dtype, name: str) -> None:
+    """Refuse values of another type: a silent cast of float64 could overflow.
+
+    Raises:
+        WireError: not one-dimensional, or not of this type.
+    """
+    if values.dtype != dtype or values.ndim != 1:
+        raise WireError(
+            f"{name}: values are {values.dtype} of shape {values.shape}, this codec takes one-dimensional {dtype}."
+        )
+
+
+class _PlainValues:
+    """Values as they are."""
+
+    id: ValueCodecId
+    name: str
+    dtype: np.dtype
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        """One number an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        return padded(self.dtype.itemsize * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        """Copy the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        return _write(values, self.dtype, out, self.name)
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        """Copy the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        numbers, consumed = _read(data, count, self.dtype, self.name)
+        return numbers.astype(self.dtype), consumed
+
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Exact. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        return values.copy()
+
+
+class Float32Values(_PlainValues):
+    """32 bits an entry, exact."""
+
+    id = ValueCodecId.FLOAT32
+    name = "float32"
+    dtype = np.dtype(np.float32)
+
+
+class Float64Values(_PlainValues):
+    """64 bits an entry, exact: for models whose state is float64."""
+
+    id = ValueCodecId.FLOAT64
+    name = "float64"
+    dtype = np.dtype(np.float64)
+
+
+class Float16Values:
+    """16 bits an entry: half precision, under one power of two for the whole message.
+
+    Gradients are often below 6e-5, where half precision thins out. So the message's values are multiplied by the
+    power of two that brings the largest to [2^14, 2^15): the relative error is at most 2^-11 for every value down to
+    2^-28 of the largest one, and below that the absolute error is at most 2^-39 of the largest. Scaling by a power
+    of two rounds nothing.
+
+    A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
+    """
+
+    id = ValueCodecId.FLOAT16
+    name = "float16"
+    dtype = np.dtype(np.float32)
+
+    HEAD = 8
+    MIN_EXPONENT = -163
+    """Brings the smallest float32, 2^-149, to 2^14."""
+    MAX_EXPONENT = 113
+    """Brings the largest float32, just below 2^128, to just below 2^15."""
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        """8 bytes, 2 bytes an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        return self.HEAD + padded(2 * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        block = block_to_write(out, self.max_bytes(values.size, 0), self.name)
+        halves, exponent = self._scale_down(values)
+        block[:4].view("<i4")[...] = exponent
+        block[4:8] = 0
+        _write(halves, np.dtype("<f2"), block[self.HEAD :], self.name)
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        block = block_to_read(data, self.max_bytes(count, 0), self.name)
+        exponent = int(block[:4].view("<i4")[0])
+        if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
+            raise WireError(
+                f"{self.name}: the scale's exponent is {exponent}, it must be in {self.MIN_EXPONENT}.."
+                f"{self.MAX_EXPONENT}. The message is damaged."
+            )
+        halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
+        return _times_power_of_two(halves.astype(np.float32), exponent), block.size
+
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        halves, exponent = self._scale_down(values)
+        return _times_power_of_two(halves.astype(np.float32), exponent)
+
+    def _scale_down(self, values: np.ndarray) -> tuple[np.ndarray, int]:
+        largest = float(np.abs(values).max()) if values.size else 0.0
+        if largest == 0.0:
+            return values.astype(np.float16), 0
+        if not math.isfinite(largest):
+            # The finite entries keep what precision they can, NaN and infinity stay what they are.
+            exponent = self.MAX_EXPONENT
+        else:
+            exponent = math.frexp(largest)[1] - 15
+        scaled = _times_power_of_two(values.copy(), -exponent)
+        if exponent == self.MAX_EXPONENT and math.isfinite(largest):
+            # Rounding up to 2^15 would read back as 2^128: infinity. 2^15 - 16 is the half below it.
+            np.clip(scaled, -32752.0, 32752.0, out=scaled)
+        with np.errstate(under="ignore"):
+            return scaled.astype(np.float16), exponent
+
+
+class Bfloat16Values:
+    """16 bits an entry: the upper half of a float32, rounded to nearest, ties to even.
+
+    Relative error at most 2^-8 over the whole range of normal float32, no scale needed. A finite value that would
+    round to infinity becomes the largest finite bfloat16.
+    """
+
+    id = ValueCodecId.BFLOAT16
+    name = "bfloat16"
+    dtype = np.dtype(np.float32)
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        """2 bytes an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        return padded(2 * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        return _write(_upper_halves(values), np.dtype("<u2"), out, self.name)
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
+
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        check_values(values, self.dtype, self.name)
+        return (_upper_halves(values) << np.uint32(16)).view(np.float32)
+
+
+_INFINITY = np.uint32(0x7F800000)
+_ROUNDS_TO_INFINITY = np.uint32(0x7F7F8000)
+
+
+def _upper_halves(values: np.ndarray) -> np.ndarray:
+    """Return the bfloat16 bits of (k,) float32 as (k,) uint32."""
+    bits = values.view(np.uint32)
+    # Just below half a unit of the last bit kept, plus that bit itself: a tie goes up only from an odd one.
+    rounded = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    if bits.size and magnitude.max() >= _ROUNDS_TO_INFINITY:
+        truncated = bits >> np.uint32(16)
+        # A NaN whose payload is all in the lower half would truncate to infinity: make it quiet, which sets a bit.
+        truncated[magnitude > _INFINITY] |= np.uint32(0x40)
+        rounded = np.where(magnitude >= _ROUNDS_TO_INFINITY, truncated, rounded)
+    return rounded
+
+
+def _times_power_of_two(values: np.ndarray, exponent: int) -> np.ndarray:
+    """Multiply (k,) float32 by 2^exponent in place, -163 <= exponent <= 163, with at most one rounding."""
+    # Small values may fall below float32's range on purpose, and NaN may come in: neither is worth a warning.
+    with np.errstate(under="ignore", invalid="ignore"):
+        if -126 <= exponent <= 127:
+            values *= np.float32(math.ldexp(1.0, exponent))
+        else:
+            # 2^exponent is no normal float32. The first factor keeps everything normal, so only the second rounds.
+            first = math.copysign(100, exponent)
+            values *= np.float32(2.0**first)
+            values *= np.float32(2.0 ** (exponent - first))
+    return values
+
+
+def _write(numbers: np.ndarray, dtype: np.dtype, out: np.ndarray, name: str) -> int:
+    used = dtype.itemsize * numbers.size
+    block = block_to_write(out, padded(used), name)
+    block[:used].view(dtype)[...] = numbers
+    block[used:] = 0
+    return block.size
+
+
+def _read(data: np.ndarray, count: int, dtype: np.dtype, name: str) -> tuple[np.ndarray, int]:
+    used = dtype.itemsize * count
+    block = block_to_read(data, padded(used), name)
+    return block[:used].view(dtype), block.size

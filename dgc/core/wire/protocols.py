@@ -1,0 +1,136 @@
+"""What a codec is. n = elements of the bucket's flat sparse space, k = entries of one message."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class IndexCodec(Protocol):
+    """Writes k sorted, unique positions below n as bytes and reads them back."""
+
+    @property
+    def id(self) -> int:
+        """The codec's number in a header, one of :class:`~dgc.core.wire.ids.IndexCodecId`."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The codec's name in the option ``indices=``."""
+        ...
+
+    def max_bytes(self, n: int, k: int) -> int:
+        """Bytes that always suffice for k or fewer entries, whatever the positions; a multiple of 8.
+
+        A message reserves this much, so the value never falls when k grows.
+
+        Raises:
+            ConfigError: this codec cannot address n elements, or k is not within 0..n.
+        """
+        ...
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write the positions at the start of ``out``.
+
+        Their order is the caller's promise: a codec may write nonsense for unsorted positions, which ``decode``
+        refuses, but never touches memory outside ``out``.
+
+        Args:
+            positions: (k,) int64, strictly ascending, each in [0, n).
+            n: elements of the bucket.
+            out: (m,) uint8, contiguous, m >= ``max_bytes(n, k)``.
+
+        Returns:
+            Bytes written, at most ``max_bytes(n, k)``, a multiple of 8.
+
+        Raises:
+            ConfigError: as ``max_bytes``.
+            WireError: ``out`` is too short, or the codec met positions that it cannot write.
+        """
+        ...
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read ``count`` positions from the start of ``data``; what follows them is not looked at.
+
+        Args:
+            data: (m,) uint8, contiguous.
+            n: elements of the bucket.
+            count: entries in the message, from its header.
+
+        Returns:
+            (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
+
+        Raises:
+            WireError: ``data`` is too short, or does not hold ``count`` ascending positions below n.
+        """
+        ...
+
+
+@runtime_checkable
+class ValueCodec(Protocol):
+    """Writes k values as bytes and reads them back, exactly or with an error that the sender can compute.
+
+    The entries fall into groups, one per tensor ("segment") of the bucket: group i holds the entries
+    ``bounds[i]:bounds[i + 1]``. Groups may be empty. Finite values come back finite; a non-finite value makes its
+    own entry non-finite, or its whole group where the group shares a scale. Neither raises.
+    """
+
+    @property
+    def id(self) -> int:
+        """The codec's number in a header, one of :class:`~dgc.core.wire.ids.ValueCodecId`."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The codec's name in the option ``values=``."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the values on both sides: float32, or float64 for the float64 codec."""
+        ...
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        """Bytes that always suffice for k or fewer entries in this many groups; a multiple of 8."""
+        ...
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        """Write the values at the start of ``out``.
+
+        Args:
+            values: (k,) of ``dtype``, read only.
+            bounds: (groups + 1,) int64, non-decreasing from 0 to k.
+            out: (m,) uint8, contiguous, m >= ``max_bytes(k, groups)``.
+
+        Returns:
+            Bytes written, at most ``max_bytes(k, groups)``, a multiple of 8.
+
+        Raises:
+            WireError: ``out`` is too short, the type is not ``dtype``, or ``bounds`` do not cover the values.
+        """
+        ...
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read ``count`` values from the start of ``data``; what follows them is not looked at.
+
+        Args:
+            data: (m,) uint8, contiguous.
+            count: entries in the message, from its header.
+            bounds: (groups + 1,) int64, the same as the sender's (they follow from positions and layout).
+
+        Returns:
+            (count,) of ``dtype``, a fresh array; and the number of bytes read.
+
+        Raises:
+            WireError: ``data`` is too short or damaged, or ``bounds`` do not cover ``count`` entries.
+        """
+        ...
+
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """What every receiver will read: ``decode(encode(values))``, bit for bit, as a fresh array.
+
+        The sender keeps ``values - roundtrip(values, bounds)`` in its residual.
+        """
+        ...

@@ -1,0 +1,171 @@
+"""Codecs by name (a user's option) and by number (a message's header)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+from dgc.core.errors import ConfigError, WireError
+from dgc.core.wire.bit_indices import BitmapIndices, EliasFanoIndices
+from dgc.core.wire.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
+from dgc.core.wire.ids import IndexCodecId, ValueCodecId
+from dgc.core.wire.plain_indices import Int32Indices, Uint16Indices
+from dgc.core.wire.protocols import IndexCodec, ValueCodec
+from dgc.core.wire.quantized_values import Int8Values, SignValues
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+_Codec = TypeVar("_Codec", bound=_Named)
+
+
+def by_name(codecs: Iterable[_Codec], ids: type[IntEnum]) -> dict[str, _Codec]:
+    """Check codecs against the numbers of the format and return them by name.
+
+    Args:
+        codecs: every codec of one kind.
+        ids: the numbers of that kind; ``NONE`` stands for no codec.
+
+    Raises:
+        ConfigError: two codecs share a name or a number, a number is no member of ``ids``, a member has no codec, or
+            the names differ.
+    """
+    numbers = {member.name: int(member) for member in ids}
+    table: dict[str, _Codec] = {}
+    for codec in codecs:
+        if codec.name in table:
+            raise ConfigError(f"two codecs are named {codec.name!r}.")
+        if numbers.get(codec.name.upper()) != codec.id:
+            raise ConfigError(
+                f"codec {codec.name!r} has number {int(codec.id)}, which {ids.__name__} does not give it."
+            )
+        table[codec.name] = codec
+    missing = [name for name in numbers if name != "NONE" and name.lower() not in table]
+    if missing:
+        raise ConfigError(f"{ids.__name__} has members without a codec: {', '.join(missing)}.")
+    return table
+
+
+# Cheapest to decode first: smallest_index_codec() breaks ties by this order.
+_INDEX_CODECS: dict[str, IndexCodec] = by_name(
+    (Int32Indices(), Uint16Indices(), BitmapIndices(), EliasFanoIndices()), IndexCodecId
+)
+_VALUE_CODECS: dict[str, ValueCodec] = by_name(
+    (Float16Values(), Float32Values(), Bfloat16Values(), Int8Values(), SignValues(), Float64Values()), ValueCodecId
+)
+_INDEX_CODECS_BY_ID = {int(codec.id): codec for codec in _INDEX_CODECS.values()}
+_VALUE_CODECS_BY_ID = {int(codec.id): codec for codec in _VALUE_CODECS.values()}
+
+
+def index_codec_names() -> tuple[str, ...]:
+    """Return the names of all index codecs."""
+    return tuple(_INDEX_CODECS)
+
+
+def value_codec_names() -> tuple[str, ...]:
+    """Return the names of all value codecs."""
+    return tuple(_VALUE_CODECS)
+
+
+def index_codec(name: str) -> IndexCodec:
+    """Return the index codec of this name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    return _look_up(_INDEX_CODECS, name, "indices")
+
+
+def value_codec(name: str) -> ValueCodec:
+    """Return the value codec of this name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    return _look_up(_VALUE_CODECS, name, "values")
+
+
+def index_codec_by_id(number: int) -> IndexCodec:
+    """Return the index codec of this number.
+
+    Raises:
+        WireError: there is none.
+    """
+    return _look_up_id(_INDEX_CODECS_BY_ID, number, "index codec")
+
+
+def value_codec_by_id(number: int) -> ValueCodec:
+    """Return the value codec of this number.
+
+    Raises:
+        WireError: there is none.
+    """
+    return _look_up_id(_VALUE_CODECS_BY_ID, number, "value codec")
+
+
+@lru_cache(maxsize=1024)
+def smallest_index_codec(n: int, k: int) -> IndexCodec:
+    """Return the codec whose reserve for k entries below n is the smallest; ties go to the quickest to decode.
+
+    It depends on n and k alone, so all ranks choose the same one.
+
+    Raises:
+        ConfigError: k is not within 0..n, or n is negative or beyond every codec.
+    """
+    reserves = {}
+    refusal: ConfigError | None = None
+    for codec in _INDEX_CODECS.values():
+        try:
+            reserves[codec] = codec.max_bytes(n, k)
+        except ConfigError as error:  # too large a bucket for this codec
+            refusal = error
+    if not reserves:
+        assert refusal is not None
+        raise refusal
+    return min(reserves, key=reserves.__getitem__)
+
+
+def resolve_index_codec(name: str, n: int, k: int) -> IndexCodec:
+    """Return the codec for the option ``indices=``: a codec's name, or ``"auto"`` for the smallest one.
+
+    Args:
+        name: the option.
+        n: elements of the bucket.
+        k: the most entries that a message of this bucket may hold at the current density.
+
+    Raises:
+        ConfigError: unknown name, or no codec for these sizes.
+    """
+    if name == "auto":
+        return smallest_index_codec(n, k)
+    if name not in _INDEX_CODECS:
+        raise _unknown(name, "indices", (*_INDEX_CODECS, "auto"))
+    return _INDEX_CODECS[name]
+
+
+def _look_up(table: dict[str, _Codec], name: str, option: str) -> _Codec:
+    if name not in table:
+        raise _unknown(name, option, tuple(table))
+    return table[name]
+
+
+def _unknown(name: str, option: str, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")
+
+
+def _look_up_id(table: dict[int, _Codec], number: int, what: str) -> _Codec:
+    if number not in table:
+        known = ", ".join(f"{key} ({codec.name})" for key, codec in sorted(table.items()))
+        raise WireError(
+            f"{what} number {number} is unknown, this release knows {known}. The message is damaged, or a "
+            "newer release wrote it: install the same release on every host."
+        )
+    return table[number]

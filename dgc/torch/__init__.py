@@ -1,0 +1,24 @@
+"""Deep Gradient Compression for PyTorch scripts that use Horovod.
+
+    import horovod.torch as hvd
+    import dgc.torch as dgc
+
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
+"""
+
+from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.torch.compression import Compression
+from dgc.torch.compressor import DGCCompressor
+from dgc.torch.optimizer import DistributedOptimizer
+
+__all__ = [
+    "Compression",
+    "ConfigError",
+    "DGCCompressor",
+    "DGCError",
+    "DistributedOptimizer",
+    "LayoutError",
+    "RemoteError",
+    "TransportError",
+    "WireError",
+]

@@ -1,0 +1,71 @@
+"""``Compression``: Horovod's own algorithms and ours under one name, as users of Horovod expect it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dgc.core.errors import ConfigError
+from dgc.torch.compressor import DGCCompressor
+from dgc.torch.horovod import import_horovod
+
+
+class _Compression:
+    """What ``compression=`` takes. ``none`` and ``fp16`` are Horovod's."""
+
+    @property
+    def none(self) -> Any:
+        """Horovod's: gradients travel as they are."""
+        return import_horovod().Compression.none
+
+    @property
+    def fp16(self) -> Any:
+        """Horovod's: gradients travel as float16."""
+        return import_horovod().Compression.fp16
+
+    @staticmethod
+    def dgc(
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **options: Any,
+    ) -> DGCCompressor:
+        """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
+
+        Way A, for stock ``hvd.DistributedOptimizer``: give ``named_parameters`` and ``optimizer`` (all ranks together).
+        Way B, for ``dgc.torch.DistributedOptimizer``: give options only; the wrapper binds the rest.
+
+        Args:
+            named_parameters: ``model.named_parameters()``.
+            optimizer: the optimizer whose parameters are compressed; momentum, Nesterov and weight decay are taken out
+                of a ``torch.optim.SGD`` and applied by the compressor. Required in way A unless ``momentum`` is given.
+            **options: ``momentum, nesterov, weight_decay`` (None: adopt, else 0), ``momentum_masking=True``,
+                ``sparsity=0.999`` (a number or a list walked through during ramp-up), ``rampup_begin_step=0``,
+                ``rampup_step=1``, ``local_grad_clip_norm=None``, ``clip_scope="tensor"``, ``min_numel=1024``,
+                ``include=()``, ``exclude=()``, ``indices="uint16"``, ``values="float16"``, ``bucket_bytes=25 MiB``,
+                ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the GradScaler), ``op=Average``,
+                ``process_set=None``, ``seed=0``.
+
+        Raises:
+            TypeError: an unknown option; the message lists the valid ones.
+            ConfigError: an option out of range, momentum applied twice, or Horovod not initialised.
+            LayoutError: ranks disagree about parameters.
+
+        Source: Lin et al. 2018, arXiv 1712.01887.
+        """
+        compressor = DGCCompressor(options)
+        if named_parameters is None:
+            if optimizer is not None:
+                raise ConfigError("Compression.dgc(optimizer=...) also needs named_parameters=model.named_parameters()")
+            return compressor
+        if optimizer is None and compressor.config.momentum is None:
+            raise ConfigError(
+                "Compression.dgc(named_parameters) also needs optimizer=, to take its momentum and weight decay over; "
+                "pass it, or momentum=0 for plain error feedback"
+            )
+        compressor.bind(named_parameters, optimizer)
+        return compressor
+
+
+Compression = _Compression()

@@ -1,0 +1,308 @@
+"""One model's parameters on one rank, bound to an exchange of the core. Ways A and B both stand on this.
+
+Every torch tensor becomes an array here, and every parameter has one index: its place among the parameters that the
+compressor was built for.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc.core.agreement import agree_or_raise
+from dgc.core.arrays import choose_kernels
+from dgc.core.bucket_step import Hyper
+from dgc.core.config import DGCConfig
+from dgc.core.errors import ConfigError, DGCError, LayoutError
+from dgc.core.exchange import Exchange
+from dgc.core.layout import make_layout
+from dgc.core.stats import Stats
+from dgc.core.transport import Transport
+from dgc.torch.adoption import Adoption, watch_steps
+from dgc.torch.tensors import Result, as_array, describe
+
+_log = logging.getLogger("dgc")
+
+
+class Engine:
+    """Parameters, their optimizer's adopted options, and the exchange. Construction is collective.
+
+    Attributes:
+        parameters: the compressed tensors in registration order.
+        names: their names.
+        owner: weak reference to the optimizer that steps them, once it is known.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        config: DGCConfig,
+        transport: Transport,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        loss_scale: Any = 1.0,
+    ) -> None:
+        """Agree with the other ranks and allocate the state.
+
+        Raises:
+            DGCError: parameters, shapes, types or options differ between ranks, or construction failed on a rank.
+        """
+        self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
+        self.transport = transport
+        self.owner: weakref.ref[torch.optim.Optimizer] | None = None
+        self._ids = {id(p) for p in self.parameters}
+        self._config = config
+        self._loss_scale = _loss_scale(loss_scale)
+        self._kernels = choose_kernels("cpu")
+        self._sparse: set[int] = set()
+        self._sparse_settled = False
+        self._results: dict[int, Result] = {}
+        self._fresh = False
+        self._error: DGCError | None = None
+
+        def build() -> dict[str, Any]:
+            self._exchange = self._new_exchange()
+            self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
+            return {**self._exchange.layout.describe(), "(momentum)": self.adoption.hyper.digest()}
+
+        agree_or_raise(transport, build, "parameters", LayoutError, "Build the same model and optimizer on every rank.")
+        watcher = weakref.WeakMethod(self._before_step)
+        self._watch = watch_steps(lambda o: (method := watcher()) is not None and method(o))
+        weakref.finalize(self, self._watch.remove)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def index_of(self, parameter: torch.Tensor) -> int | None:
+        """The parameter's index, or None if the compressor was not built for it."""
+        return self.adoption.index_of(parameter)
+
+    def submit(self, index: int, gradient: torch.Tensor, result: torch.Tensor) -> None:
+        """Hand over a gradient; ``result`` (same shape) holds the outcome after :meth:`finish`, and may be ``gradient``.
+
+        Raises:
+            LayoutError: another shape or device than the parameter's, or given twice in this step.
+            DGCError: this or another rank failed.
+        """
+        self._begin()
+        parameter = self.parameters[index]
+        if gradient.shape != parameter.shape or gradient.device != parameter.device:
+            self.fail(
+                LayoutError(
+                    f"the gradient of {self.names[index]!r} is {tuple(gradient.shape)} on {gradient.device}, the "
+                    f"parameter is {tuple(parameter.shape)} on {parameter.device}; build a new compressor when "
+                    "parameters change"
+                ),
+                index,
+            )
+        place = Result.for_tensor(result)
+        self._results[index] = place
+        decay = self.adoption.hyper.weight_decay[index]
+        self._exchange.submit(
+            self._places[index],
+            as_array(gradient),
+            place.array,
+            as_array(parameter) if decay else None,
+            place.limit,
+        )
+
+    def finish(self) -> None:
+        """Wait for all results of the step. Calling it again before the next step does nothing.
+
+        Raises:
+            DGCError: this or another rank failed, or a gradient is missing.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._exchange.in_step:
+            return
+        self._fill_in_sparse()
+        try:
+            self._exchange.finish()
+        except DGCError as error:
+            self._error = error
+            raise
+        for result in self._results.values():
+            result.deliver()
+        self._results.clear()
+        self._fresh = True
+        if not self._sparse_settled:
+            self._settle_sparse()
+
+    def fail(self, error: DGCError, index: int | None = None) -> None:
+        """Raise ``error`` here and its text on all other ranks.
+
+        Raises:
+            DGCError: always.
+        """
+        place = None if index is None or index in self._sparse else self._places[index]
+        try:
+            self._exchange.fail(error, place)
+        except DGCError as raised:
+            self._error = raised
+            raise
+
+    # -- saving, ending ------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """The exchange's counters."""
+        return self._exchange.stats
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange that is in use now."""
+        return self._exchange
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: see :meth:`dgc.core.exchange.Exchange.state_dict`."""
+        return {**self._exchange.state_dict(), "sparse_gradients": [self.names[i] for i in sorted(self._sparse)]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over a state of this rank.
+
+        Raises:
+            LayoutError: it belongs to another model, rank or number of ranks.
+        """
+        self._drop_pending()
+        sparse = {i for i, name in enumerate(self.names) if name in set(saved.get("sparse_gradients", ()))}
+        if sparse != self._sparse:
+            self._exclude(sparse)
+        self._sparse_settled = bool(sparse)
+        self._exchange.load_state_dict(saved)
+
+    def reset(self) -> None:
+        """Forget residuals, momentum, the step and the statistics."""
+        self._drop_pending()
+        self._exchange.reset()
+
+    def close(self) -> None:
+        """End the communication thread and the transport."""
+        self._watch.remove()
+        self._exchange.close()
+        self.transport.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _members(self) -> list[int]:
+        return [i for i in range(len(self.parameters)) if i not in self._sparse]
+
+    def _new_exchange(self) -> Exchange:
+        members = self._members
+        self._places = {i: place for place, i in enumerate(members)}
+        layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
+        return Exchange(layout, self._config, self.transport, self._kernels, loss_scale=self._loss_scale)
+
+    def _drop_pending(self) -> None:
+        self._results.clear()
+        self._error = None
+        self._fresh = False
+
+    def _begin(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._exchange.in_step:
+            return
+        owner = self.owner() if self.owner is not None else None
+        error: DGCError | None = None
+        try:
+            if owner is not None:
+                self.adoption.take(owner)
+        except ConfigError as refused:
+            error = refused
+        hyper, members = self.adoption.hyper, self._members
+        self._exchange.hyper = Hyper(
+            [hyper.momentum[i] for i in members],
+            [hyper.nesterov[i] for i in members],
+            [hyper.weight_decay[i] for i in members],
+        )
+        if error is not None:
+            self.fail(error)
+
+    def _absorb(self, index: int, buffer: torch.Tensor) -> None:
+        """A momentum_buffer of a dense run becomes u."""
+        if index in self._sparse:
+            return
+        self._exchange.state.momentum_buffer(self._places[index])[...] = as_array(buffer)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied."""
+        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._fresh or self._exchange.in_step:
+            self.adoption.take(optimizer)
+            return
+        # A step without an exchange: hvd.broadcast_optimizer_state steps with zero gradients to create the state
+        # that it is going to overwrite with the root's. Give it the momentum buffers of a dense optimizer.
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.adoption.active and grads and all(not g.is_sparse and not g.any() for g in grads):
+            self.adoption.lend_momentum(optimizer)
+
+    def _fill_in_sparse(self) -> None:
+        """Parameters whose gradients are sparse tensors travel Horovod's own way; a zero stands in for them here."""
+        for index in self._members:
+            gradient = self.parameters[index].grad
+            if index in self._results or gradient is None or not gradient.is_sparse:
+                continue
+            self.require_own_momentum(index)
+            parameter = self.parameters[index]
+            zero = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            place = Result.for_tensor(zero)
+            self._exchange.submit(self._places[index], as_array(zero), place.array, as_array(zero), place.limit)
+
+    def require_own_momentum(self, index: int) -> None:
+        """Refuse a sparse gradient whose momentum was adopted: nobody would apply it.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        if self.adoption.took_from(index):
+            self.fail(
+                ConfigError(
+                    f"{self.names[index]!r} has sparse gradients, which travel Horovod's own way, but momentum or "
+                    "weight decay of its group was taken into the compressor; put it in a parameter group of its own "
+                    "with momentum 0 and weight_decay 0"
+                ),
+                index,
+            )
+
+    def _settle_sparse(self) -> None:
+        """Once, after the first step: leave out what turned out to have sparse gradients on any rank."""
+        self._sparse_settled = True
+        mask = np.zeros(len(self.parameters), np.float32)
+        for i, p in enumerate(self.parameters):
+            mask[i] = p.grad is not None and p.grad.is_sparse
+        self.transport.allreduce(mask, "max")
+        found = {int(i) for i in np.flatnonzero(mask)}
+        if found:
+            self._exclude(found)
+
+    def _exclude(self, sparse: set[int]) -> None:
+        """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
+        before, stats = self._exchange, self._exchange.stats
+        old = before.state.to_dict()
+        self._sparse = sparse
+        before.close()
+        self._exchange = self._new_exchange()
+        old["parameters"] = {n: s for n, s in old["parameters"].items() if n in {self.names[i] for i in self._members}}
+        if len(old["parameters"]) == len(self._members):
+            self._exchange.state.load(old)
+        self._exchange.stats = stats
+
+
+def _loss_scale(value: Any) -> float | Callable[[], float]:
+    """A float, a callable, or anything with ``get_scale()`` (a GradScaler)."""
+    get_scale = getattr(value, "get_scale", None)
+    if get_scale is not None:
+        return get_scale
+    if callable(value):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the GradScaler")

@@ -1,0 +1,174 @@
+"""The three public functions: fuse an optimizer, step it, ask whether it is fused."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dgc.torch.fuse.seam import resolve
+from dgc.torch.fuse.step import FuseOptions, FuseRecord
+
+_RECORD = "_dgc_fuse"
+
+
+def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten: bool = True) -> Optimizer:
+    """Let ``optimizer`` update many parameters as one, by ``fuse_step``; its ``step`` and results stay as they are.
+
+    Parameters of a group with the same type and device are moved next to each other (``param.data`` is re-pointed, the
+    Parameter objects stay). ``fuse_step`` then shows the optimizer one 1-D parameter instead of many. Frozen,
+    0-dimensional, shared-memory and pinned parameters, and views of somebody else's buffer, stay where they are.
+
+    Call it last: after ``model.to(...)`` and after wrapping in a DistributedOptimizer.
+
+    A deep copy or unpickled copy of a fused optimizer is fused too, with the same arguments; its own parameters are
+    flattened at its first ``fuse_step``. A shallow copy and an optimizer that wraps this one are not fused.
+
+    Args:
+        optimizer: any torch optimizer, Horovod's DistributedOptimizer included. One that does not work element by
+            element (LBFGS, Adafactor, LAMB and the like) gets a warning and is always stepped plainly.
+        do_flatten: move weights into flat memory now, and gradients when ``fuse_step`` needs them. If False neither is
+            ever moved, and only what lies side by side already is fused.
+        check_flatten: warn when parameters have left their flat memory. Only with ``do_flatten``.
+
+    Returns:
+        The same object, with a method ``fuse_step(closure=None)``.
+
+    Raises:
+        RuntimeError: it is fused already.
+        TypeError: not a torch optimizer.
+        ConfigError: Horovod's optimizer with ``op=Adasum``.
+
+    Source: Bagua, ``bagua.torch_api.contrib.fuse.optimizer``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if is_fused_optimizer(optimizer):
+        raise RuntimeError("this optimizer is fused already; call fuse_optimizer once")
+    seam = resolve(optimizer)
+    record = _install(optimizer, FuseOptions(do_flatten, check_flatten))
+    with torch.no_grad():
+        record.place(seam)
+    return optimizer
+
+
+def is_fused_optimizer(optimizer: Optimizer) -> bool:
+    """Whether ``fuse_optimizer`` was applied to this object, or to the one it is a deep copy of."""
+    return isinstance(getattr(optimizer, _RECORD, None), FuseRecord)
+
+
+def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Step ``optimizer`` with few kernel calls; afterwards parameters and state are as ``step(closure)`` leaves them.
+
+    May be mixed with ``step`` freely. Step hooks run once, with the optimizer's real groups. With a
+    DistributedOptimizer the closure runs first, then the gradients are averaged (unless inside
+    ``skip_synchronize()``), then the step hooks run, then the local update.
+
+    Args:
+        optimizer: a fused optimizer.
+        closure: clears the gradients, recomputes them and returns the loss. Called once.
+
+    Returns:
+        The closure's loss; None without a closure.
+
+    Raises:
+        AssertionError: the optimizer is not fused.
+    """
+    record = getattr(optimizer, _RECORD, None)
+    if not isinstance(record, FuseRecord):
+        raise AssertionError(
+            "fuse_step needs a fused optimizer: call fuse_optimizer(optimizer) first. An optimizer that wraps a fused "
+            "one, such as a DistributedOptimizer, must be fused itself."
+        )
+    seam = resolve(optimizer)
+    if not record.can_fuse(seam):
+        record.fused_sets = record.fused_params = 0
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+    # Learning rate schedulers ask whether step() was called before them.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def update(_local: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = _evaluate(closure)
+        with torch.no_grad():
+            result = record.update(seam)
+        return loss if closure is not None else result
+
+    hooked_update = Optimizer.profile_hook_step(update)
+    arguments = () if closure is None else (closure,)
+    if seam.before is None and seam.after is None:
+        return hooked_update(seam.local, *arguments)
+
+    def distributed(_optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = _evaluate(closure)
+        if seam.before is not None:
+            seam.before()
+        result = hooked_update(seam.local)
+        if seam.after is not None:
+            seam.after()
+        return loss if closure is not None else result
+
+    if seam.local is not optimizer:  # the outer optimizer has hooks of its own
+        distributed = Optimizer.profile_hook_step(distributed)
+    return distributed(optimizer, *arguments)
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class _FuseStepMethod:
+    """``optimizer.fuse_step``, on the instance alone: other optimizers of the class are not affected.
+
+    Weak, so that the optimizer and its parameters are freed as soon as the user drops them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        functools.update_wrapper(self, fuse_step, updated=())
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("the optimizer of this fuse_step no longer exists")
+        return fuse_step(optimizer, closure)
+
+
+class _Reduce:
+    """``optimizer.__reduce_ex__``, on the instance: torch's pickling keeps groups and state and forgets the rest.
+
+    Both ``copy.deepcopy`` and ``pickle`` look this method up on the instance. Should they stop to, a copy would be an
+    ordinary optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, protocol: int) -> Any:
+        optimizer = self._optimizer()
+        made, args, *rest = type(optimizer).__reduce_ex__(optimizer, protocol)
+        if made is not copyreg.__newobj__ or len(args) != 1:  # the class has its own way: leave it alone
+            return made, args, *rest
+        record = getattr(optimizer, _RECORD)
+        return _restore, (args[0], record.options), *rest
+
+
+def _restore(cls: type[Optimizer], options: FuseOptions) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    _install(optimizer, options)
+    return optimizer
+
+
+def _install(optimizer: Any, options: FuseOptions) -> FuseRecord:
+    record = FuseRecord(options)
+    setattr(optimizer, _RECORD, record)
+    optimizer.fuse_step = _FuseStepMethod(optimizer)
+    optimizer.__reduce_ex__ = _Reduce(optimizer)
+    return record

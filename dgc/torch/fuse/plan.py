@@ -1,0 +1,156 @@
+"""Which parameters of a group are stepped as one: decided once, checked every step, decided anew when it fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dgc.torch.fuse.fused_set import FlatBlock, FusedSet, state_signature
+from dgc.torch.fuse.memory import adjacent_runs, are_parallel, is_fusable_weight, place_weights
+
+
+class GroupPlan:
+    """The fused sets of one parameter group.
+
+    Attributes:
+        sets: fused sets of at least two parameters.
+        rest: all other parameters in the order of the group, for the optimizer to treat as in a plain step.
+    """
+
+    def __init__(self, *, do_flatten: bool, check_flatten: bool) -> None:
+        """Take the arguments of ``fuse_optimizer``; nothing is planned yet."""
+        self._do_flatten = do_flatten
+        self._check_flatten = check_flatten
+        self._params: list[Tensor] = []
+        self._blocks: list[FlatBlock] = []
+        self._state: Mapping | None = None
+        self._placed: dict[int, Tensor] = {}
+        self._frozen: list[Tensor] = []
+        self._idle: list[Tensor] = []
+        self._lone: list[tuple[Tensor, int]] = []
+        self._stale = True
+        self.sets: list[FusedSet] = []
+        self.rest: list[Tensor] = []
+
+    def place(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Give parameters that are seen trainable for the first time their flat memory, once in their life.
+
+        At fusing that is all of them; later those of an added group, or unfrozen ones.
+
+        Args:
+            group: the parameter group.
+            optimizer: the one it belongs to.
+        """
+        params = group["params"]
+        here = {id(p) for p in params}
+        self._placed = {key: p for key, p in self._placed.items() if key in here}
+        new = [p for p in params if p.requires_grad and id(p) not in self._placed and is_fusable_weight(p)]
+        if new and self._do_flatten and not group.get("differentiable"):
+            place_weights(new, [p for other in optimizer.param_groups for p in other["params"]])
+        self._placed.update((id(p), p) for p in new)
+        self._frozen = [p for p in params if not p.requires_grad]
+        self._form_blocks(params)
+
+    def prepare(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Make ``sets`` and ``rest`` right for the gradients, state and memory as they are now."""
+        state = optimizer.state
+        if not self._holds(group["params"], state):
+            self.place(group, optimizer)
+            self._form_sets(group, state)
+            self._state = state
+            self._stale = False
+
+    def _holds(self, params: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
+        return (
+            not self._stale
+            and state is self._state
+            and len(params) == len(self._params)
+            and all(map(is_, params, self._params))
+            and all(block.is_in_place() for block in self._blocks)
+            and not any(p.requires_grad for p in self._frozen)
+            and all(p.grad is None for p in self._idle)
+            and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._lone)
+            and all(fused.prepare(state) for fused in self.sets)
+        )
+
+    def _form_blocks(self, params: list[Tensor]) -> None:
+        """Find the runs of adjacent weights; a run that is as it was keeps its block and thereby its buffers."""
+        known = {id(block.members[0]): block for block in self._blocks if block.is_in_place()}
+        blocks = []
+        for run in adjacent_runs(p for p in params if is_fusable_weight(p)):
+            if len(run) > 1:
+                block = known.get(id(run[0]))
+                same = block is not None and len(run) == len(block.members) and all(map(is_, run, block.members))
+                blocks.append(block if same else FlatBlock(run))
+        if self._check_flatten and self._do_flatten:
+            self._warn_of_losses(params, blocks)
+        self._params, self._blocks = list(params), blocks
+
+    def _warn_of_losses(self, params: list[Tensor], blocks: list[FlatBlock]) -> None:
+        here = {id(p) for p in params}
+        before = {id(p) for block in self._blocks for p in block.members} & here
+        lost = before - {id(p) for block in blocks for p in block.members}
+        if lost:
+            warnings.warn(
+                f"{len(lost)} of {len(before)} flattened parameters are no longer where fuse_optimizer put them "
+                "(after model.to(...), load_state_dict(assign=True) or another library's flattening, for example). "
+                "They are updated one by one from now on: results stay right, but the speed is lost. "
+                "Call fuse_optimizer last, on a new optimizer.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _form_sets(self, group: Mapping[str, Any], state: Mapping[Tensor, dict]) -> None:
+        self.sets, self._idle, lone = [], [], []
+        blocks = [] if group.get("differentiable") else self._blocks
+        for block in blocks:
+            start = 0
+            signatures = [self._signature(p, state) for p in block.members]
+            while start < len(block.members):
+                stop = start + 1
+                while stop < len(block.members) and self._joins(block, start, stop, signatures):
+                    stop += 1
+                if stop - start > 1:
+                    self.sets.append(FusedSet(block, start, stop, state, self._do_flatten))
+                else:
+                    (self._idle if block.members[start].grad is None else lone).append(block.members[start])
+                start = stop
+        self._lone = [(p, len(state.get(p, ()))) for p in lone]
+        fused = {id(p) for fused_set in self.sets for p in fused_set.members}
+        self.rest = [p for p in group["params"] if id(p) not in fused]
+
+    def _signature(self, param: Tensor, state: Mapping[Tensor, dict]) -> frozenset | None:
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided or grad.requires_grad or grad.dtype != param.dtype:
+            return None
+        return state_signature(param, state.get(param, {}))
+
+    def _joins(self, block: FlatBlock, start: int, i: int, signatures: list[frozenset | None]) -> bool:
+        """Whether member ``i`` can extend the set that begins at ``start``."""
+        if signatures[i] is None or signatures[i] != signatures[start]:
+            return False
+        if self._do_flatten:
+            return True
+        pair = slice(i - 1, i + 1)
+        weights = block.members[pair]
+        return are_parallel([p.grad for p in weights], weights, block.offsets[pair])
+
+    def absorb(self, state: Mapping[Tensor, dict]) -> None:
+        """Write the fused state back to the parameters, after the step."""
+        changed = [fused.absorb(state) for fused in self.sets]
+        for fused in self.sets:
+            fused.remember_versions()
+        # Sets that were kept apart by what their state lacked may be one from now on.
+        pieces = len(self.sets) + len(self._lone)
+        grown = any(len(state.get(p, ())) != known for p, known in self._lone)
+        self._stale = pieces > 1 and (grown or any(changed))
+
+    def invalidate(self) -> None:
+        """Form the sets anew at the next step, whatever the checks say."""
+        self._stale = True

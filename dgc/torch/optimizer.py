@@ -1,0 +1,124 @@
+"""Way B: Horovod's ``DistributedOptimizer`` with the compressor driven directly, without stand-in tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from dgc.core.errors import ConfigError, LayoutError
+from dgc.torch.compressor import DGCCompressor
+from dgc.torch.engine import Engine
+from dgc.torch.horovod import import_horovod
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> torch.optim.Optimizer:
+    """Wrap an optimizer so that gradients travel compressed while the backward pass goes on.
+
+    Arguments are those of ``horovod.torch.DistributedOptimizer``. With ``compression=dgc.Compression.dgc(...)`` the
+    compressor is bound to the optimizer's parameters here (collective); any other compression is handed to Horovod
+    as it is.
+
+    Returns:
+        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``.
+
+    Raises:
+        ConfigError: ``op=Adasum``, another op than the compressor's, ``groups``, or a compressor that is in use.
+        LayoutError: ranks disagree about the parameters.
+    """
+    hvd = import_horovod()
+    op = hvd.Average if op is None else op
+    process_set = hvd.global_process_set if process_set is None else process_set
+    arguments = dict(
+        named_parameters=named_parameters,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    if not isinstance(compression, DGCCompressor):
+        return hvd.DistributedOptimizer(optimizer, compression=compression or hvd.Compression.none, **arguments)
+    _check(hvd, compression, op, num_groups, groups)
+    if named_parameters is None:
+        pairs = [
+            (f"allreduce.noname.{i}.{j}", p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        ]
+    else:
+        pairs = list(named_parameters)
+    arguments["named_parameters"] = pairs
+    # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
+    distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
+    compression.bind(pairs, distributed, process_set)
+    engine = compression.engine
+    if engine is None:
+        return distributed
+    engine.owner = weakref.ref(distributed)
+    distributed._dgc = compression
+    # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
+    cls = type(distributed)
+    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    distributed.__class__ = type(cls.__name__, cls.__bases__, {**namespace, "_allreduce_grad_async": _submit})
+    return distributed
+
+
+def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
+    """Replaces ``_allreduce_grad_async``: start a gradient's exchange, and return how to wait for its result.
+
+    Horovod's ``synchronize()`` calls what is callable after everything was submitted, and sets ``p.grad`` to it.
+    """
+    engine: Engine = self._dgc.engine
+    index = engine.index_of(p)
+    if index is None:
+        name = self._parameter_names.get(p, "?")
+        engine.fail(
+            LayoutError(
+                f"{name!r} needed no gradient when the optimizer was wrapped, but has one now; wrap the optimizer after "
+                "all its parameters require gradients"
+            )
+        )
+    assert index is not None
+    if p.grad is None:
+        # Unused on this rank in this step; the others may have used it.
+        p.grad = torch.zeros_like(p)
+    gradient = p.grad
+    if gradient.is_sparse:
+        if not self.sparse_as_dense:
+            engine.require_own_momentum(index)
+            return self._sparse_allreduce_grad_async(p, self._parameter_names.get(p))
+        gradient = gradient.to_dense()
+    engine.submit(index, gradient, gradient)
+
+    def wait() -> torch.Tensor:
+        engine.finish()
+        return gradient
+
+    return wait, None
+
+
+def _check(hvd: Any, compression: DGCCompressor, op: Any, num_groups: int, groups: Any) -> None:
+    if op == hvd.Adasum:
+        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+    if num_groups or groups is not None:
+        raise ConfigError(
+            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
+            "(bucket_bytes= of the compressor sets their size)"
+        )
+    compression.use_op(op)

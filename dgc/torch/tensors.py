@@ -1,0 +1,60 @@
+"""Torch tensors as the core sees them: flat NumPy views where the memory allows it, copies where not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dgc.core.layout import Parameter
+
+_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+def describe(name: str, tensor: torch.Tensor) -> Parameter:
+    """A parameter as the core lists it; types that the core refuses keep torch's name."""
+    return Parameter(name, tuple(tensor.shape), _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's values in logical order as (numel,): a view where memory, device and type allow, else a copy.
+
+    bfloat16, which NumPy does not know, comes as a float32 copy.
+    """
+    flat = tensor.detach()
+    if flat.dtype is torch.bfloat16:
+        flat = flat.float()
+    return flat.reshape(-1).cpu().numpy()
+
+
+@dataclass(slots=True)
+class Result:
+    """Where one parameter's result goes: ``array`` is written by the core, ``deliver()`` brings it to the tensor."""
+
+    tensor: torch.Tensor
+    array: np.ndarray
+    limit: float | None
+    is_view: bool
+
+    @classmethod
+    def for_tensor(cls, tensor: torch.Tensor) -> Result:
+        """Let the core write into ``tensor`` itself when it can, else into an array of float32."""
+        flat = tensor.detach()
+        native = flat.dtype in (torch.float32, torch.float64) and flat.device.type == "cpu" and flat.is_contiguous()
+        if native:
+            return cls(tensor, flat.view(-1).numpy(), None, True)
+        wide = np.float64 if flat.dtype is torch.float64 else np.float32
+        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
+        return cls(tensor, np.empty(flat.numel(), wide), limit, False)
+
+    def deliver(self) -> None:
+        """Copy the array into the tensor unless it is its memory."""
+        if not self.is_view:
+            target = self.tensor.detach()
+            target.copy_(torch.from_numpy(self.array).view(target.shape))

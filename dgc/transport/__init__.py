@@ -1,0 +1,1 @@
+"""Moving bytes between ranks: ``local`` (threads of one process) and ``mpi`` (mpi4py)."""
