@@ -148,9 +148,14 @@ class Exchange:
         with self._lock:
             self._failure = self._failure or (error, parameter)
             self._lock.notify_all()
-        self._wait()
+        self.wait()
         self._broken = self._broken or error
         self._conclude_broken()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all buckets of the step are through; returns False when ``timeout`` seconds did not suffice."""
+        with self._current.timed("wait"), self._lock:
+            return self._lock.wait_for(lambda: not self._running, timeout)
 
     def finish(self) -> bool:
         """Wait until all buckets are through and write the results of dense tensors.
@@ -164,17 +169,8 @@ class Exchange:
             DGCError: this rank or another one failed.
         """
         self._check_usable()
-        lacking = [p.name for p, given in zip(self.layout.parameters, self._given, strict=True) if given is None]
-        if lacking and self._failure is None and self._broken is None:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            self.fail(
-                LayoutError(
-                    f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor "
-                    "needs one (a zero gradient for an unused parameter)"
-                )
-            )
-        with self._current.timed("wait"):
-            self._wait()
+        self.require_complete()
+        self.wait()
         self._conclude_broken()
         context, stats = self._required_context, self._current
         flagged = any(o.flagged for o in self._outcomes)
@@ -189,6 +185,22 @@ class Exchange:
         self.stats.record(stats, refused=flagged)
         self._end()
         return flagged
+
+    def require_complete(self) -> None:
+        """Raise on all ranks unless every gradient of this step was given.
+
+        Raises:
+            LayoutError: names a missing one.
+        """
+        lacking = [p.name for p, given in zip(self.layout.parameters, self._given, strict=True) if given is None]
+        if lacking and self._failure is None and self._broken is None:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            self.fail(
+                LayoutError(
+                    f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor "
+                    "needs one (a zero gradient for an unused parameter)"
+                )
+            )
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -282,15 +294,11 @@ class Exchange:
         with self._lock:
             self._abandoned = True
             self._lock.notify_all()
-        self._wait()
+        self.wait()
         self._take_back()
         self._abandoned = False
         self._failure = None
         self._broken = None
-
-    def _wait(self) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: not self._running)
 
     def _conclude_broken(self) -> None:
         """After a failed step: put back what was sent, and raise."""

@@ -7,6 +7,7 @@
 """
 
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.optimizer import DistributedOptimizer
@@ -21,4 +22,6 @@ __all__ = [
     "RemoteError",
     "TransportError",
     "WireError",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

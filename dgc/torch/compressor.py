@@ -18,6 +18,7 @@ from dgc.core.stats import Stats
 from dgc.core.transport import Transport
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
+from dgc.torch.stand_in import JOINED
 from dgc.torch.transports import make_transport
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -252,9 +253,8 @@ class DGCCompressor:
                 "hvd.DistributedOptimizer(..., op=hvd.Sum)"
             )
         raise ConfigError(
-            f"the ranks' stand-ins reduced to {value:g} instead of {self._dummy_value:g}: a rank has joined "
-            "(hvd.join), or the op is not one the compressor supports; give every rank the same number of batches "
-            "(repeat or drop some) instead of hvd.join()"
+            f"the ranks' stand-ins reduced to {value:g} instead of {self._dummy_value:g}: {JOINED}; or the op is not one "
+            "that the compressor supports (hvd.Average and hvd.Sum)"
         )
 
 

@@ -6,7 +6,6 @@ compressor was built for.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,8 @@ from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, watch_steps
 from dgc.torch.tensors import Result, as_array, describe
 
-_log = logging.getLogger("dgc")
+_PATIENCE = 1.0
+"""Seconds of waiting for other ranks after which it is checked whether they are still there."""
 
 
 class Engine:
@@ -36,6 +36,8 @@ class Engine:
         parameters: the compressed tensors in registration order.
         names: their names.
         owner: weak reference to the optimizer that steps them, once it is known.
+        on_step_begin: called before the first gradient of each step is handed over, if set.
+        check_peers: called now and then while waiting for other ranks, if set; raises when a rank will never come.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Engine:
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.transport = transport
+        self.check_peers: Callable[[], None] | None = None
+        self.on_step_begin: Callable[[], None] | None = None
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self._ids = {id(p) for p in self.parameters}
         self._config = config
@@ -66,11 +70,12 @@ class Engine:
         self._fresh = False
         self._error: DGCError | None = None
 
-        def build() -> dict[str, Any]:
+        def build() -> dict[str, str]:
             self._exchange = self._new_exchange()
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
-            return {**self._exchange.layout.describe(), "(momentum)": self.adoption.hyper.digest()}
+            return self._describe()
 
+        agree_or_raise(transport, config.describe, "options of the compressor")
         agree_or_raise(transport, build, "parameters", LayoutError, "Build the same model and optimizer on every rank.")
         watcher = weakref.WeakMethod(self._before_step)
         self._watch = watch_steps(lambda o: (method := watcher()) is not None and method(o))
@@ -123,6 +128,8 @@ class Engine:
             return
         self._fill_in_sparse()
         try:
+            self._exchange.require_complete()
+            self._watch_peers()
             self._exchange.finish()
         except DGCError as error:
             self._error = error
@@ -199,6 +206,15 @@ class Engine:
         layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
         return Exchange(layout, self._config, self.transport, self._kernels, loss_scale=self._loss_scale)
 
+    def _describe(self) -> dict[str, str]:
+        """Each parameter's shape, type and optimizer options in words, for the ranks to compare."""
+        hyper = self.adoption.hyper
+        options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
+        return {
+            name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
+            for (name, text), (m, n, w) in zip(self._exchange.layout.describe().items(), options, strict=True)
+        }
+
     def _drop_pending(self) -> None:
         self._results.clear()
         self._error = None
@@ -209,6 +225,8 @@ class Engine:
             raise self._error
         if self._exchange.in_step:
             return
+        if self.on_step_begin is not None:
+            self.on_step_begin()
         owner = self.owner() if self.owner is not None else None
         error: DGCError | None = None
         try:
@@ -224,6 +242,13 @@ class Engine:
         )
         if error is not None:
             self.fail(error)
+
+    def _watch_peers(self) -> None:
+        """While the others keep this rank waiting, look whether one of them will never come."""
+        if self.check_peers is None:
+            return
+        while not self._exchange.wait(_PATIENCE):
+            self.check_peers()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

@@ -74,8 +74,10 @@ def reduce_in_rank_order(parts: Sequence[np.ndarray], op: str, out: np.ndarray) 
     reduction = REDUCTIONS[op]
     if out is not parts[0]:
         np.copyto(out, parts[0])
-    for part in parts[1:]:
-        reduction(out, part, out=out)
+    # Overflown gradients are found and refused by the exchange; a warning on the console would add nothing.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in parts[1:]:
+            reduction(out, part, out=out)
 
 
 def _describe(array: np.ndarray) -> str:

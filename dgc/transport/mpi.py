@@ -161,7 +161,7 @@ class MPITransport:
             out: (P, m) uint8, contiguous, written.
 
         Raises:
-            TransportError: arguments, an MPI error, or another size of message on another rank.
+            TransportError: wrong arguments, an MPI error, or a large message of another size on another rank.
         """
         self._require_open()
         check_allgather(message, out, self.size)
@@ -178,7 +178,7 @@ class MPITransport:
             op: "sum" or "max".
 
         Raises:
-            TransportError: arguments, an MPI error, or another size of array on another rank.
+            TransportError: wrong arguments, an MPI error, or a large array of another size on another rank.
         """
         self._require_open()
         check_allreduce(array, op)

@@ -17,9 +17,10 @@ import numpy as np
 class SegmentWork:
     """One sparsified tensor of one step.
 
-    ``gradient`` is (length,) in any float type, read only; ``parameter`` is (length,) when weight decay is on, else
-    None. The gradient that enters is ``G = gradient * scale + weight_decay * parameter``; entries of G that are not
-    finite count as 0. ``scale`` holds 1 / loss scale and the clipping factor. ``k`` is how many entries to send.
+    ``gradient`` is (length,) in any float type, contiguous, read only; bfloat16 also as its bits, uint16.
+    ``parameter`` is the same when weight decay is on, else None. The gradient that enters is
+    ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count as 0. ``scale`` holds
+    1 / loss scale and the clipping factor. ``k`` is how many entries to send.
     """
 
     gradient: np.ndarray
@@ -44,10 +45,14 @@ class Kept:
 
 @dataclass(slots=True)
 class Selection:
-    """(k,) int64 bucket-flat positions, ascending and unique, and whether a non-finite entry was met."""
+    """What to send: (k,) int64 bucket-flat positions, ascending and unique, and v there, (k,) of its type.
+
+    ``nonfinite`` says whether a non-finite entry was met.
+    """
 
     positions: np.ndarray
     nonfinite: bool
+    values: np.ndarray
 
 
 class Kernels(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.control import new_control
 
 
 def top_k(values: np.ndarray, k: int) -> np.ndarray:
@@ -39,12 +40,12 @@ class ReferenceKernels:
     name = "reference"
 
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return np.full((segments, 1), np.nan)
+        return new_control(segments)
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
         out = np.empty(len(gradients))
         for i, gradient in enumerate(gradients):
-            g = gradient.astype(np.float64)
+            g = as_float(gradient, np.dtype(np.float64))
             g[~np.isfinite(g)] = 0
             out[i] = np.dot(g, g)
         return out
@@ -72,7 +73,8 @@ class ReferenceKernels:
     ) -> Selection:
         nonfinite = self.accumulate(work, u, v)
         chosen = [w.offset + top_k(v[w.offset : w.offset + w.length], w.k) for w in work]
-        return Selection(np.concatenate(chosen) if chosen else np.empty(0, np.int64), nonfinite)
+        positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        return Selection(positions, nonfinite, v[positions])
 
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         return array[positions]
@@ -117,7 +119,7 @@ class ReferenceKernels:
     ) -> None:
         g = mean
         if weight_decay and parameter is not None:
-            g = mean + parameter.astype(mean.dtype) * mean.dtype.type(weight_decay)
+            g = mean + as_float(parameter, mean.dtype) * mean.dtype.type(weight_decay)
         if momentum:
             m = mean.dtype.type(momentum)
             u *= m
@@ -131,10 +133,17 @@ class ReferenceKernels:
 
 def effective_gradient(work: SegmentWork, dtype: np.dtype) -> np.ndarray:
     """``G = gradient * scale + weight_decay * parameter`` in the state's type, as a new array of ``(length,)``."""
-    g = work.gradient.astype(dtype)
+    g = as_float(work.gradient, dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         if work.scale != 1:
             g *= dtype.type(work.scale)
         if work.weight_decay and work.parameter is not None:
-            g += work.parameter.astype(dtype) * dtype.type(work.weight_decay)
+            g += as_float(work.parameter, dtype) * dtype.type(work.weight_decay)
     return g
+
+
+def as_float(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy of ``array`` in ``dtype``; uint16 are the bits of bfloat16."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(dtype)

@@ -1,0 +1,206 @@
+"""The compress pass of one bucket: all chunks of all segments, shared out to the threads; the last to finish picks.
+
+A chunk is a piece of one segment. Threads take chunks by ticket, so that a thread that is held up (by the backward pass,
+by another process) delays nobody, and write candidates into room of their own. Whoever finishes a segment's last
+chunk picks its entries at once: one parallel region, no barrier. Chunks do not depend on the number of threads and a
+segment's candidates are read in the order of its chunks, so neither do the results.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from dgc.core.kernels import control as rules
+from dgc.core.kernels.control import ENOUGH
+from dgc.core.kernels.jit import entry, helper
+from dgc.core.kernels.pick import kth_key, write_all, write_largest
+from dgc.core.kernels.sweep import infinity_key, sweep_chunk
+from dgc.core.kernels.table import ENTRIES, FIRST_CHUNK, KEY, LENGTH, MOST, OUT, USED
+from dgc.core.kernels.vector import LANES, bits_of, fetch_add
+
+CHUNK = 32768
+"""Elements that a thread takes at a time; a multiple of LANES."""
+
+UNFINISHED = -1
+"""In place of a count: the segment's candidates were too many or too few, or it collected none."""
+
+_threshold = helper(rules.threshold)
+_most_candidates = helper(rules.most_candidates)
+_estimate = helper(rules.estimate)
+_learn = helper(rules.learn)
+
+
+@entry()
+def prepare(integers, reals, control, selecting, like):  # type: ignore[no-untyped-def]
+    """Fill the columns of the work tables that depend on the control.
+
+    Args:
+        integers: (S, 13) int64, in place.
+        reals: (S, 4) float64, in place.
+        control: (S, COLUMNS) float64; not read when nothing is selected.
+        selecting: whether entries are to be selected.
+        like: (1,) float32 or float64, scratch of the state's type.
+
+    Returns:
+        Number of chunks, room for the candidates of one thread, number of entries to select.
+    """
+    bits = bits_of(like)
+    chunks, room, out = 0, 0, 0
+    for s in range(len(integers)):
+        length, k = integers[s, LENGTH], integers[s, ENTRIES]
+        used = _threshold(control[s], k, length) if selecting else np.inf
+        like[0] = used
+        key = max(np.int64(bits[0]), 1)
+        integers[s, KEY] = key
+        reals[s, USED] = like[0] if key > 1 else 0.0
+        integers[s, FIRST_CHUNK] = chunks
+        chunks += (length + CHUNK - 1) // CHUNK
+        integers[s, MOST] = _most_candidates(k, length) if used < np.inf else 0
+        if used < np.inf:
+            room += integers[s, MOST] + LANES
+        integers[s, OUT] = out
+        if selecting:
+            out += k
+    return chunks, room + LANES, out
+
+
+@helper
+def _spread_chunks(integers, chunk_segment, left):  # type: ignore[no-untyped-def]
+    for s in range(len(integers)):
+        left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
+        for c in range(left[s]):
+            chunk_segment[integers[s, FIRST_CHUNK] + c] = s
+
+
+@helper
+def _value_of(key, like):  # type: ignore[no-untyped-def]
+    """The magnitude whose bits ``key`` is, in float64. ``like``: (1,) scratch."""
+    bits_of(like)[0] = key
+    return np.float64(like[0])
+
+
+@helper
+def _conclude(integers, reals, control, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values):  # type: ignore[no-untyped-def]
+    """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
+    k, key = integers[s, ENTRIES], integers[s, KEY]
+    if k == 0:
+        return 0
+    if key >= infinity_key(like.itemsize):
+        return UNFINISHED
+    length, used = integers[s, LENGTH], reals[s, USED]
+    first = integers[s, FIRST_CHUNK]
+    last = first + (length + CHUNK - 1) // CHUNK
+    total = 0
+    for c in range(first, last):
+        if counts[c] < 0:
+            return UNFINISHED
+        total += counts[c]
+    if total > integers[s, MOST]:
+        return UNFINISHED
+    # At threshold 0 all non-zero entries are there: fewer than k is then the whole truth.
+    if total < k and used > 0.0 and total < ENOUGH * k:
+        return UNFINISHED
+    if total <= k:
+        write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
+        kth = _estimate(control[s], k, used, total) if used > 0.0 else 0.0
+    if total >= k:
+        kth_bits, ties = kth_key(bits, starts, counts, first, last, key, total, k, bins)
+        kth = _value_of(kth_bits, like)
+        if total > k:
+            write_largest(
+                positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
+                integers[s, OUT],
+            )  # fmt: skip
+    _learn(control[s], k, used, total, kth)
+    return min(total, k)
+
+
+@helper
+def _work(
+    worker, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
+    positions, values, spent, narrow, wide, bins, like, nonfinite, taken, out_positions, out_values,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    v_bits = bits_of(v)
+    value_bits = bits_of(values)
+    n = worker * room
+    spent[worker] = 0
+    met = False
+    while True:
+        c = fetch_add(tickets, 0, 1)
+        if c >= len(chunk_segment):
+            break
+        s = chunk_segment[c]
+        start = (c - integers[s, FIRST_CHUNK]) * CHUNK
+        stop = min(start + CHUNK, integers[s, LENGTH])
+        # More than this from one thread alone is too many for the segment, whatever the others find.
+        allowed = integers[s, MOST] - spent[worker, s]
+        key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
+        begin = n
+        n, bad = sweep_chunk(
+            integers, reals, s, start, stop, u, v, v_bits, key, narrow[worker], wide[worker], positions, values, n,
+            n + allowed,
+        )  # fmt: skip
+        met |= bad
+        found = n - begin
+        if found > allowed:
+            found, n = UNFINISHED, begin
+            spent[worker, s] = integers[s, MOST] + 1
+        else:
+            spent[worker, s] += found
+        if not selecting:
+            continue
+        starts[c], counts[c] = begin, found
+        if fetch_add(left, s, -1) == 1:
+            taken[s] = _conclude(
+                integers, reals, control, s, positions, values, value_bits, starts, counts, bins[worker, 0],
+                like, out_positions, out_values,
+            )  # fmt: skip
+    nonfinite[worker] = met
+
+
+def _pass(
+    workers, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
+    positions, values, spent, narrow, wide, bins, like, nonfinite, taken, out_positions, out_values,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
+
+    Args:
+        workers: W, number of threads.
+        integers: (S, 13) int64 and ``reals`` (S, 4) float64, the work tables, prepared.
+        reals: see integers.
+        control: (S, COLUMNS) float64, updated.
+        u: (·,) float32 or float64, in place.
+        v: (·,) of u's type, in place.
+        selecting: False updates only.
+        room: candidates that one thread may hold.
+        chunk_segment: (C,) int64 scratch, as are ``starts`` (C,), ``counts`` (C,), ``left`` (S,), ``spent`` (W, S).
+        starts: see chunk_segment.
+        counts: see chunk_segment.
+        left: see chunk_segment.
+        tickets: (1,) int64 scratch.
+        positions: (W * room,) int32 scratch, and ``values`` of u's type.
+        values: see positions.
+        spent: see chunk_segment.
+        narrow: (W, STRIP) float32 scratch, and ``wide`` (W, 2 * STRIP) of u's type.
+        wide: see narrow.
+        bins: (W, 2, BINS) int64 scratch.
+        like: (W, 1) of u's type, scratch.
+        nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
+        taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
+        out_positions: (k,) int64; segment s fills its part from its OUT on.
+        out_values: (k,) of u's type, likewise.
+    """
+    tickets[0] = 0
+    _spread_chunks(integers, chunk_segment, left)
+    for s in range(len(integers)):
+        taken[s] = 0
+    for worker in prange(workers):
+        _work(
+            worker, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
+            positions, values, spent, narrow, wide, bins, like[worker], nonfinite, taken, out_positions, out_values,
+        )  # fmt: skip
+
+
+pass_alone = entry()(_pass)
+pass_together = entry(parallel=True)(_pass)

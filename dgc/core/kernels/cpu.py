@@ -1,0 +1,343 @@
+"""The CPU backend in Numba: one pass over memory for all segments of a bucket; see ``candidates`` and ``sweep``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels import control as rules
+from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.candidates import CHUNK, UNFINISHED, pass_alone, pass_together, prepare
+from dgc.core.kernels.dense import (
+    SUM_LANES,
+    TILE,
+    sums_of_squares_alone,
+    sums_of_squares_together,
+    update_alone,
+    update_together,
+)
+from dgc.core.kernels.histogram import large_alone, large_together, small_alone, small_together
+from dgc.core.kernels.pick import BINS
+from dgc.core.kernels.places import (
+    gather_alone,
+    gather_together,
+    mask_alone,
+    mask_together,
+    restore_alone,
+    restore_together,
+    scatter_add_alone,
+    scatter_add_together,
+)
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.sweep import STRIP
+from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, element_code, make_table
+from dgc.core.kernels.threads import default_threads, threading_layer
+from dgc.core.kernels.vector import bits_of
+
+logger = logging.getLogger(__name__)
+
+ALONE = 65536
+"""Elements (or an eighth of them in selected places) below which waking other threads costs more than it saves."""
+
+LARGE = 262144
+"""Segments from this length on are selected with all threads at once, shorter ones each by one thread."""
+
+
+class _Workspace(threading.local):
+    """Scratch arrays of one Python thread, by name: they grow, and stay."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, Any], np.ndarray] = {}
+
+    def get(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
+        """Return an uninitialised contiguous array of ``shape``, the same memory as last time if that suffices."""
+        size = int(np.prod(shape))
+        flat = self._arrays.get((name, dtype))
+        if flat is None or flat.size < size:
+            flat = np.empty(size + size // 4, dtype)
+            self._arrays[name, dtype] = flat
+        return flat[:size].reshape(shape)
+
+
+class NumbaKernels:
+    """The operations of size n on CPU arrays; see :class:`dgc.core.kernels.base.Kernels`.
+
+    Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
+    results do not depend on the number of threads.
+    """
+
+    name = "numba"
+
+    def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
+        """Choose the threading.
+
+        Args:
+            threads: threads per call; None takes the process's share of the host's cores.
+            local_size: ranks on this host, when ``threads`` is None; None asks the launcher's environment.
+
+        Raises:
+            ConfigError: DGC_NUM_THREADS is set to something else than a number.
+        """
+        self._layer = threading_layer()
+        self._threads = 1
+        self._workspace = _Workspace()
+        self._reference = ReferenceKernels()
+        self.set_threads(threads if threads is not None else default_threads(local_size))
+
+    @property
+    def threads(self) -> int:
+        """Threads per call."""
+        return self._threads
+
+    def set_threads(self, threads: int) -> None:
+        """Use ``threads`` threads per call from now on: at most what Numba started, 1 without a safe threading layer."""
+        self._threads = max(1, min(threads, numba.config.NUMBA_NUM_THREADS)) if self._layer else 1
+
+    def describe(self) -> str:
+        """One line for a log: what runs, on how many threads, and why."""
+        if self._layer is None:
+            return f"numba {numba.__version__}, 1 thread (no threading layer that two threads may enter: install tbb)"
+        return f"numba {numba.__version__}, {self._threads} thread(s), threading layer {self._layer}"
+
+    def warm_up(self, dtype: str = "float32") -> None:
+        """Compile every kernel for buckets of ``dtype``, or load it from the cache, so that no step waits for it."""
+        kind = np.dtype(dtype)
+        n = LARGE
+        g = np.ones(n, kind)
+        u, v = np.zeros(n, kind), np.zeros(n, kind)
+        control = self.new_control(2)
+        work = [SegmentWork(g[: n // 4], g[: n // 4], 0, n // 4, 4, weight_decay=0.1)]
+        for threads in {1, self._threads}:
+            worker = NumbaKernels.__new__(NumbaKernels)
+            worker.__dict__.update(self.__dict__)
+            worker.set_threads(threads)
+            worker.accumulate(work, u, v)
+            worker.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, control[:1])
+            chosen = worker.accumulate_and_select(work, u, v, control[1:])
+            many = np.arange(0, n, 2)
+            for positions in (chosen.positions, many):
+                kept = worker.mask(u, v, positions, worker.take(v, positions), masking=True)
+                worker.restore(u, v, kept)
+                worker.scatter_add([g.copy()], np.array([0, n]), positions, kept.v, 1.0)
+            worker.sums_of_squares([g])
+            for size in (4, n):
+                worker.dense_update(
+                    u[:size].copy(), g[:size], v[:size], g[:size],
+                    momentum=0.9, nesterov=False, weight_decay=0.1, scale=1.0,
+                )  # fmt: skip
+
+    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
+        return rules.new_control(segments)
+
+    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
+        out = np.empty(len(gradients))
+        lengths = np.array([g.size for g in gradients], np.int64)
+        codes = np.array([element_code(g, g.size, "gradient") for g in gradients], np.int64)
+        addresses = np.array([g.ctypes.data for g in gradients], np.int64)
+        tiles = np.zeros(len(gradients) + 1, np.int64)
+        np.cumsum(-(-lengths // TILE), out=tiles[1:])
+        parts = self._parts(int(lengths.sum()))
+        space = self._workspace.get
+        self._run(
+            sums_of_squares_alone, sums_of_squares_together, parts,
+            addresses, codes, lengths, tiles, space("narrow", np.float32, parts, 2, STRIP),
+            space("sums", np.float64, parts, SUM_LANES), np.zeros(1, np.int64), out,
+        )  # fmt: skip
+        return out
+
+    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
+        return self._pass(work, u, v, None).nonfinite
+
+    def accumulate_and_select(  # noqa: D102
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Selection:
+        return self._pass(work, u, v, control)
+
+    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
+        _check_positions(positions, array.size)
+        out = np.empty(positions.size, array.dtype)
+        self._run(gather_alone, gather_together, self._parts(8 * positions.size), array, positions, out)
+        return out
+
+    def mask(  # noqa: D102
+        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
+    ) -> Kept:
+        _check_positions(positions, min(u.size, v.size))
+        k = positions.size
+        decoded = np.ascontiguousarray(decoded, v.dtype)
+        if decoded.shape != (k,):
+            raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
+        kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
+        self._run(mask_alone, mask_together, self._parts(8 * k), u, v, positions, decoded, masking, kept.u, kept.v)
+        return kept
+
+    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
+        _check_positions(kept.positions, min(u.size, v.size))
+        parts = self._parts(8 * kept.positions.size)
+        self._run(restore_alone, restore_together, parts, u, v, kept.positions, kept.u, kept.v)
+
+    def scatter_add(  # noqa: D102
+        self,
+        results: Sequence[np.ndarray],
+        offsets: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+        factor: float,
+    ) -> None:
+        if positions.size == 0:
+            return
+        kind = results[0].dtype if results else np.dtype(np.float32)
+        for s, result in enumerate(results):
+            if result.dtype != kind or kind not in (np.float32, np.float64) or not result.flags.c_contiguous:
+                raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32, or all float64")
+        if values.shape != positions.shape:
+            raise LayoutError(f"{values.size} values were given for {positions.size} positions")
+        addresses = np.array([r.ctypes.data for r in results], np.int64)
+        lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
+        parts = self._parts(8 * positions.size)
+        done = np.zeros(parts, np.bool_)
+        self._run(
+            scatter_add_alone, scatter_add_together, parts,
+            addresses, lengths, offsets, positions, np.ascontiguousarray(values, kind),
+            np.array([factor], kind), done,
+        )  # fmt: skip
+        if not done.all():
+            raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+
+    def dense_update(  # noqa: D102
+        self,
+        result: np.ndarray,
+        mean: np.ndarray,
+        u: np.ndarray,
+        parameter: np.ndarray | None,
+        *,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        scale: float,
+    ) -> None:
+        n = result.size
+        if mean.shape != (n,) or u.shape != (n,):
+            raise LayoutError(f"a result of {n} elements was given a mean of {mean.size} and a momentum of {u.size}")
+        if parameter is None:
+            weight_decay = 0.0
+        parts = self._parts(n)
+        space = self._workspace.get
+        self._run(
+            update_alone, update_together, parts, result, mean, u,
+            parameter.ctypes.data if parameter is not None and weight_decay else 0,
+            element_code(parameter, n, "parameter") if parameter is not None and weight_decay else 0,
+            float(momentum), bool(nesterov), float(weight_decay), float(scale),
+            space("narrow", np.float32, parts, STRIP), space("wide", result.dtype, parts, STRIP),
+        )  # fmt: skip
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _parts(self, elements: int) -> int:
+        return 1 if elements < ALONE else self._threads
+
+    def _run(self, alone: Callable[..., None], together: Callable[..., None], parts: int, *arguments: Any) -> Any:
+        """Call a kernel on ``parts`` threads. Numba's own setting, one for each Python thread, is left as it was."""
+        if parts == 1:
+            return alone(1, *arguments)
+        before = numba.get_num_threads()
+        numba.set_num_threads(parts)
+        try:
+            return together(parts, *arguments)
+        finally:
+            numba.set_num_threads(before)
+
+    def _pass(
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray | None
+    ) -> Selection:
+        kind = _check_state(u, v)
+        integers, reals = make_table(work, v.size)
+        segments, space = len(work), self._workspace.get
+        selecting = control is not None
+        if control is None:
+            control = space("control", np.float64, segments, rules.COLUMNS)
+        elif control.shape != (segments, rules.COLUMNS):
+            raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS})")
+        chunks, room, count = prepare(integers, reals, control, selecting, space("like", kind, 1))
+        positions, values = np.empty(count, np.int64), np.empty(count, kind)
+        workers = self._parts(int(integers[:, LENGTH].sum()))
+        taken, nonfinite = np.empty(segments, np.int64), np.zeros(workers, np.int64)
+        bins = space("bins", np.int64, workers, 2, BINS)
+        self._run(
+            pass_alone, pass_together, workers,
+            integers, reals, control, u, v, selecting, room,
+            space("chunk_segment", np.int64, chunks), space("starts", np.int64, chunks),
+            space("counts", np.int64, chunks), space("left", np.int64, segments), np.empty(1, np.int64),
+            space("positions", np.int32, workers * room), space("values", kind, workers * room),
+            space("spent", np.int64, workers, segments), space("narrow", np.float32, workers, STRIP),
+            space("wide", kind, workers, 2 * STRIP), bins, space("likes", kind, workers, 1), nonfinite,
+            taken, positions, values,
+        )  # fmt: skip
+        if selecting:
+            unfinished = np.flatnonzero(taken == UNFINISHED)
+            if unfinished.size:
+                self._select_by_histogram(integers, control, unfinished, v, bins, positions, values, taken)
+            if int(taken.sum()) < count:
+                positions, values = _without_gaps(integers, taken, positions, values)
+        return Selection(positions, bool(nonfinite.any()), values)
+
+    def _select_by_histogram(
+        self,
+        integers: np.ndarray,
+        control: np.ndarray,
+        unfinished: np.ndarray,
+        v: np.ndarray,
+        bins: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+        taken: np.ndarray,
+    ) -> None:
+        bits = bits_of(v)
+        workers = len(bins)
+        keys = np.zeros(len(integers), np.int64)
+        lengths = integers[unfinished, LENGTH]
+        small = unfinished[lengths < LARGE]
+        if small.size:
+            parts = min(workers, small.size)
+            self._run(
+                small_alone, small_together, parts,
+                v, bits, integers, small, bins, np.zeros(1, np.int64), positions, values, taken, keys,
+            )  # fmt: skip
+        tallies = np.empty((workers, 2), np.int64)
+        for s in unfinished[lengths >= LARGE]:
+            offset, length, k, out = (int(integers[s, column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
+            taken[s], keys[s] = self._run(
+                large_alone, large_together, workers,
+                v, bits, offset, length, k, bins, tallies, positions, values, out,
+            )  # fmt: skip
+        magnitudes = keys.astype(bits.dtype).view(v.dtype)
+        for s in unfinished:
+            rules.learn(control[s], int(integers[s, ENTRIES]), 0.0, 0, float(magnitudes[s]))
+
+
+def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
+    kind = v.dtype
+    if kind not in (np.float32, np.float64) or u.dtype != kind:
+        raise LayoutError(f"u is {u.dtype} and v is {kind}; both must be float32, or both float64")
+    if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
+        raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
+    return kind
+
+
+def _check_positions(positions: np.ndarray, size: int) -> None:
+    """Positions are ascending, so that the ends tell whether all are inside."""
+    if positions.size and not (0 <= positions[0] and positions[-1] < size):
+        raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
+
+
+def _without_gaps(
+    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
+    return np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])

@@ -1,0 +1,143 @@
+"""Dense work: sums of squares for clipping, and momentum SGD on an averaged gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, prange, types
+
+from dgc.core.kernels.jit import entry, helper
+from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
+from dgc.core.kernels.table import FLOAT32, FLOAT64
+from dgc.core.kernels.vector import LANES, add_squares, at_address, bits_of, fetch_add, load, spread, store, threshold
+
+TILE = 32768
+"""Elements of one partial sum; fixed, so that a sum does not depend on the number of threads."""
+
+SUM_LANES = 64
+"""Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
+
+
+@helper
+def _squares(array, start, stop, sums):  # type: ignore[no-untyped-def]
+    """Add the squares of ``array[start:stop]`` to ``sums``, (SUM_LANES,) float64: entry i to sum i % SUM_LANES."""
+    mask, infinity = magnitude_mask(array.itemsize), infinity_key(array.itemsize)
+    bits = bits_of(array)
+    limit = threshold(array, infinity)
+    i = start
+    for lane in range(0, SUM_LANES, LANES):
+        total = load(sums, lane)
+        i = start + lane
+        while i - lane + SUM_LANES <= stop:
+            total = add_squares(total, load(array, i), limit)
+            i += SUM_LANES
+        store(sums, lane, total)
+    i = start + (stop - start) // SUM_LANES * SUM_LANES
+    for j in range(i, stop):
+        if bits[j] & mask < infinity:
+            x = np.float64(array[j])
+            sums[j - i] += x * x
+
+
+@helper
+def _squares_of_tile(address, code, start, stop, narrow, sums):  # type: ignore[no-untyped-def]
+    sums[:] = 0
+    if code == FLOAT32:
+        _squares(carray(at_address(address), (stop,), types.float32), start, stop, sums)
+    elif code == FLOAT64:
+        _squares(carray(at_address(address), (stop,), types.float64), start, stop, sums)
+    else:
+        for low in range(start, stop, STRIP):
+            count = min(STRIP, stop - low)
+            widen(address, code, low, count, narrow[0], narrow[1])
+            _squares(narrow[1], 0, count, sums)
+    total = 0.0
+    for lane in range(SUM_LANES):
+        total += sums[lane]
+    return total
+
+
+def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tickets, out):  # type: ignore[no-untyped-def]
+    """Sum of squares over the finite entries of each array.
+
+    Args:
+        parts: number of threads, P.
+        addresses: (S,) int64.
+        codes: (S,) int64 element types.
+        lengths: (S,) int64.
+        tiles: (S + 1,) int64: array s has the tiles ``tiles[s]`` to ``tiles[s + 1]``, each TILE elements but the last.
+        narrow: (P, 2, STRIP) float32 scratch.
+        sums: (P, SUM_LANES) float64 scratch.
+        tickets: (1,) int64, 0.
+        out: (S,) float64.
+    """
+    count = tiles[-1]
+    partial = np.empty(count)
+    for part in prange(parts):
+        s = 0
+        while True:
+            tile = fetch_add(tickets, 0, 1)
+            if tile >= count:
+                break
+            while tile >= tiles[s + 1]:
+                s += 1
+            start = (tile - tiles[s]) * TILE
+            partial[tile] = _squares_of_tile(
+                addresses[s], codes[s], start, min(start + TILE, lengths[s]), narrow[part], sums[part]
+            )
+    for s in range(len(lengths)):
+        total = 0.0
+        for tile in range(tiles[s], tiles[s + 1]):
+            total += partial[tile]
+        out[s] = total
+
+
+def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, narrow, wide):  # type: ignore[no-untyped-def]
+    """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache.
+
+    Args:
+        parts: number of threads, P.
+        result: (n,) float32 or float64, written.
+        mean: (n,) of that type.
+        u: (n,) of that type, in place when there is momentum.
+        address: of the parameter, when there is weight decay.
+        code: its element type.
+        momentum, decay, scale: float64, rounded to the type.
+        nesterov: bool.
+        decay: see momentum; 0 for none.
+        scale: see momentum.
+        narrow: (P, STRIP) float32 scratch.
+        wide: (P, STRIP) of the type, scratch.
+    """
+    n = result.size
+    kind = result.dtype.type
+    m, d, c = kind(momentum), kind(decay), kind(scale)
+    for part in prange(parts):
+        first, last = n * part // parts, n * (part + 1) // parts
+        for start in range(first, last, STRIP):
+            stop = min(start + STRIP, last)
+            if decay != 0:
+                p = wide[part]
+                widen(address, code, start, stop - start, narrow[part], p)
+                for i in range(start, stop):
+                    result[i] = mean[i] + p[i - start] * d
+            else:
+                for i in range(start, stop):
+                    result[i] = mean[i]
+            if momentum != 0:
+                for i in range(start, stop):
+                    u[i] = u[i] * m + result[i]
+                if nesterov:
+                    for i in range(start, stop):
+                        result[i] += m * u[i]
+                else:
+                    for i in range(start, stop):
+                        result[i] = u[i]
+            if scale != 1:
+                for i in range(start, stop):
+                    result[i] *= c
+
+
+sums_of_squares_alone = entry()(_sums_of_squares)
+sums_of_squares_together = entry(parallel=True)(_sums_of_squares)
+update_alone = entry()(_update)
+update_together = entry(parallel=True)(_update)

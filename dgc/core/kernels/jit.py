@@ -1,0 +1,68 @@
+"""How kernels are compiled: without the interpreter lock, and cached on disk.
+
+Imports Numba; only the modules of the CPU backend may import this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding
+
+
+@cache
+def cache_directory() -> str:
+    """Where compiled kernels are kept: one directory for each version of the sources and each kind of processor.
+
+    Numba looks for changes only in the file that defines a kernel, not in those of the functions which that kernel
+    calls, and its index is not safe when processors of two kinds share a home directory. Naming the directory after
+    both makes either harmless. NUMBA_CACHE_DIR, when set, says where this directory is made.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
+    digest.update(repr(sorted(binding.get_host_cpu_features().items())).encode())
+    digest.update(f"{os.environ.get('NUMBA_CPU_NAME')} {os.environ.get('NUMBA_CPU_FEATURES')}".encode())
+    return str(Path(numba.config.CACHE_DIR or _user_cache()) / f"kernels-{digest.hexdigest()}")
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        root = Path(base) if base else Path.home() / ".cache"
+        (root / "dgc").mkdir(parents=True, exist_ok=True)
+        return root / "dgc"
+    except (OSError, RuntimeError):
+        return Path(tempfile.gettempdir()) / f"dgc-{os.getuid()}"
+
+
+def entry(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        options = {"nogil": True, "parallel": parallel, "error_model": "numpy"}
+        before = numba.config.CACHE_DIR
+        # Numba's index does not tell a parallel compilation of a function from another one of the same function.
+        numba.config.CACHE_DIR = str(Path(cache_directory()) / ("parallel" if parallel else "serial"))
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:
+            # No directory can be written: kernels are compiled anew in each process.
+            return numba.njit(**options)(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return decorate
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Decorate a function that only kernels call; it is compiled into them."""
+    return numba.njit(nogil=True, error_model="numpy")(function)

@@ -1,0 +1,230 @@
+"""The pass over memory: momentum correction of one chunk, and the entries of ``|v|`` that reach a threshold.
+
+20 bytes an element in float32: g, u and v are read, u and v written, each once. LANES entries at a time are updated in
+registers and compared with the threshold; the comparison leaves one mask of LANES bits, and only a mask that is not 0
+(one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so that the same mask also shows
+an update that is not finite before anything was stored; such a block is computed again entry by entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from dgc.core.kernels.jit import helper
+from dgc.core.kernels.table import (
+    BFLOAT16,
+    DECAY,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    FORM,
+    GRADIENT,
+    GRADIENT_TYPE,
+    HEAVY_BALL,
+    KEY,
+    LENGTH,
+    MOMENTUM,
+    NESTEROV,
+    NO_MOMENTUM,
+    OFFSET,
+    PARAMETER,
+    PARAMETER_TYPE,
+    SCALE,
+)
+from dgc.core.kernels.vector import LANES, add, at_address, load, lowest_bit, multiply, reaching, spread, store, threshold
+
+STRIP = 4096
+"""Elements of another type that are widened at a time: they stay in the first two caches."""
+
+_UINT64_1 = np.uint64(1)
+
+
+@helper
+def magnitude_mask(itemsize: int) -> int:
+    """Bits of a float without its sign."""
+    return 0x7FFFFFFF if itemsize == 4 else 0x7FFFFFFFFFFFFFFF
+
+
+@helper
+def infinity_key(itemsize: int) -> int:
+    """Bits of infinity."""
+    return 0x7F800000 if itemsize == 4 else 0x7FF0000000000000
+
+
+def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
+    """Build the loop of one form of momentum, with or without weight decay: no test of either is left inside."""
+
+    @helper
+    def entry_by_entry(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):  # type: ignore[no-untyped-def]
+        """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one."""
+        mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+        nonfinite = False
+        for i in range(start, stop):
+            x = g[i - g0] * scale
+            if decays:
+                x += p[i - p0] * decay
+            # v's place serves to look at the bits; its old value is back before it is used.
+            old = v[i]
+            v[i] = x
+            if bits[i] & mask >= infinity:
+                nonfinite = True
+                x = v.dtype.type(0)
+            if form == NO_MOMENTUM:
+                v[i] = old + x
+            else:
+                velocity = m * u[i] + x
+                u[i] = velocity
+                v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
+        return nonfinite
+
+    @helper
+    def sweep(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):  # type: ignore[no-untyped-def]
+        """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
+
+        g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
+        """
+        mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+        ms, decays_, scales = spread(m), spread(decay), spread(scale)
+        keys, infinities = threshold(v, key), threshold(v, infinity)
+        nonfinite = False
+        i = start
+        while i + LANES <= stop:
+            x = multiply(load(g, i - g0), scales)
+            if decays:
+                x = add(x, multiply(load(p, i - p0), decays_))
+            if form == NO_MOMENTUM:
+                velocity = x
+                y = add(load(v, i), x)
+            else:
+                velocity = add(multiply(ms, load(u, i)), x)
+                y = add(load(v, i), add(x, multiply(ms, velocity)) if form == NESTEROV else velocity)
+            found = reaching(y, keys)
+            if found != 0 and reaching(y, infinities) != 0:
+                nonfinite |= entry_by_entry(g, g0, p, p0, u, v, bits, i, i + LANES, m, decay, scale)
+                found = reaching(load(v, i), keys)
+            else:
+                store(v, i, y)
+                if form != NO_MOMENTUM:
+                    store(u, i, velocity)
+            if found != 0 and n <= full:
+                while found != 0:
+                    j = i + lowest_bit(found)
+                    positions[n] = j
+                    values[n] = v[j]
+                    n += 1
+                    found &= found - _UINT64_1
+            i += LANES
+        if i < stop:
+            nonfinite |= entry_by_entry(g, g0, p, p0, u, v, bits, i, stop, m, decay, scale)
+            if n <= full:
+                for j in range(i, stop):
+                    if bits[j] & mask >= key:
+                        positions[n] = j
+                        values[n] = v[j]
+                        n += 1
+        return n, nonfinite
+
+    return sweep
+
+
+_plain = _make_sweep(NO_MOMENTUM, False)
+_plain_decay = _make_sweep(NO_MOMENTUM, True)
+_heavy = _make_sweep(HEAVY_BALL, False)
+_heavy_decay = _make_sweep(HEAVY_BALL, True)
+_nesterov = _make_sweep(NESTEROV, False)
+_nesterov_decay = _make_sweep(NESTEROV, True)
+
+
+@helper
+def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):  # type: ignore[no-untyped-def]
+    if decays:
+        if form == HEAVY_BALL:
+            return _heavy_decay(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+        if form == NESTEROV:
+            return _nesterov_decay(
+                g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full
+            )
+        return _plain_decay(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+    if form == HEAVY_BALL:
+        return _heavy(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+    if form == NESTEROV:
+        return _nesterov(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+    return _plain(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+
+
+@helper
+def widen(address, code, start, count, narrow, out):  # type: ignore[no-untyped-def]
+    """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type.
+
+    ``narrow``, (STRIP,) float32, is scratch. All loops are free of branches, so that LLVM vectorises them.
+    """
+    if code == FLOAT32:
+        single = carray(at_address(address), (start + count,), types.float32)
+        for i in range(count):
+            out[i] = single[start + i]
+    elif code == FLOAT64:
+        double = carray(at_address(address), (start + count,), types.float64)
+        for i in range(count):
+            out[i] = double[start + i]
+    else:
+        words = carray(at_address(address), (start + count,), types.uint16)
+        bits = narrow.view(np.uint32)
+        if code == BFLOAT16:
+            for i in range(count):
+                bits[i] = np.uint32(words[start + i]) << np.uint32(16)
+        else:
+            widen_half(words, start, count, narrow, bits)
+        for i in range(count):
+            out[i] = narrow[i]
+
+
+@helper
+def widen_half(words, start, count, narrow, bits):  # type: ignore[no-untyped-def]
+    """float16 bits -> float32, exactly, NaN and infinity included.
+
+    Shifted into place, the bits are the number times 2**-112, denormals included; infinity and NaN need the
+    exponent's remaining bits.
+    """
+    for i in range(count):
+        bits[i] = (np.uint32(words[start + i]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for i in range(count):
+        narrow[i] *= np.float32(2.0**112)
+    for i in range(count):
+        word = np.uint32(words[start + i])
+        special = np.uint32((word & np.uint32(0x7C00)) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
+        bits[i] |= special | (word & np.uint32(0x8000)) << np.uint32(16)
+
+
+@helper
+def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, narrow, wide, positions, values, n, full):  # type: ignore[no-untyped-def]
+    """Update elements ``start`` to ``stop`` of segment s; see ``sweep``. ``wide`` is (2 * STRIP,) scratch of v's type."""
+    offset, length = integers[s, OFFSET], integers[s, LENGTH]
+    form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
+    kind = v.dtype.type
+    m, decay, scale = kind(reals[s, MOMENTUM]), kind(reals[s, DECAY]), kind(reals[s, SCALE])
+    own = FLOAT32 if v.itemsize == 4 else FLOAT64
+    g_direct = integers[s, GRADIENT_TYPE] == own
+    p_direct = not decays or integers[s, PARAMETER_TYPE] == own
+    gradient = carray(at_address(integers[s, GRADIENT]), (length,), v.dtype)
+    parameter = carray(at_address(integers[s, PARAMETER]), (length,), v.dtype)
+    step = stop - start if g_direct and p_direct else STRIP
+    nonfinite = False
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        g, g0, p, p0 = gradient, offset, parameter, offset
+        if not g_direct:
+            g, g0 = wide[:STRIP], offset + low
+            widen(integers[s, GRADIENT], integers[s, GRADIENT_TYPE], low, high - low, narrow, g)
+        if not p_direct:
+            p, p0 = wide[STRIP:], offset + low
+            widen(integers[s, PARAMETER], integers[s, PARAMETER_TYPE], low, high - low, narrow, p)
+        n, met = _dispatch(
+            form, decays, g, g0, p, p0, u, v, bits, offset + low, offset + high,
+            m, decay, scale, key, positions, values, n, full,
+        )  # fmt: skip
+        nonfinite |= met
+    return n, nonfinite

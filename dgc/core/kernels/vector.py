@@ -1,0 +1,206 @@
+"""Fixed-width vectors, atomic counters and raw addresses for Numba kernels.
+
+Numba leaves vectorisation to LLVM's loop passes, which give up on a loop that updates a block, looks whether any of
+its entries passes a threshold and only then decides what to store. With a vector type the kernel says it directly:
+one value holds LANES floats, an operation on it is one LLVM instruction, which LLVM splits into the registers of the
+machine at hand (four of 512 bits, eight of 256, sixteen of 128). Operations are exactly rounded one by one: LLVM
+contracts a product and a sum into one rounding only where it is told to, and it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic, models, overload, register_model
+
+LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
+"""Floats in a vector; also how many entries one look at the threshold covers. Never changes a result."""
+
+_I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_FLOATS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+
+
+class Vector(types.Type):
+    """LANES floats of one type, as a Numba type. It lives in registers: no array of it, no argument of an entry."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        """Make the type of vectors of ``dtype``."""
+        self.dtype = dtype
+        super().__init__(name=f"Vector({dtype})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, ir.VectorType(_FLOATS[kind.dtype], LANES))
+
+
+class Threshold(types.Type):
+    """LANES copies of a magnitude's bits, to compare vectors with."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        """Make the type of thresholds for vectors of ``dtype``."""
+        self.dtype = dtype
+        super().__init__(name=f"Threshold({dtype})")
+
+
+@register_model(Threshold)
+class _ThresholdModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Threshold) -> None:
+        super().__init__(manager, kind, _bits_type(_FLOATS[kind.dtype]))
+
+
+def _bits_type(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(_I32 if isinstance(element, ir.FloatType) else _I64, LANES)
+
+
+def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    kind = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), None))
+
+
+def _magnitude(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The bits of |x|: as integers they are in the order of the magnitudes, with infinity and NaN on top."""
+    kind = _bits_type(vector.type.element)
+    width = kind.element.width
+    return builder.and_(builder.bitcast(vector, kind), ir.Constant(kind, [(1 << (width - 1)) - 1] * LANES))
+
+
+def _place(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, index: ir.Value) -> ir.Value:
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+
+
+@intrinsic
+def load(typing_context: Any, array: Any, index: Any) -> Any:
+    """``array[index : index + LANES]`` as a vector."""
+    kind = Vector(array.dtype)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, signature.args[0], *args)
+        vector = context.get_value_type(kind)
+        value = builder.load(builder.bitcast(place, vector.as_pointer()))
+        value.align = array.dtype.bitwidth // 8
+        return value
+
+    return kind(array, types.intp), code
+
+
+@intrinsic
+def store(typing_context: Any, array: Any, index: Any, vector: Any) -> Any:
+    """``array[index : index + LANES] = vector``."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, signature.args[0], args[0], args[1])
+        done = builder.store(args[2], builder.bitcast(place, args[2].type.as_pointer()))
+        done.align = array.dtype.bitwidth // 8
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), code
+
+
+@intrinsic
+def spread(typing_context: Any, value: Any) -> Any:
+    """Return a vector of LANES times ``value``."""
+    return Vector(value)(value), lambda context, builder, signature, args: _spread(builder, args[0])
+
+
+@intrinsic
+def add(typing_context: Any, a: Any, b: Any) -> Any:
+    """``a + b``."""
+    return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@intrinsic
+def multiply(typing_context: Any, a: Any, b: Any) -> Any:
+    """``a * b``."""
+    return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@intrinsic
+def threshold(typing_context: Any, like: Any, key: Any) -> Any:
+    """Spread the magnitude bits ``key`` for comparisons with vectors of the array ``like``'s type."""
+    kind = Threshold(like.dtype)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        element = context.get_value_type(kind).element
+        return _spread(builder, builder.trunc(args[1], element) if element.width < 64 else args[1])
+
+    return kind(like, types.int64), code
+
+
+@intrinsic
+def reaching(typing_context: Any, vector: Any, limit: Any) -> Any:
+    """Bit i of the result says whether ``|vector[i]|`` is at least ``limit``; NaN counts as above infinity."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(builder.icmp_signed(">=", _magnitude(builder, args[0]), args[1]), ir.IntType(LANES))
+        return bits if LANES == 64 else builder.zext(bits, _I64)
+
+    return types.uint64(vector, limit), code
+
+
+@intrinsic
+def add_squares(typing_context: Any, sums: Any, vector: Any, infinity: Any) -> Any:
+    """``sums + vector**2`` in float64, lane by lane; entries that are not finite count as 0."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        total, x, limit = args
+        finite = builder.icmp_signed("<", _magnitude(builder, x), limit)
+        x = builder.select(finite, x, ir.Constant(x.type, None))
+        if x.type.element != total.type.element:
+            x = builder.fpext(x, total.type)
+        return builder.fadd(total, builder.fmul(x, x))
+
+    return sums(sums, vector, infinity), code
+
+
+@intrinsic
+def lowest_bit(typing_context: Any, mask: Any) -> Any:
+    """Index of the lowest bit that is set in a mask other than 0."""
+    return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))
+
+
+@intrinsic
+def count_bits(typing_context: Any, mask: Any) -> Any:
+    """How many bits of the mask are set."""
+    return types.int64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
+
+
+@intrinsic
+def fetch_add(typing_context: Any, counters: Any, index: Any, amount: Any) -> Any:
+    """Add ``amount`` to ``counters[index]``, (·,) int64, as one step among threads; returns what it was before.
+
+    What a thread wrote before its call is visible to every thread whose later call sees its addition.
+    """
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, signature.args[0], args[0], args[1])
+        return builder.atomic_rmw("add", place, args[2], "acq_rel")
+
+    return types.int64(counters, types.intp, types.int64), code
+
+
+@intrinsic
+def at_address(typing_context: Any, address: Any) -> Any:
+    """Turn an address (int64) into a pointer, for ``numba.carray``."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), code
+
+
+def bits_of(array: np.ndarray) -> np.ndarray:
+    """The same memory as integers of the same size."""
+    return array.view(np.int32 if array.itemsize == 4 else np.int64)
+
+
+@overload(bits_of)
+def _bits_of(array):  # type: ignore[no-untyped-def]
+    if array.dtype == types.float32:
+        return lambda array: array.view(np.int32)
+    return lambda array: array.view(np.int64)

@@ -1,0 +1,198 @@
+"""Saving and loading a whole job: model and optimizer once, the compressor's state once per rank.
+
+A directory holds ``checkpoint.pt`` (rank 0: model, optimizer, extra) and one ``compressor-<token>-<rank>-of-<size>.pt``
+per rank. The token ties them together: the ranks' files are complete before ``checkpoint.pt`` names them, so that a
+job that dies while saving leaves the previous checkpoint intact.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc.core.agreement import agree_or_raise
+from dgc.core.errors import LayoutError, TransportError
+from dgc.core.state import old_ranks_of
+from dgc.core.transport import Transport
+from dgc.torch.compressor import DGCCompressor
+
+MAIN_FILE = "checkpoint.pt"
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: DGCCompressor,
+    extra: Any = None,
+) -> None:
+    """Save model, optimizer and every rank's compressor state; call it on all ranks, between steps.
+
+    The optimizer is saved with its momentum and weight decay as the user gave them, so that ``checkpoint.pt`` is also
+    an ordinary dense checkpoint.
+
+    Args:
+        directory: where to save; made if missing. It must be the same place for all ranks to be able to resize.
+        model: its ``state_dict()`` is saved by rank 0.
+        optimizer: the distributed one.
+        compression: the compressor.
+        extra: anything that ``torch.save`` takes (epoch, scheduler, scaler, ...).
+
+    Raises:
+        TransportError: a rank could not write; every rank gets the error and the old checkpoint stays.
+    """
+    folder = Path(directory)
+    transport = compression.engine.transport if compression.engine is not None else None
+    rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
+    token = _common_token(transport)
+
+    def write_own() -> dict[str, Any]:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / _rank_file(token, rank, size), _to_tensors(compression.state_dict()))
+        return {}
+
+    def write_main() -> dict[str, Any]:
+        if rank == 0:
+            content = {
+                "token": token,
+                "size": size,
+                "model": model.state_dict(),
+                "optimizer": _dense_optimizer_state(optimizer, compression),
+                "extra": extra,
+            }
+            _write(folder / MAIN_FILE, content)
+        return {}
+
+    _on_all_ranks(transport, write_own, "write the compressor's state")
+    _on_all_ranks(transport, write_main, "write the checkpoint")
+    for stale in folder.glob(f"compressor-*-{rank:05d}-of-*.pt"):
+        if token not in stale.name:
+            stale.unlink(missing_ok=True)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: DGCCompressor,
+    resize: bool = False,
+    map_location: Any = "cpu",
+) -> Any:
+    """Load what :func:`save_checkpoint` saved; call it on all ranks. The run continues bit for bit.
+
+    Args:
+        directory: as given to :func:`save_checkpoint`.
+        model: gets the saved parameters.
+        optimizer: the distributed one; gets the saved options and state.
+        compression: gets this rank's state.
+        resize: allow another number of ranks; the old residuals are redistributed so that their mean is kept.
+        map_location: as in ``torch.load``.
+
+    Returns:
+        ``extra``.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or a rank's file is missing.
+        LayoutError: another model, or another number of ranks without ``resize=True``.
+    """
+    folder = Path(directory)
+    transport = compression.engine.transport if compression.engine is not None else None
+    rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
+    loaded: dict[str, Any] = {}
+
+    def read() -> dict[str, Any]:
+        main = torch.load(folder / MAIN_FILE, map_location=map_location, weights_only=True)
+        old_size, token = main["size"], main["token"]
+        if old_size != size and not resize:
+            raise LayoutError(
+                f"the checkpoint in {folder} was saved by {old_size} ranks, this job has {size}; pass resize=True to "
+                "redistribute the residuals"
+            )
+        needed = [rank] if old_size == size else sorted({0, *old_ranks_of(rank, old_size, size)})
+        states: list[Any] = [None] * old_size
+        for r in needed:
+            path = folder / _rank_file(token, r, old_size)
+            if not path.exists():
+                raise FileNotFoundError(
+                    f"{path} is missing: every rank saves its own residuals; put all files of the checkpoint into a "
+                    "directory that every rank can read"
+                )
+            states[r] = _to_arrays(torch.load(path, map_location="cpu", weights_only=True))
+        loaded.update(main=main, states=states)
+        return {"token": token}
+
+    _on_all_ranks(transport, read, "read the checkpoint")
+    main, states = loaded["main"], loaded["states"]
+    model.load_state_dict(main["model"])
+    optimizer.load_state_dict(main["optimizer"])
+    if len(states) == size:
+        if not states[rank].get("inactive"):
+            compression.load_state_dict(states[rank])
+    else:
+        compression.load_state_dict(states, resize=True)
+    return main["extra"]
+
+
+def _dense_optimizer_state(optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> dict[str, Any]:
+    """The optimizer's state dict with adopted options put back, sharing nothing with the live groups."""
+    saved = optimizer.state_dict()
+    saved["param_groups"] = copy.deepcopy(saved["param_groups"])
+    engine = compression.engine
+    if engine is not None:
+        indices = [[engine.index_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        engine.adoption.restored(saved["param_groups"], indices)
+    return saved
+
+
+def _on_all_ranks(transport: Transport | None, work: Callable[[], dict[str, Any]], what: str) -> None:
+    if transport is None:
+        work()
+        return
+    agree_or_raise(transport, work, f"results of the attempt to {what}", TransportError)
+
+
+def _common_token(transport: Transport | None) -> str:
+    """Eight random bytes of rank 0, in hexadecimal, the same on all ranks."""
+    own = np.frombuffer(secrets.token_bytes(8), np.uint8)
+    if transport is None:
+        return own.tobytes().hex()
+    gathered = np.empty((transport.size, 8), np.uint8)
+    transport.allgather(own.copy(), gathered)
+    return gathered[0].tobytes().hex()
+
+
+def _rank_file(token: str, rank: int, size: int) -> str:
+    return f"compressor-{token}-{rank:05d}-of-{size:05d}.pt"
+
+
+def _write(path: Path, content: Any) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    torch.save(content, partial)
+    os.replace(partial, path)
+
+
+def _to_tensors(value: Any) -> Any:
+    """Replace arrays by tensors, so that the file loads with ``weights_only=True``."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {k: _to_tensors(v) for k, v in value.items()}
+    return value
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {k: _to_arrays(v) for k, v in value.items()}
+    return value

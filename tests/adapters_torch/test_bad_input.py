@@ -1,0 +1,101 @@
+"""Bad input on real ranks: one clear error on every rank, and no rank hangs."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases, run_mpi
+
+WORKER = Path(__file__).parent / "workers" / "bad_input_cases.py"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return run_cases(2, WORKER, launcher="horovodrun", timeout=120)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_bad_input(cases, name):
+    cases.check(name)
+
+
+JOINED = """
+import sys
+sys.path.insert(0, {workers!r})
+import horovod.torch as hvd, torch
+from models import make_model, train, wrap
+from worker_tools import dump_where_it_hangs, report
+import dgc.torch as dgc
+
+dump_where_it_hangs()
+hvd.init()
+torch.set_num_threads(1)
+model = make_model()
+optimizer, compression = wrap({way!r}, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.9)
+train(optimizer, model, 2)
+try:
+    if hvd.rank() == 1:
+        hvd.join()
+    train(optimizer, model, 1, start=2)
+except Exception as error:
+    report([type(error).__name__, str(error)])
+    raise SystemExit(3)
+report("no error")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["a", "b"])
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
+    source = JOINED.format(workers=str(WORKER.parent), way=way)
+    result = run_mpi(2, source, launcher=launcher, timeout=60, check=False)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0
+    name, text = result.values[0]
+    assert name in ("ConfigError", "TransportError", "HorovodInternalError"), text
+    assert "hvd.join" in text, result.explain()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("launcher", "env", "options", "expected"),
+    [
+        ("gloo", {}, "transport='mpi'", "world of one"),
+        ("horovodrun", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "transport='mpi'", "MPI_THREAD_MULTIPLE"),
+    ],
+    ids=["gloo", "no threads"],
+)
+def test_mpi_that_cannot_be_used_is_refused_on_every_rank(launcher, env, options, expected):
+    source = f"""
+import sys
+sys.path.insert(0, {str(WORKER.parent)!r})
+import horovod.torch as hvd, torch
+from models import make_model, wrap
+from worker_tools import report
+import dgc.torch as dgc
+hvd.init()
+model = make_model()
+try:
+    wrap("b", model, torch.optim.SGD(model.parameters(), lr=0.1), {options})
+except dgc.TransportError as error:
+    report(str(error))
+"""
+    result = run_mpi(2, source, launcher=launcher, env=env, timeout=60)
+    assert all(expected in text for text in result.values), result.explain()
+
+
+def test_horovod_that_is_missing_or_not_initialised(monkeypatch):
+    import torch
+
+    import dgc.torch as dgc
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dgc.ConfigError, match=r"hvd\.init\(\)"):
+        dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer)
+    import sys
+
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(dgc.ConfigError, match="HOROVOD_WITH_PYTORCH"):
+        dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())

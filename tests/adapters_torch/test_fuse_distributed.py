@@ -1,0 +1,121 @@
+"""Optimizers that communicate around their step: Horovod's on real ranks, and any that describe themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapters_torch.fuse_tools import fill_grads, fused_counts, make_params
+from launch_tools import case_names, run_cases
+
+from dgc.torch.fuse import fuse_optimizer
+from dgc.torch.fuse.seam import StepSeam, resolve
+
+WORKER = Path(__file__).parent / "workers" / "fuse_cases.py"
+
+
+@pytest.fixture(scope="module", params=[(1, "single"), (2, "mpirun")], ids=["one process", "two ranks"])
+def cases(request):
+    ranks, launcher = request.param
+    return run_cases(ranks, WORKER, launcher=launcher)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_horovod(cases, name):
+    cases.check(name)
+
+
+class Sharded(torch.optim.Optimizer):
+    """Keeps an inner optimizer for half of the parameters, as an optimizer with sharded state does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        owned = self.param_groups[0]["params"][::2]
+        self.optim = torch.optim.Adam(owned, lr=0.1)
+        self.calls = []
+
+    def _push_options(self):
+        self.calls.append("before")
+        self.optim.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+
+    def _publish(self):
+        self.calls.append("after")
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        self._push_options()
+        self.optim.step()
+        self._publish()
+        return loss
+
+    def _fuse_seam(self) -> StepSeam:
+        return StepSeam(self.optim, type(self.optim), self._push_options, self._publish)
+
+
+def test_an_optimizer_that_describes_its_step():
+    plain_params, fused_params = make_params(), make_params()
+    plain, fused = Sharded(plain_params), fuse_optimizer(Sharded(fused_params))
+    hooks = []
+    fused.register_step_pre_hook(lambda *_: hooks.append("outer"))
+    fused.optim.register_step_pre_hook(lambda *_: hooks.append("inner"))
+    for step in range(4):
+        for optimizer in (plain, fused):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        fill_grads(plain_params, fused_params, seed=step)
+        plain.step()
+        assert fused.fuse_step(lambda: "loss") == "loss"
+        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
+        assert fused_counts(fused) == (1, 4)
+    assert fused.calls == plain.calls
+    assert hooks == ["outer", "inner"] * 4
+
+
+def wrapped_like_horovod(cls):
+    """A class as Horovod derives one at run time, with the synchronisation recorded."""
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+        self._synchronized = True
+
+    def step(self, closure=None):
+        raise AssertionError("the wrapper's own step must not run")
+
+    members = {"synchronize": synchronize, "skip_synchronize": None, "step": step}
+    return type(cls.__name__, (cls,), {**members, "_should_synchronize": True, "_synchronized": False, "calls": []})
+
+
+def test_the_update_class_is_the_one_behind_the_wrapper():
+    params = make_params()
+    optimizer = wrapped_like_horovod(torch.optim.SGD)(params, lr=0.1)
+    assert resolve(optimizer).update_class is torch.optim.SGD
+    fuse_optimizer(optimizer)
+    fill_grads(params, seed=0)
+    expected = [p.detach() - 0.1 * p.grad for p in params]
+    optimizer.fuse_step()
+    assert optimizer.calls == ["synchronize"]
+    assert optimizer._synchronized is False
+    for p, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach(), value)
+
+
+def test_a_wrapper_around_a_wrapper_and_around_one_that_describes_itself():
+    twice = wrapped_like_horovod(wrapped_like_horovod(torch.optim.SGD))(make_params(), lr=0.1)
+    assert resolve(twice).update_class is torch.optim.SGD
+
+    wrapped = wrapped_like_horovod(Sharded)(make_params())
+    wrapped.calls = []
+    seam = resolve(wrapped)
+    assert seam.local is wrapped.optim
+    seam.before()
+    assert wrapped.calls == ["synchronize", "before"]
+
+
+def test_a_wrapper_that_describes_itself_is_believed():
+    cls = wrapped_like_horovod(torch.optim.SGD)
+    cls._fuse_seam = lambda self: StepSeam(self, torch.optim.SGD, None, lambda: self.calls.append("mine"))
+    optimizer = cls(make_params(), lr=0.1)
+    fuse_optimizer(optimizer)
+    optimizer.fuse_step()
+    assert optimizer.calls == ["mine"]

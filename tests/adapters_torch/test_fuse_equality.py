@@ -1,0 +1,291 @@
+"""A fused step leaves exactly what a plain step leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapters_torch.fuse_tools import SHAPES, Twins, count_calls, fill_grads, fused_counts, make_params
+
+from dgc.torch.fuse import fuse_optimizer, fuse_step
+
+ALGORITHMS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
+    "sgd-nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
+    "sgd-dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-2}),
+    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adam-foreach": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adamw-amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+    "rmsprop-centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 20, "weight_decay": 1e-2}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_hundred_steps_are_bit_equal_fused_and_plain_in_turn(name, dtype):
+    cls, options = ALGORITHMS[name]
+    twins = Twins(cls, options, dtype=dtype)
+    for step in range(100):
+        fuse = step % 3 != 1
+        twins.step(fuse=fuse)
+        twins.assert_equal()
+        if fuse:
+            assert fused_counts(twins.fused) == (1, len(SHAPES))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_equal_to_rounding(name, dtype):
+    # torch's CPU kernels round the last elements of a tensor otherwise than the rest, so which elements are "last"
+    # shows in the last bit. Few steps: these differences grow like any other.
+    cls, options = ALGORITHMS[name]
+    twins = Twins(cls, options, dtype=dtype)
+    for _ in range(3):
+        twins.step()
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    for plain, fused in zip(twins.plain_params, twins.fused_params, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0.02, atol=0.02, equal_nan=True)  # eps=1e-8 is 0 in float16
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_torch_fused_kernels_are_equal_to_rounding(cls):
+    # Their scalar tail contracts multiply-adds otherwise than their vector loop does.
+    options = {"lr": 0.01, "fused": True} | ({"momentum": 0.9} if cls is torch.optim.SGD else {})
+    twins = Twins(cls, options)
+    for _ in range(20):
+        twins.step()
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    for plain, fused in zip(twins.plain_params, twins.fused_params, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_number_of_kernel_calls_does_not_grow_with_the_number_of_parameters(name):
+    cls, options = ALGORITHMS[name]
+
+    def calls(count: int) -> int:
+        params = make_params([(5,)] * count)
+        optimizer = fuse_optimizer(cls(params, **options))
+        for step in range(2):
+            fill_grads(params, seed=step, keep=True)
+            optimizer.fuse_step()
+        return count_calls(optimizer.fuse_step)
+
+    assert calls(40) == calls(4)
+
+
+def test_gradients_in_place_are_used_without_a_copy():
+    twins = Twins(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    twins.step()
+    places = [p.grad.data_ptr() for p in twins.fused_params]
+    for _ in range(3):
+        twins.step(keep=True)
+        twins.assert_equal()
+    assert [p.grad.data_ptr() for p in twins.fused_params] == places
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.01}])
+def test_groups_types_and_options_stay_apart(options):
+    cls = torch.optim.SGD if "momentum" in options else torch.optim.Adam
+
+    def groups(params):
+        return [
+            {"params": params[:4], "weight_decay": 0.1},
+            {"params": params[4:9], "lr": 0.02},
+            {"params": params[9:]},
+        ]
+
+    def params():
+        made = make_params([(4,), (3, 2)] * 6)
+        for i in (5, 6, 10):
+            made[i] = torch.nn.Parameter(made[i].detach().double())
+        return made
+
+    plain_params, fused_params = params(), params()
+    plain, fused = cls(groups(plain_params), **options), fuse_optimizer(cls(groups(fused_params), **options))
+    for step in range(20):
+        fill_grads(plain_params, fused_params, seed=step)
+        plain.step()
+        fused.fuse_step()
+        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
+    # 4 of group 0; 3 float32 and 2 float64 of group 1; 2 float32 of group 2, whose only float64 stays alone
+    assert fused_counts(fused) == (4, 11)
+
+
+def test_learning_rate_schedules_act(recwarn):
+    twins = Twins(torch.optim.Adam, {"lr": 0.1})
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        for optimizer in (twins.plain, twins.fused)
+    ]
+    for _ in range(19):
+        twins.step()
+        for schedule in schedules:
+            schedule.step()
+        twins.assert_equal()
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_the_closure_runs_once_and_its_loss_is_returned():
+    params = make_params()
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in params)
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    expected = [p.detach() * 0.8 for p in params]
+    assert optimizer.fuse_step(closure) is losses[0]
+    assert len(losses) == 1
+    for param, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), value)
+    assert optimizer.fuse_step() is None
+
+
+def test_a_closure_that_makes_new_gradients_every_time_is_followed():
+    twins = Twins(torch.optim.Adam, {"lr": 0.01})
+
+    def closure_of(optimizer, params):
+        def closure():
+            optimizer.zero_grad(set_to_none=True)
+            loss = sum((p**4).sum() for p in params)
+            loss.backward()
+            return loss.item()
+
+        return closure
+
+    for _ in range(10):
+        plain = twins.plain.step(closure_of(twins.plain, twins.plain_params))
+        assert fuse_step(twins.fused, closure_of(twins.fused, twins.fused_params)) == plain
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+
+
+def test_step_hooks_run_once_with_the_real_groups():
+    params = make_params()
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+    seen = []
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda opt, args, kwargs: seen.append(opt.param_groups[0]["params"]))
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    assert len(seen) == 2
+    assert all(a is b for group in seen for a, b in zip(group, params, strict=True))
+
+
+def test_a_pre_hook_may_change_gradients():
+    def clip(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
+
+    twins = Twins(torch.optim.SGD, {"lr": 0.1})
+    for optimizer in (twins.plain, twins.fused):
+        optimizer.register_step_pre_hook(clip)
+    for _ in range(3):
+        twins.step()
+        twins.assert_equal()
+
+
+def test_an_optimizer_that_counts_in_its_options_and_on_itself():
+    class Counting(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr)
+            self.total = 0
+
+        def step(self, closure=None):
+            self.total += 1
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    twins = Twins(Counting, {"lr": 0.1})
+    for _ in range(5):
+        twins.step()
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    assert (twins.fused.total, twins.fused.param_groups[0]["count"]) == (5, 5)
+
+
+def test_an_optimizer_that_changes_gradients_in_place():
+    class OldDecay(torch.optim.Optimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.add_(p, alpha=0.5)
+                        p.add_(p.grad, alpha=-group["lr"])
+
+    twins = Twins(OldDecay)
+    for _ in range(3):
+        twins.step()
+        twins.assert_equal()  # compares gradients too
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_are_left_to_the_plain_step(cls):
+    def step(params, optimizer, fuse, seed):
+        fill_grads(params, seed=seed)
+        indices = torch.tensor([[0, 2]])
+        params[1].grad = torch.sparse_coo_tensor(
+            indices, torch.ones(2, 5) * seed, params[1].shape, check_invariants=True
+        )
+        optimizer.fuse_step() if fuse else optimizer.step()
+
+    plain_params, fused_params = make_params(), make_params()
+    plain, fused = cls(plain_params, lr=0.1), fuse_optimizer(cls(fused_params, lr=0.1))
+    for seed in range(4):
+        step(plain_params, plain, False, seed)
+        step(fused_params, fused, True, seed)
+        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
+        assert fused_params[1].grad.is_sparse
+        assert fused_counts(fused)[1] in (5, 6)  # the sparse one, and perhaps a neighbour cut off by it
+
+
+def test_saved_tensors_still_notice_the_update():
+    params = make_params([(4, 4), (4, 4)])
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+    x = torch.ones(1, 4, requires_grad=True)
+    y = (x @ params[0] @ params[1]).sum()
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_failing_step_leaves_the_optimizer_usable():
+    class Failing(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure=None):
+            if self.fail:
+                raise ValueError("no step today")
+            return super().step(closure)
+
+    twins = Twins(Failing, {"lr": 0.1, "momentum": 0.9})
+    twins.step()
+    twins.fused.fail = True
+    with pytest.raises(ValueError, match="no step today"):
+        twins.fused.fuse_step()
+    twins.fused.fail = False
+    twins.step()
+    twins.assert_equal()
+    assert len(twins.fused.param_groups[0]["params"]) == len(SHAPES)
+    assert fused_counts(twins.fused) == (1, len(SHAPES))

@@ -1,0 +1,277 @@
+"""Bad input on 2 real ranks: one clear error on every rank, within seconds, and the job goes on to the next case."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import horovod.torch as hvd
+import torch
+from models import loss_of, make_model, raises, train, wrap
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+SECONDS = 10
+"""An error that takes longer than this counts as a hang."""
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def on_every_rank(error, match, function, way=""):
+    """``function`` must raise on this rank, and on all others, soon."""
+    start = time.monotonic()
+    raised = raises(error, match, function)
+    assert time.monotonic() - start < SECONDS
+    outcomes = hvd.allgather_object(str(raised), name=f"outcome {way} {match}")
+    assert len(outcomes) == hvd.size()
+    return raised
+
+
+@case
+def adasum():
+    model = make_model()
+    on_every_rank(dgc.ConfigError, "Adasum", lambda: wrap("b", model, sgd(model), hvd_options={"op": hvd.Adasum}))
+    on_every_rank(dgc.ConfigError, "Adasum", lambda: dgc.Compression.dgc(op=hvd.Adasum), "option")
+    optimizer, compression = wrap("a", model, sgd(model), hvd_options={"op": hvd.Adasum})
+    on_every_rank(dgc.ConfigError, "Adasum", lambda: train(optimizer, model, 1), "a")
+    compression.close()
+
+
+@case
+def sum_that_the_compressor_was_not_told_of():
+    model = make_model()
+    optimizer, compression = wrap("a", model, sgd(model), hvd_options={"op": hvd.Sum})
+    on_every_rank(dgc.ConfigError, "op=hvd.Sum", lambda: train(optimizer, model, 1))
+    compression.close()
+    model = make_model()
+    optimizer, compression = wrap("a", model, sgd(model), op=hvd.Sum)
+    on_every_rank(dgc.ConfigError, "averages", lambda: train(optimizer, model, 1), "reverse")
+    compression.close()
+    on_every_rank(
+        dgc.ConfigError, "pass the same", lambda: wrap("b", model, sgd(model), op=hvd.Sum, hvd_options={"op": hvd.Average})
+    )
+
+
+@case
+def groups_with_way_b():
+    model = make_model()
+    optimizer = sgd(model)
+    on_every_rank(dgc.ConfigError, "buckets", lambda: wrap("b", model, optimizer, hvd_options={"groups": 2}))
+    assert optimizer.param_groups[0]["momentum"] == 0.9, "a refused call must not take the momentum"
+
+
+@case
+def sparse_as_dense_with_way_a():
+    model = make_model()
+    optimizer, compression = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})
+    on_every_rank(dgc.ConfigError, "sparse_as_dense", lambda: train(optimizer, model, 1))
+    compression.close()
+
+
+@case
+def momentum_twice():
+    model = make_model()
+    for way in "ab":
+        on_every_rank(dgc.ConfigError, "applied twice", lambda way=way: wrap(way, model, sgd(model), momentum=0.9), way)
+        on_every_rank(
+            dgc.ConfigError, "weight decay would be applied twice",
+            lambda way=way: wrap(way, model, sgd(model, momentum=0, weight_decay=0.1), momentum=0.9, weight_decay=0.1), way,
+        )
+
+
+@case
+def dampening_and_maximize():
+    model = make_model()
+    for way in "ab":
+        on_every_rank(dgc.ConfigError, "dampening", lambda way=way: wrap(way, model, sgd(model, dampening=0.1)), way)
+        on_every_rank(dgc.ConfigError, "maximize", lambda way=way: wrap(way, model, sgd(model, maximize=True)), way)
+
+
+@case
+def sparse_gradients_with_adopted_momentum():
+    for way in "ab":
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64))
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+
+        def one_step(model=model, optimizer=optimizer):
+            model(torch.randint(0, 50, (8, 4))).square().mean().backward()
+            optimizer.step()
+
+        on_every_rank(dgc.ConfigError, "0.weight.*group of its own", one_step, way)
+        compression.close()
+
+
+@case
+def a_gradient_of_an_unregistered_parameter():
+    model, stranger = make_model(), torch.nn.Linear(40, 40)
+    everything = [*model.named_parameters(), *((f"stranger.{n}", p) for n, p in stranger.named_parameters())]
+    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd(model))
+    both = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(both, named_parameters=everything, compression=compression)
+
+    def one_step():
+        (loss_of(model, 0) + stranger(torch.randn(4, 40)).sum()).backward()
+        optimizer.step()
+
+    on_every_rank(dgc.LayoutError, "belongs to no parameter", one_step)
+    compression.close()
+
+
+@case
+def one_compressor_shared_by_two_models_in_way_a():
+    model, other = make_model(), make_model(seed=1)
+    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd(model))
+    second = hvd.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.1), named_parameters=other.named_parameters(), compression=compression
+    )
+    on_every_rank(dgc.LayoutError, "share the compressor", lambda: train(second, other, 1))
+    compression.close()
+
+
+@case
+def a_changed_shape():
+    for way in "ab":
+        model = torch.nn.Linear(40, 60)
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+
+        def one_step(model=model, optimizer=optimizer):
+            if hvd.rank() == 1:
+                model.weight.data = model.weight.data[:, :39].clone()
+            model(torch.randn(4, model.weight.shape[1])).sum().backward()
+            optimizer.step()
+
+        on_every_rank(dgc.LayoutError, "weight.*(39|built)", one_step, way)
+        compression.close()
+
+
+@case
+def parameters_that_differ_between_ranks():
+    for way in "ab":
+        rank = hvd.rank()
+        shape = torch.nn.ModuleDict({"a": torch.nn.Linear(40, 40), "b": torch.nn.Linear(40, 50 + rank)})
+        on_every_rank(dgc.LayoutError, r"b\.weight.*50.*51", lambda way=way, m=shape: wrap(way, m, sgd(m)), way)
+        names = torch.nn.ModuleDict({"a": torch.nn.Linear(40, 40), f"b{rank}": torch.nn.Linear(40, 40)})
+        on_every_rank(dgc.LayoutError, r"b0\.weight", lambda way=way, m=names: wrap(way, m, sgd(m)), way)
+        types = torch.nn.Linear(40, 40).to(torch.float64 if rank else torch.float32)
+        on_every_rank(dgc.LayoutError, "weight.*float32.*float64", lambda way=way, m=types: wrap(way, m, sgd(m)), way)
+        more = torch.nn.ModuleDict({"a": torch.nn.Linear(40, 40), **({"c": torch.nn.Linear(40, 40)} if rank else {})})
+        on_every_rank(dgc.LayoutError, r"c\.(weight|bias)", lambda way=way, m=more: wrap(way, m, sgd(m)), way)
+
+
+@case
+def options_that_differ_between_ranks():
+    model = make_model()
+    for way in "ab":
+        for name, values in {"sparsity": (0.9, 0.99), "values": ("float16", "float32"), "rampup_step": (1, 2)}.items():
+            on_every_rank(
+                dgc.ConfigError, f"{name}.*{values[0]}.*{values[1]}",
+                lambda way=way, name=name, values=values: wrap(way, model, sgd(model), **{name: values[hvd.rank()]}), way,
+            )
+        on_every_rank(
+            dgc.LayoutError, "momentum=0.9.*momentum=0.8",
+            lambda way=way: wrap(way, model, sgd(model, momentum=0.9 - 0.1 * hvd.rank())), way,
+        )
+        on_every_rank(
+            dgc.ConfigError, "transport", lambda way=way: wrap(way, model, sgd(model), transport=("mpi", "auto")[hvd.rank()]), way
+        )
+
+
+@case
+def momentum_that_differs_between_ranks_in_a_step():
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        train(optimizer, model, 2)
+        optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * hvd.rank()
+        on_every_rank(dgc.ConfigError, "disagree in step 2", lambda o=optimizer, m=model: train(o, m, 1), way)
+        compression.close()
+
+
+@case
+def options_out_of_range():
+    for options, match in (
+        ({"sparsity": 1.0}, r"\[0, 1\)"),
+        ({"sparsity": [0.5, -0.1]}, r"\[0, 1\)"),
+        ({"values": "float12"}, "float16"),
+        ({"indices": "int9"}, "uint16"),
+        ({"transport": "carrier pigeon"}, "mpi"),
+        ({"loss_scale": -1.0}, "loss_scale"),
+    ):
+        model = make_model()
+        for way in "ab":
+            on_every_rank(dgc.ConfigError, match, lambda way=way, o=options, m=model: wrap(way, m, sgd(m), **o), f"{way}{options}")
+    on_every_rank(TypeError, "sparsity.*loss_scale", lambda: dgc.Compression.dgc(sparcity=0.9))
+
+
+@case
+def a_single_rank_with_bad_options():
+    """Rank 1 alone fails while building: rank 0 must not wait for it."""
+    model = make_model()
+    optimizer = sgd(model, maximize=hvd.rank() == 1)
+    on_every_rank(dgc.ConfigError, "maximize", lambda: wrap("a", model, optimizer))
+
+
+@case
+def missing_arguments():
+    model = make_model()
+    on_every_rank(dgc.ConfigError, "optimizer=", lambda: dgc.Compression.dgc(model.named_parameters()))
+    on_every_rank(dgc.ConfigError, "named_parameters", lambda: dgc.Compression.dgc(optimizer=sgd(model)))
+    unbound = dgc.Compression.dgc(sparsity=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), compression=unbound)
+    on_every_rank(dgc.ConfigError, "was given no parameters", lambda: train(optimizer, model, 1))
+
+
+@case
+def a_checkpoint_of_another_layout_or_number_of_ranks():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    train(optimizer, model, 2)
+    state = compression.state_dict()
+    on_every_rank(dgc.LayoutError, "resize=True", lambda: compression.load_state_dict({**state, "size": 3}))
+    on_every_rank(dgc.LayoutError, "all 2 old ranks", lambda: compression.load_state_dict([state], resize=True))
+    other = make_model(width=32)
+    _, another = wrap("b", other, sgd(other), sparsity=0.9)
+    on_every_rank(dgc.LayoutError, "another model", lambda: another.load_state_dict(state))
+    train(optimizer, model, 1)
+    compression.close()
+    another.close()
+
+
+@case
+def one_rank_failing_inside_compress():
+    """Rank 1's gradient has another device's or type's shape, or its kernel fails: both ranks hear of it."""
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, bucket_bytes=8192)
+        train(optimizer, model, 2)
+        if hvd.rank() == 1:
+            def broken(*args, **kwargs):
+                raise MemoryError("no room on this rank")
+
+            kernels = compression.engine.exchange._kernels
+            compression.engine.exchange._steps[-1]._kernels = type("Broken", (), {"accumulate_and_select": broken})()
+            del kernels
+        error = on_every_rank(dgc.DGCError, "rank 1.*step 2.*no room on this rank", lambda o=optimizer, m=model: train(o, m, 1), way)
+        assert isinstance(error, dgc.RemoteError)
+        raises(dgc.DGCError, "rank 1|earlier step", lambda o=optimizer, m=model: train(o, m, 1))
+        compression.close()
+
+
+@case
+def elastic_horovod():
+    model = make_model()
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        for way in "ab":
+            on_every_rank(dgc.ConfigError, "elastic", lambda way=way: wrap(way, model, sgd(model)), way)
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()

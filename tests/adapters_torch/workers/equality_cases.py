@@ -1,0 +1,507 @@
+"""On real ranks: what compressed training must be equal to."""
+
+from __future__ import annotations
+
+import itertools
+
+import horovod.torch as hvd
+import torch
+from models import (
+    OPTIMIZERS,
+    assert_replicas_identical,
+    batch,
+    dense_reference,
+    loss_of,
+    make_model,
+    raises,
+    train,
+    worst_difference,
+    wrap,
+)
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.torch as dgc
+
+
+def _dense_equality(way, bound, **options):
+    for name, sgd in OPTIMIZERS.items():
+        model = make_model()
+        expected = dense_reference(model, 20, **sgd)
+        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1, **sgd), **options)
+        train(optimizer, model, 20)
+        difference = worst_difference(model, expected)
+        assert difference <= bound, f"{name}: {difference:.2e}"
+        assert optimizer.param_groups[0]["momentum"] == 0
+        assert_replicas_identical(model, f"{way} {name}")
+        compression.close()
+
+
+@case
+def way_a_before_rampup_equals_dense_sgd():
+    _dense_equality("a", 1e-6, rampup_begin_step=1000)
+
+
+@case
+def way_b_before_rampup_equals_dense_sgd():
+    _dense_equality("b", 1e-6, rampup_begin_step=1000)
+
+
+@case
+def way_a_sparsity_0_equals_dense_sgd():
+    _dense_equality("a", 1e-5, sparsity=0.0, momentum_masking=False, values="float32")
+
+
+@case
+def way_b_sparsity_0_equals_dense_sgd():
+    _dense_equality("b", 1e-5, sparsity=0.0, momentum_masking=False, values="float32", bucket_bytes=8192)
+
+
+@case
+def op_sum_equals_sgd_on_summed_gradients():
+    for way in "ab":
+        model = make_model()
+        sgd = dict(momentum=0.9, weight_decay=0.01)
+        expected = dense_reference(model, 10, lr=0.05, op="sum", **sgd)
+        options = {"op": hvd.Sum} if way == "a" else {}
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.05, **sgd), hvd_options={"op": hvd.Sum},
+            sparsity=0.0, momentum_masking=False, values="float32", **options,
+        )
+        train(optimizer, model, 10)
+        assert worst_difference(model, expected) <= 1e-5
+        compression.close()
+
+
+@case
+def replicas_identical_after_50_steps_with_unused_parameters():
+    """The ranks use different branches, so backward orders differ and some parameters are unused on some ranks."""
+    for way, begin in itertools.product("ab", (0, 10)):
+        model = make_model(width=128)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+            sparsity=[0.75, 0.99], rampup_step=10, rampup_begin_step=begin, bucket_bytes=40_000,
+        )
+        choices = ["left", "right", "both"]
+        train(optimizer, model, 50, branch=lambda step: choices[(step + hvd.rank()) % 3])
+        assert_replicas_identical(model, f"{way}{begin}")
+        assert len(compression.engine.exchange.layout.buckets) > 1
+        assert 0.005 < compression.stats.last.density < 0.011
+        compression.close()
+
+
+@case
+def unused_parameters_count_as_zero_gradients():
+    model = make_model()
+    branch = lambda rank, step: "left" if rank == 0 else "right"  # noqa: E731
+    expected = dense_reference(model, 8, branch=branch, momentum=0.9)
+    optimizer, compression = wrap(
+        "b", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.0, momentum_masking=False,
+        values="float32",
+    )
+    train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
+    assert worst_difference(model, expected) <= 1e-5
+    compression.close()
+
+
+@case
+def one_cycle_momentum_is_not_doubled():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30, base_momentum=0.5, max_momentum=0.95)
+
+    for way, nesterov, rampup in itertools.product("ab", (False, True), (0, 10)):
+        model = make_model()
+        sgd = dict(momentum=0.9, nesterov=nesterov)
+        expected = dense_reference(model, 20, schedule=schedule, **sgd)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.1, **sgd), sparsity=0.0, momentum_masking=False,
+            values="float32", rampup_begin_step=rampup,
+        )
+        scheduler = schedule(optimizer)
+        train(optimizer, model, 20, after=lambda step: scheduler.step())
+        assert worst_difference(model, expected) <= 1e-5, worst_difference(model, expected)
+        compression.close()
+
+
+@case
+def dense_checkpoint_is_adopted():
+    """A dense run's momentum_buffer becomes u: 10 dense steps, then 10 compressed ones, equal 20 dense steps."""
+    sgd = dict(momentum=0.9, nesterov=True, weight_decay=0.01)
+    for way, rank_0_only in itertools.product("ab", (False, True)):
+        model = make_model()
+        expected = dense_reference(model, 20, **sgd)
+        dense = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, **sgd), named_parameters=model.named_parameters()
+        )
+        train(dense, model, 10)
+        checkpoint = dense.state_dict()
+        assert checkpoint["param_groups"][0]["momentum"] == 0.9
+        # The old optimizer's hooks stay on the old parameters: continue with a copy of the model.
+        resumed = make_model(seed=5)
+        resumed.load_state_dict(model.state_dict())
+        optimizer, compression = wrap(
+            way, resumed, torch.optim.SGD(resumed.parameters(), lr=0.1, **sgd), sparsity=0.0, momentum_masking=False,
+            values="float32",
+        )
+        if hvd.rank() == 0 or not rank_0_only:
+            optimizer.load_state_dict(checkpoint)
+        if rank_0_only:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            optimizer.zero_grad()
+        train(optimizer, resumed, 10, start=10)
+        difference = worst_difference(resumed, expected)
+        assert difference <= 1e-5, f"{way} rank_0_only={rank_0_only}: {difference:.2e}"
+        assert optimizer.param_groups[0]["momentum"] == 0
+        compression.close()
+
+
+@case
+def backward_passes_per_step_and_early_step():
+    for way in "ab":
+        model = make_model()
+        reference = make_model()
+        plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            hvd_options={"backward_passes_per_step": 2}, sparsity=0.0, momentum_masking=False, values="float32",
+        )
+        step = 0
+        for passes in (2, 2, 1, 2):  # the third step comes early
+            optimizer.zero_grad()
+            plain.zero_grad()
+            for _ in range(passes):
+                loss_of(model, step).backward()
+                for rank in range(hvd.size()):
+                    (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+                step += 1
+            optimizer.step()
+            plain.step()
+        assert worst_difference(model, reference) <= 1e-5
+        compression.close()
+
+
+@case
+def synchronize_then_clip_then_step():
+    for way in "ab":
+        model = make_model()
+        reference = make_model()
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.0, momentum_masking=False, values="float32"
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            plain.zero_grad()
+            for rank in range(hvd.size()):
+                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            plain.step()
+        assert worst_difference(model, reference) <= 1e-5
+        compression.close()
+
+
+@case
+def groups_keep_their_own_options():
+    """Two parameter groups with different momentum and decay, each equal to its dense counterpart."""
+    for way in "ab":
+        model = make_model()
+
+        def groups(m):
+            return [
+                {"params": [*m.first.parameters(), *m.left.parameters()], "momentum": 0.5, "weight_decay": 0.05},
+                {"params": [*m.right.parameters(), *m.last.parameters()], "momentum": 0.9, "nesterov": True},
+            ]
+
+        reference = make_model()
+        plain = torch.optim.SGD(groups(reference), lr=0.1)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(groups(model), lr=0.1), sparsity=0.0, momentum_masking=False, values="float32"
+        )
+        train(optimizer, model, 8)
+        for step in range(8):
+            plain.zero_grad()
+            for rank in range(hvd.size()):
+                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            plain.step()
+        assert worst_difference(model, reference) <= 1e-5
+        compression.close()
+
+
+@case
+def another_optimizer_keeps_its_own_state():
+    """Adam is not adopted: at sparsity 0 the run equals Adam on averaged gradients."""
+    for way in "ab":
+        model, reference = make_model(), make_model()
+        plain = torch.optim.Adam(reference.parameters(), lr=0.01, weight_decay=0.01)
+        optimizer, compression = wrap(
+            way, model, torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01), sparsity=0.0, values="float32"
+        )
+        train(optimizer, model, 5)
+        for step in range(5):
+            plain.zero_grad()
+            for rank in range(hvd.size()):
+                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            plain.step()
+        assert worst_difference(model, reference) <= 1e-3  # Adam divides by small numbers
+        assert optimizer.param_groups[0]["weight_decay"] == 0.01
+        assert max(compression.engine.adoption.hyper.momentum) == 0
+        compression.close()
+
+
+@case
+def stock_groups_work_in_way_a():
+    for groups in (2, None):
+        model = make_model()
+        expected = dense_reference(model, 6, momentum=0.9)
+        optimizer, compression = wrap(
+            "a", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), hvd_options={"groups": groups},
+            sparsity=0.0, momentum_masking=False, values="float32",
+        )
+        train(optimizer, model, 6)
+        assert worst_difference(model, expected) <= 1e-5
+        compression.close()
+
+
+@case
+def two_optimizers_over_one_model():
+    """As in a GAN: each half has an optimizer and a compressor of its own, and they keep their residuals apart."""
+    for way in "ab":
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"generator": torch.nn.Linear(20, 64), "critic": torch.nn.Linear(64, 64)})
+        pairs = {}
+        for name in ("generator", "critic"):
+            sgd = torch.optim.SGD(model[name].parameters(), lr=0.05, momentum=0.9)
+            named = [(f"{name}.{n}", p) for n, p in model[name].named_parameters()]
+            options = dict(sparsity=0.9)
+            if way == "a":
+                compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd, **options)
+                pairs[name] = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression), compression
+            else:
+                compression = dgc.Compression.dgc(**options)
+                pairs[name] = dgc.DistributedOptimizer(sgd, named, compression=compression), compression
+        for step in range(6):
+            x, _ = batch(step)
+            pairs["critic"][0].zero_grad()
+            model["critic"](model["generator"](x).detach()).square().mean().backward()
+            pairs["critic"][0].step()
+            pairs["generator"][0].zero_grad()
+            model["generator"](x).square().mean().backward()
+            pairs["generator"][0].step()
+        assert_replicas_identical(model, f"gan {way}")
+        norms = [c.residual_norm for _, c in pairs.values()]
+        assert norms[0] > 0
+        assert norms[1] > 0
+        assert norms[0] != norms[1]
+        for _, compression in pairs.values():
+            compression.close()
+
+
+@case
+def sparse_embeddings_go_horovods_own_way():
+    for way in "ab":
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64))
+        sgd = torch.optim.SGD(
+            [{"params": model[0].parameters(), "momentum": 0}, {"params": model[2].parameters(), "momentum": 0.9}], lr=0.1
+        )
+        optimizer, compression = wrap(way, model, sgd, sparsity=0.9)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        before = model[0].weight.detach().clone()
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (8, 4), generator=generator)).square().mean().backward()
+            optimizer.step()
+        assert_replicas_identical(model, f"embedding {way}")
+        assert not torch.equal(before, model[0].weight)
+        names = [p.name for p in compression.engine.exchange.layout.parameters]
+        assert names == ["2.weight", "2.bias"], names
+        compression.close()
+
+
+@case
+def gradient_types():
+    """float16, bfloat16 and float64 models train, with replicas identical and results in the gradient's type."""
+    for way, dtype in itertools.product("ab", (torch.float16, torch.bfloat16, torch.float64)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 60).to(dtype)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer, compression = wrap(way, model, sgd, sparsity=0.9)
+        before = model.weight.detach().clone()
+        for step in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            model(torch.randn(8, 40, generator=generator).to(dtype)).square().mean().backward()
+            optimizer.step()
+            assert model.weight.grad.dtype == dtype
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).to(torch.float64)
+        gathered = hvd.allgather(flat.unsqueeze(0), name=f"types {way} {dtype}")
+        assert torch.equal(gathered[0], gathered[-1])
+        assert not torch.equal(before, model.weight)
+        state = compression.engine.exchange.state.buckets[0].u.dtype
+        assert state == ("float64" if dtype is torch.float64 else "float32")
+        compression.close()
+
+
+@case
+def non_contiguous_gradients():
+    for way in "ab":
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3)).to(memory_format=torch.channels_last)
+        reference = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3))
+        reference.load_state_dict(model.state_dict())
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), sparsity=0.0,
+            momentum_masking=False, values="float32",
+        )
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        for step in range(4):
+            data = [torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(hvd.size())]
+            optimizer.zero_grad()
+            model(data[hvd.rank()].to(memory_format=torch.channels_last)).square().mean().backward()
+            optimizer.step()
+            plain.zero_grad()
+            for x in data:
+                (reference(x).square().mean() / hvd.size()).backward()
+            plain.step()
+        assert worst_difference(model, reference) <= 1e-4
+        compression.close()
+
+
+@case
+def a_grad_scaler_skips_the_same_steps_on_all_ranks():
+    """Overflow on rank 1 alone: all ranks skip that step, nothing sent in it counts, and training goes on."""
+    for way in "ab":
+        model = make_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.9, loss_scale=scaler
+        )
+        skipped = []
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            if step == 5 and hvd.rank() == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() < scale:
+                skipped.append(step)
+                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert skipped == [5], skipped
+        assert compression.stats.refused_steps == 1
+        assert compression.engine.exchange.state.step == 11
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert_replicas_identical(model, f"scaler {way}")
+        compression.close()
+
+
+@case
+def float16_overflow_refuses_the_step_everywhere():
+    """A model in float16: the loss is scaled so far that one rank's gradient is infinite."""
+    for way in "ab":
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 60).half()
+        scale = {"now": 1024.0}
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), sparsity=0.9,
+            loss_scale=lambda: scale["now"],
+        )
+        refused = []
+        for step in range(6):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+            loss = model(torch.randn(8, 40, generator=generator).half()).square().mean()
+            (loss * scale["now"] * (1e6 if step == 2 and hvd.rank() == 0 else 1)).backward()
+            optimizer.synchronize()
+            finite = all(torch.isfinite(p.grad).all() for p in model.parameters())
+            refused.append(not finite)
+            if finite:
+                for p in model.parameters():
+                    p.grad.div_(scale["now"])
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        assert refused == [False, False, True, False, False, False], refused
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).float()
+        gathered = hvd.allgather(flat.unsqueeze(0), name=f"overflow {way}")
+        assert torch.equal(gathered[0], gathered[-1])
+        compression.close()
+
+
+@case
+def residuals_survive_broadcast_optimizer_state():
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.99)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert compression.engine.exchange.state.step == 0
+        optimizer.zero_grad()
+        train(optimizer, model, 3)
+        before = compression.state_dict()
+        norm = compression.residual_norm
+        norms = hvd.allgather_object(norm, name=f"norms {way}")
+        assert len(set(norms)) == hvd.size(), "residuals should differ between ranks"
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        after = compression.state_dict()
+        assert compression.residual_norm == norm
+        for name, entry in before["parameters"].items():
+            for key, value in entry.items():
+                assert (value == after["parameters"][name][key]).all() or key == "control"
+        optimizer.zero_grad()
+        train(optimizer, model, 3, start=3)
+        assert_replicas_identical(model, f"broadcast {way}")
+        compression.close()
+
+
+@case
+def process_sets():
+    if hvd.size() < 4:
+        raise SkipCase("two ranks in the set and two outside need four")
+    evens = hvd.add_process_set([0, 2])
+    for way in "ab":
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer, compression = wrap(
+            way, model, sgd, hvd_options={"process_set": evens}, sparsity=0.9,
+            **({"process_set": evens} if way == "a" else {}),
+        )
+        included = hvd.rank() in (0, 2)
+        assert (compression.engine is not None) == included
+        assert optimizer.param_groups[0]["momentum"] == (0 if included else 0.9)
+        train(optimizer, model, 5)
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        gathered = hvd.allgather(flat.unsqueeze(0), name=f"sets {way}")
+        assert torch.equal(gathered[0], gathered[2])
+        assert not torch.equal(gathered[0], gathered[1])
+        compression.close()
+    hvd.remove_process_set(evens)
+
+
+@case
+def one_compressor_cannot_serve_two_models():
+    model = make_model()
+    optimizer, compression = wrap("b", model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+    other = make_model()
+    raises(
+        dgc.ConfigError, "one compressor",
+        lambda: dgc.DistributedOptimizer(
+            torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters(), compression=compression
+        ),
+    )
+    compression.close()
+    del optimizer
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()

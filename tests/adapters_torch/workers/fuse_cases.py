@@ -1,0 +1,236 @@
+"""Cases of a fused Horovod optimizer on real ranks: beside it runs the same optimizer, stepped plainly."""
+
+import warnings
+from contextlib import nullcontext
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from worker_tools import case, run_cases
+
+from dgc.core.errors import ConfigError
+from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+}
+PARAMETERS = 6
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def make_optimizer(model, name, prefix, **options):
+    cls, settings = OPTIMIZERS[name]
+    names = [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
+    return hvd.DistributedOptimizer(cls(model.parameters(), **settings), named_parameters=names, **options)
+
+
+def loss_of(model, step):
+    draw = torch.Generator().manual_seed(100 * step + RANK)
+    x = torch.randn(8, 7, generator=draw)
+    return (model(x) ** 2).mean() * (1 + RANK)
+
+
+def assert_ranks_agree(model):
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    gathered = hvd.allgather(flat.unsqueeze(0), name="check")
+    assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def assert_equal(plain, fused):
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
+
+
+def compare(name, steps=6, clip=None, **options):
+    """Train a plain and a fused twin, and return the fused optimizer."""
+    plain_model, model = make_model(), make_model()
+    plain = make_optimizer(plain_model, name, "plain", **options)
+    optimizer = fuse_optimizer(make_optimizer(model, name, "fused", **options))
+    for step in range(steps):
+        for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
+            opt.zero_grad()
+            loss_of(net, step).backward()
+            context = nullcontext()
+            if clip is not None:
+                opt.synchronize()
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+                context = opt.skip_synchronize()
+            with context:
+                if step == 3:
+                    opt.step()
+                else:
+                    update()
+        assert_equal(plain_model, model)
+        if step != 3:
+            assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+    assert_ranks_agree(model)
+    return optimizer
+
+
+@case
+def sgd_equals_the_plain_step():
+    compare("sgd")
+
+
+@case
+def adam_equals_the_plain_step():
+    compare("adam")
+
+
+@case
+def compression_moves_the_gradients_and_the_step_follows():
+    # decompress makes a new tensor, and Horovod calls p.grad.set_() on the very tensor that fuse_step handed out.
+    compare("sgd", compression=hvd.Compression.fp16)
+    compare("adam", compression=hvd.Compression.fp16)
+
+
+@case
+def gradients_that_are_kept_and_moved():
+    """No zero_grad between: the handed-out gradient tensors live on and are re-pointed by Horovod every step."""
+    plain_model, model = make_model(), make_model()
+    plain = make_optimizer(plain_model, "sgd", "plain", compression=hvd.Compression.fp16)
+    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "fused", compression=hvd.Compression.fp16))
+    for step in range(5):
+        for net, update in ((plain_model, plain.step), (model, optimizer.fuse_step)):
+            for p in net.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            loss_of(net, step).backward()
+            update()
+        assert_equal(plain_model, model)
+        assert optimizer._dgc_fuse.fused_params == PARAMETERS
+
+
+@case
+def clipping_between_synchronize_and_the_step():
+    compare("sgd", clip=1e-2)
+
+
+@case
+def grouped_allreduce():
+    compare("sgd", groups=2)
+
+
+@case
+def gradients_are_exchanged_once_a_step():
+    model = make_model()
+    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "once"))
+    calls = []
+    synchronize = optimizer.synchronize
+    optimizer.synchronize = lambda: (calls.append("synchronize"), synchronize())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+    loss_of(model, 0).backward()
+    fuse_step(optimizer)
+    assert calls == ["synchronize", "hook"]
+
+
+@case
+def a_second_exchange_is_warned_of():
+    model = make_model()
+    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "twice"))
+    loss_of(model, 0).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.fuse_step()
+    assert any("skip_synchronize" in str(w.message) for w in caught)
+
+
+@case
+def a_closure_is_averaged_over_the_ranks():
+    model, reference = make_model(), make_model()
+    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "closure"))
+    plain = make_optimizer(reference, "sgd", "closure.plain")
+    calls = []
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            calls.append(loss)
+            return loss
+
+        assert optimizer.fuse_step(closure) is calls[-1]
+        plain.zero_grad()
+        loss_of(reference, step).backward()
+        plain.step()
+        assert_equal(reference, model)
+    assert len(calls) == 3
+    assert_ranks_agree(model)
+
+
+@case
+def fusing_before_wrapping_leaves_flat_weights_to_fuse_again():
+    model = make_model()
+    inner = fuse_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    places = [p.data_ptr() for p in model.parameters()]
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    assert not is_fused_optimizer(optimizer)
+    fuse_optimizer(optimizer)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    loss_of(model, 0).backward()
+    optimizer.fuse_step()
+    assert optimizer._dgc_fuse.fused_params == PARAMETERS
+    assert_ranks_agree(model)
+
+
+@case
+def broadcast_weights_and_state():
+    model = make_model()
+    optimizer = fuse_optimizer(make_optimizer(model, "adam", "broadcast"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(RANK)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_ranks_agree(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.fuse_step()
+        assert optimizer._dgc_fuse.fused_params == PARAMETERS
+    assert_ranks_agree(model)
+
+
+@case
+def several_backward_passes_per_step():
+    plain_model, model = make_model(), make_model()
+    plain = make_optimizer(plain_model, "sgd", "plain", backward_passes_per_step=2)
+    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "fused", backward_passes_per_step=2))
+    for step in range(4):
+        for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
+            opt.zero_grad()
+            for part in range(2):
+                loss_of(net, 10 * step + part).backward()
+            update()
+        assert_equal(plain_model, model)
+
+
+@case
+def adasum_is_refused():
+    if SIZE == 1:  # Horovod uses the ordinary optimizer then
+        return
+    model = make_model()
+    adasum = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=hvd.Adasum
+    )
+    try:
+        fuse_optimizer(adasum)
+    except ConfigError as error:
+        assert "Adasum" in str(error)
+        assert not is_fused_optimizer(adasum)
+    else:
+        raise AssertionError("op=Adasum was accepted")
+
+
+if __name__ == "__main__":
+    run_cases()

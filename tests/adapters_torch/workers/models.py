@@ -1,0 +1,131 @@
+"""Models, data and short training runs that the torch worker cases share. Everything is seeded by step and rank."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import dgc.torch as dgc
+
+OPTIMIZERS = {
+    "plain": {"momentum": 0.0},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"momentum": 0.9, "weight_decay": 0.01},
+    "nesterov decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+
+
+class Net(nn.Module):
+    """Two branches, of which a forward pass may use one; a frozen layer; biases that travel dense."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, width)
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width)
+        self.last = nn.Linear(width, 10)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branch: str = "both") -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        y = 0
+        if branch in ("both", "left"):
+            y = y + self.left(x)
+        if branch in ("both", "right"):
+            y = y + self.right(x)
+        return self.last(torch.relu(self.frozen(torch.relu(y))))
+
+
+def make_model(seed: int = 0, **kwargs) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net(**kwargs)
+
+
+def batch(step: int, rank: int | None = None, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + (hvd.rank() if rank is None else rank))
+    return torch.randn(size, 20, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def wrap(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, hvd_options=None, **options):
+    """Turn on compression the way the user does; returns (optimizer, compressor)."""
+    hvd_options = hvd_options or {}
+    if way == "a":
+        compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **options)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression, **hvd_options
+        )
+    else:
+        compression = dgc.Compression.dgc(**options)
+        wrapped = dgc.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression, **hvd_options
+        )
+    return wrapped, compression
+
+
+def loss_of(model: nn.Module, step: int, branch: str = "both", rank: int | None = None) -> torch.Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x, branch), y)
+
+
+def train(optimizer, model, steps, *, start=0, branch=lambda step: "both", after=None):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step, branch(step)).backward()
+        optimizer.step()
+        if after:
+            after(step)
+
+
+def dense_reference(model: nn.Module, steps: int, *, lr=0.1, op="average", schedule=None, branch=lambda r, s: "both", **sgd):
+    """torch.optim.SGD on the ranks' averaged gradients, all ranks' batches computed here; returns the trained copy."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)
+    scheduler = schedule(optimizer) if schedule else None
+    size = hvd.size()
+    for step in range(steps):
+        optimizer.zero_grad()
+        sums = {}
+        for rank in range(size):
+            model.zero_grad()
+            loss_of(model, step, branch(rank, step), rank).backward()
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    g = p.grad if p.grad is not None else torch.zeros_like(p)
+                    sums[name] = sums[name] + g if name in sums else g.clone()
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.grad = sums[name] / (size if op == "average" else 1)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return model
+
+
+def worst_difference(actual: nn.Module, expected: nn.Module) -> float:
+    """Largest difference of any tensor, relative to that tensor's largest entry."""
+    pairs = zip(actual.parameters(), expected.parameters(), strict=True)
+    return max(((a - e).abs().max() / e.abs().max()).item() for a, e in pairs)
+
+
+def assert_replicas_identical(model: nn.Module, name: str) -> None:
+    flat = torch.cat([p.detach().reshape(-1).view(torch.int32) for p in model.parameters()])
+    gathered = hvd.allgather(flat.unsqueeze(0), name=f"replicas.{name}")
+    for rank in range(1, hvd.size()):
+        assert torch.equal(gathered[0], gathered[rank]), f"rank {rank} differs from rank 0"
+
+
+def raises(error, match, function):
+    """Run and return the error; fail when nothing or something else is raised."""
+    import re
+
+    try:
+        function()
+    except error as raised:
+        assert re.search(match, str(raised)), f"{match!r} not in {raised}"
+        return raised
+    raise AssertionError(f"{error.__name__} was not raised")

@@ -1,0 +1,299 @@
+"""Start real multi-rank jobs from tests, and read back what each rank found.
+
+A worker is a script of its own, by convention in ``tests/**/workers/``. It imports ``worker_tools`` and either calls
+``report(value)``, or holds many small cases that share one launch, since starting ranks takes seconds::
+
+    # workers/sums.py                                   # test_sums.py
+    from worker_tools import case, run_cases            from launch_tools import case_names, run_cases
+                                                        WORKER = Path(__file__).parent / "workers" / "sums.py"
+    @case
+    def two_and_two():                                  @pytest.fixture(scope="module")
+        assert ...                                      def cases():
+                                                            return run_cases(2, WORKER, launcher="mpirun")
+    if __name__ == "__main__":
+        run_cases()                                     @pytest.mark.parametrize("name", case_names(WORKER))
+                                                        def test_sums(cases, name):
+                                                            cases.check(name)
+
+Ranks report through files, not through stdout: launchers cut and mix the lines of several ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
+BIN = Path(sys.executable).parent
+LAUNCHERS = ("mpirun", "horovodrun", "gloo", "single")
+
+DEFAULT_TIMEOUT = 120.0
+
+
+class LaunchError(AssertionError):
+    """A job did not end well; the message holds what all ranks wrote."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished job."""
+
+    returncode: int
+    """Exit status of the launcher; negative if a signal ended it."""
+    reports: list[list[Any]]
+    """For each rank, everything it gave to ``worker_tools.report``, in order."""
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+    command: str
+
+    @property
+    def values(self) -> list[Any]:
+        """The last report of each rank; None for a rank that reported nothing."""
+        return [reports[-1] if reports else None for reports in self.reports]
+
+    def explain(self) -> str:
+        """Everything there is to know about a failure."""
+        ending = "timed out" if self.timed_out else f"returned {self.returncode}"
+        return (
+            f"`{self.command}` {ending} after {self.seconds:.1f} s\n"
+            f"---- stdout ----\n{self.stdout[-8000:]}\n---- stderr ----\n{self.stderr[-16000:]}"
+        )
+
+
+def missing(launcher: str) -> str | None:
+    """Say what ``launcher`` needs and this environment lacks, or None."""
+    programs = {"mpirun": "mpirun", "horovodrun": "horovodrun", "gloo": "horovodrun"}
+    program = programs.get(launcher)
+    if program is not None and shutil.which(program, path=_search_path()) is None:
+        return f"{program} is not installed"
+    if launcher != "mpirun" and importlib.util.find_spec("horovod") is None:
+        return "horovod is not installed"
+    return None
+
+
+def run_mpi(
+    np: int,
+    script: Path | str,
+    *args: Any,
+    launcher: str = "mpirun",
+    timeout: float = DEFAULT_TIMEOUT,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> Result:
+    """Run a script on ``np`` ranks of this machine.
+
+    Args:
+        np: number of ranks.
+        script: path of a script, or its source.
+        args: command line of the script.
+        launcher: "mpirun", "horovodrun" (MPI), "gloo" (horovodrun --gloo) or "single" (one process, no launcher).
+        timeout: seconds until the job is killed with everything it started.
+        env: added to the environment.
+        check: raise unless the job ended with status 0.
+
+    Where the launcher is not installed, the calling test is skipped.
+
+    Raises:
+        LaunchError: the job failed or took too long, and ``check`` is set.
+    """
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    lacking = missing(launcher)
+    if lacking is not None:
+        pytest.skip(lacking)
+    with tempfile.TemporaryDirectory(prefix="dgc-launch-") as folder:
+        path = _script_path(script, Path(folder))
+        command = [*_launch_command(launcher, np), sys.executable, str(path), *map(str, args)]
+        result = _run(command, np, Path(folder), _environment(Path(folder), timeout, env), timeout)
+    if check and (result.returncode != 0 or result.timed_out):
+        raise LaunchError(result.explain())
+    return result
+
+
+@dataclass(frozen=True)
+class CaseResults:
+    """What each rank reported about each case of one launch."""
+
+    result: Result
+    by_case: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+
+    def check(self, name: str) -> None:
+        """Fail the test unless case ``name`` passed on every rank; skip it if a rank skipped it."""
+        ranks = self.by_case.get(name, {})
+        failed = {rank: entry["traceback"] for rank, entry in ranks.items() if entry["outcome"] == "failed"}
+        unfinished = [r for r in range(len(self.result.reports)) if ranks.get(r, {}).get("outcome", "started") == "started"]
+        parts = [f"case {name!r} failed on rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+        if unfinished:
+            parts.append(f"case {name!r} did not finish on ranks {unfinished}\n{self.result.explain()}")
+        if parts:
+            pytest.fail("\n".join(parts), pytrace=False)
+        skipped = [entry["reason"] for entry in ranks.values() if entry["outcome"] == "skipped"]
+        if skipped:
+            pytest.skip(skipped[0])
+
+
+def run_cases(np: int, script: Path, *args: Any, launcher: str = "mpirun", **options: Any) -> CaseResults:
+    """Run a worker full of cases; see the module's example. Never raises for a failed case, only ``check`` does.
+
+    Args:
+        np: number of ranks.
+        script: a worker that ends in ``worker_tools.run_cases()``.
+        args: command line of the script; ``worker_tools.run_cases`` runs only the cases named there, if any.
+        launcher: as for :func:`run_mpi`.
+        options: ``timeout`` and ``env`` of :func:`run_mpi`.
+    """
+    result = run_mpi(np, script, *args, launcher=launcher, check=False, **options)
+    by_case: dict[str, dict[int, dict[str, Any]]] = {}
+    for rank, reports in enumerate(result.reports):
+        for entry in reports:
+            if isinstance(entry, dict) and "case" in entry:
+                by_case.setdefault(entry["case"], {})[rank] = entry
+    return CaseResults(result, by_case)
+
+
+def case_names(script: Path) -> list[str]:
+    """Names of a worker's cases, read from its source: importing it might start MPI in the test process."""
+    tree = ast.parse(script.read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "case" for mark in node.decorator_list)
+    ]
+
+
+def _search_path() -> str:
+    return f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _launch_command(launcher: str, np: int) -> list[str]:
+    if launcher == "single":
+        if np != 1:
+            raise ValueError(f"without a launcher there is one rank, got np={np}")
+        return []
+    if launcher == "mpirun":
+        # Bound to a core each, a rank's threads could not run beside each other.
+        return [_program("mpirun"), "-np", str(np), "--bind-to", "none", "--oversubscribe"]
+    return [_program("horovodrun"), *(["--gloo"] if launcher == "gloo" else []), "-np", str(np)]
+
+
+def _program(name: str) -> str:
+    return shutil.which(name, path=_search_path()) or name
+
+
+def _environment(folder: Path, timeout: float, extra: Mapping[str, str] | None) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "PATH": _search_path(),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # Ranks that spin beside each other on the same core wait 20 ms for a message (horovodrun never says
+        # that it oversubscribes, so Open MPI does not find out by itself).
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        # Containers often forbid to read another process' memory; Open MPI would write a warning per rank.
+        "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+        "DGC_TEST_REPORTS": str(folder),
+        # A little before we kill it, each rank writes where it hangs.
+        "DGC_TEST_DUMP_AFTER": str(timeout * 0.9),
+    }
+    if (BIN / "orted").exists():
+        # Open MPI from a wheel does not know where it was unpacked, and only its launcher tells it.
+        environment["OPAL_PREFIX"] = str(BIN.parent)
+    # A test process that runs under a launcher itself must not hand its rank on.
+    for name in [name for name in environment if name.startswith(("OMPI_COMM_WORLD_", "PMIX_", "HOROVOD_RANK"))]:
+        del environment[name]
+    return environment | dict(extra or {})
+
+
+def _script_path(script: Path | str, folder: Path) -> Path:
+    if isinstance(script, Path):
+        return script
+    if "\n" not in script:
+        return Path(script)
+    path = folder / "worker_from_source.py"
+    path.write_text(script)
+    return path
+
+
+def _run(command: list[str], np: int, folder: Path, environment: dict[str, str], timeout: float) -> Result:
+    start = time.monotonic()
+    # Files, not pipes: a forgotten grandchild that keeps a pipe open would keep us reading.
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        try:
+            returncode: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        finally:
+            if process.returncode is None:
+                _kill_tree(process)
+    return Result(
+        returncode=process.returncode,
+        reports=[_read_reports(folder / f"rank{rank}.jsonl") for rank in range(np)],
+        stdout=(folder / "stdout").read_text(errors="replace"),
+        stderr=(folder / "stderr").read_text(errors="replace"),
+        seconds=time.monotonic() - start,
+        timed_out=returncode is None,
+        command=" ".join(command),
+    )
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and all that it started, also what moved to a session of its own (horovodrun's ranks do)."""
+    try:
+        started = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    process.terminate()
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    # psutil compares creation times, so a number that meanwhile belongs to somebody else is left alone.
+    for child in psutil.wait_procs(started, timeout=1)[1]:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _read_reports(path: Path) -> list[Any]:
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    reports = []
+    for line in lines:
+        try:
+            reports.append(json.loads(line))
+        except json.JSONDecodeError:
+            # Killed in the middle of its last line.
+            break
+    return reports

@@ -1,0 +1,75 @@
+"""What a worker script of a multi-rank test imports: who am I, report a value, run cases. See ``launch_tools``."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE")
+
+_cases: dict[str, Callable[[], None]] = {}
+
+
+class SkipCase(Exception):  # noqa: N818 - named like the act
+    """Raised by a case that cannot run here; raise it on every rank."""
+
+
+def launch_rank() -> int:
+    """This process' rank according to the launcher, known before any library is initialised."""
+    return int(next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0"))
+
+
+def launch_size() -> int:
+    """Number of ranks according to the launcher."""
+    return int(next((os.environ[name] for name in _SIZE_VARIABLES if name in os.environ), "1"))
+
+
+def report(value: Any) -> None:
+    """Hand a value to the test, as ``Result.reports[rank]``. NumPy arrays and scalars become lists and numbers."""
+    line = json.dumps(value, default=_plain)
+    folder = os.environ.get("DGC_TEST_REPORTS")
+    if folder is None:
+        print(f"rank {launch_rank()}: {line}", flush=True)
+        return
+    with (Path(folder) / f"rank{launch_rank()}.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a function as a case; it runs on every rank, in the order of the file."""
+    _cases[function.__name__] = function
+    return function
+
+
+def run_cases() -> None:
+    """Run all cases, or those named on the command line, and report each one's outcome on this rank."""
+    dump_where_it_hangs()
+    names = [name for name in sys.argv[1:] if name in _cases] or list(_cases)
+    for name in names:
+        report({"case": name, "outcome": "started"})
+        try:
+            _cases[name]()
+        except SkipCase as reason:
+            report({"case": name, "outcome": "skipped", "reason": str(reason)})
+        except Exception:
+            report({"case": name, "outcome": "failed", "traceback": traceback.format_exc()})
+        else:
+            report({"case": name, "outcome": "passed"})
+
+
+def dump_where_it_hangs() -> None:
+    """Write all threads' stacks to stderr and exit, shortly before the test would kill this job."""
+    seconds = os.environ.get("DGC_TEST_DUMP_AFTER")
+    if seconds is not None:
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
