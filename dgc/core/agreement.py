@@ -99,7 +99,8 @@ def agree_or_raise(
         try:
             _gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
         except TransportError as lost:
-            own_error.add_note(f"and the other ranks could not be told: {lost}")
+            # What add_note does, which Python 3.10 lacks.
+            own_error.__notes__ = [*getattr(own_error, "__notes__", []), f"and the other ranks could not be told: {lost}"]  # type: ignore[attr-defined]
         raise
     require_agreement(transport, description, what, error, advice)
     return description

@@ -69,7 +69,7 @@ class Sender:
 
     def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
-        code = max((i for i, c in enumerate(_ERROR_CLASSES) if isinstance(error, c)), default=0)
+        code = next((i for i, c in enumerate(_ERROR_CLASSES) if isinstance(error, c)), 0)
         text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
         self._message[HEADER_BYTES:] = 0
         self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)

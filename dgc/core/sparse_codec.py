@@ -49,9 +49,9 @@ class SparseCodec:
         bounds = self.bounds(positions)
         values = values.astype(self.values.dtype, copy=False)
         used = self.indices.encode(positions, self._bucket.sparse_size, out)
-        used += self.values.encode(values, bounds, out[used:])
+        values_at, used = used, used + self.values.encode(values, bounds, out[used:])
         out[used:] = 0
-        return self.values.roundtrip(values, bounds)
+        return self.values.decode(out[values_at:], len(values), bounds)[0]
 
     def roundtrip(self, positions: np.ndarray, values: np.ndarray) -> np.ndarray:
         """The values as :meth:`encode` would send them, (k,) float32."""

@@ -53,8 +53,8 @@ class Adoption:
         self._config = config
         self._absorb = absorb
         self.hyper = Hyper.uniform(len(parameters), config)
-        self.active = isinstance(optimizer, torch.optim.SGD) and config.momentum is None
-        self._decay = isinstance(optimizer, torch.optim.SGD) and config.weight_decay is None and self.active
+        self.active = _is_sgd(optimizer) and config.momentum is None
+        self._decay = _is_sgd(optimizer) and config.weight_decay is None and self.active
         self._taken_from: set[int] = set()
         if optimizer is not None:
             self.take(optimizer)
@@ -104,7 +104,7 @@ class Adoption:
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], ours: list[tuple[torch.Tensor, int]]
     ) -> None:
         momentum, decay = _number(group.get("momentum", 0)), _number(group.get("weight_decay", 0))
-        if not isinstance(optimizer, torch.optim.SGD):
+        if not _is_sgd(optimizer):
             return
         if not self.active:
             self._refuse_doubles(momentum, decay, ours)
@@ -158,6 +158,12 @@ def watch_steps(before: Callable[[torch.optim.Optimizer], None]) -> Any:
         before(optimizer)
 
     return register_optimizer_step_pre_hook(hook)
+
+
+def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
+    updating = getattr(optimizer, "optimizer_class", type(optimizer))
+    return isinstance(updating, type) and issubclass(updating, torch.optim.SGD)
 
 
 def _number(value: Any) -> float:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from dgc.core.config import DGCConfig, make_config
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.core.state import resized
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
-from dgc.torch.stand_in import JOINED
+from dgc.torch.stand_in import JOINED, StandIn
 from dgc.torch.transports import make_transport
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -49,6 +49,7 @@ class DGCCompressor:
         self._engine: Engine | None = None
         self._bound = False
         self._dummy_value = 1.0
+        self._deferred: DGCError | None = None
 
     def use_op(self, op: Any) -> None:
         """Take the reduce op of the optimizer that is about to bind this compressor.
@@ -106,6 +107,8 @@ class DGCCompressor:
             loss_scale=self._adapter.get("loss_scale", 1.0),
         )
         self._dummy_value = float(transport.size) if self.config.op == "sum" else 1.0
+        stand_in = StandIn(hvd, transport, chosen)
+        self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
     @property
     def engine(self) -> Engine | None:
@@ -117,9 +120,10 @@ class DGCCompressor:
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start the exchange of a gradient; Horovod reduces a one-element stand-in in the meantime.
 
+        Errors about the gradient are raised by :meth:`decompress`, on all ranks.
+
         Raises:
             ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
-            LayoutError: the gradient of a parameter that the compressor was not built for.
         """
         if self._engine is None:
             raise ConfigError(
@@ -128,22 +132,13 @@ class DGCCompressor:
             )
         if isinstance(tensor, torch.nn.Parameter):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
-        engine = self._engine
-        if engine.owner is None:
-            engine.owner = _find_owner(self)
-            _check_owner(engine)
-        index = self._locate(engine, tensor)
-        if index is None:
-            engine.fail(
-                LayoutError(
-                    "Horovod passed a gradient that belongs to no parameter of this compressor: the optimizer has a "
-                    "parameter that was not in named_parameters with requires_grad when the compressor was built, "
-                    "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
-                )
-            )
-        assert index is not None
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        engine.submit(index, tensor, result)
+        if self._deferred is None:
+            try:
+                self._submit(self._engine, tensor, result)
+            except DGCError as error:
+                # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
+                self._deferred = error
         return torch.ones(1), result
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -155,8 +150,11 @@ class DGCCompressor:
         """
         if ctx is None:
             return tensor
-        self._check_stand_in(float(tensor))
         assert self._engine is not None
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
+        self._check_stand_in(float(tensor))
         self._engine.finish()
         return ctx
 
@@ -225,6 +223,22 @@ class DGCCompressor:
             self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        if engine.owner is None:
+            engine.owner = _find_owner(self)
+            _check_owner(engine)
+        index = self._locate(engine, tensor)
+        if index is None:
+            engine.fail(
+                LayoutError(
+                    "Horovod passed a gradient that belongs to no parameter of this compressor: the optimizer has a "
+                    "parameter that was not in named_parameters with requires_grad when the compressor was built, "
+                    "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
+                )
+            )
+        assert index is not None
+        engine.submit(index, tensor, result)
 
     def _locate(self, engine: Engine, tensor: torch.Tensor) -> int | None:
         """Find the parameter whose ``.grad`` is this very tensor, beginning where the last one was found."""
@@ -298,7 +312,7 @@ def _find_owner(compressor: DGCCompressor) -> weakref.ref[torch.optim.Optimizer]
 
     Horovod tells a compressor nothing about its optimizer, and builds a new one from the user's groups.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     for _ in range(8):
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, torch.optim.Optimizer) and getattr(candidate, "_compression", None) is compressor:

@@ -87,8 +87,16 @@ class Engine:
         """The parameter's index, or None if the compressor was not built for it."""
         return self.adoption.index_of(parameter)
 
-    def submit(self, index: int, gradient: torch.Tensor, result: torch.Tensor) -> None:
-        """Hand over a gradient; ``result`` (same shape) holds the outcome after :meth:`finish`, and may be ``gradient``.
+    def submit(
+        self, index: int, gradient: torch.Tensor, result: torch.Tensor, decayed: torch.Tensor | None = None
+    ) -> None:
+        """Hand over a gradient.
+
+        Args:
+            index: the parameter's place.
+            gradient: this rank's gradient, of the parameter's shape.
+            result: of the same shape; holds the outcome after :meth:`finish`. It may be ``gradient``.
+            decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
 
         Raises:
             LayoutError: another shape or device than the parameter's, or given twice in this step.
@@ -112,7 +120,7 @@ class Engine:
             self._places[index],
             as_array(gradient),
             place.array,
-            as_array(parameter) if decay else None,
+            as_array(parameter if decayed is None else decayed) if decay else None,
             place.limit,
         )
 
@@ -258,6 +266,8 @@ class Engine:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied."""
+        if getattr(optimizer, "_is_shard", False):
+            return  # the sharded optimizer that it belongs to has been here, and its options are the same
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
         if self._fresh or self._exchange.in_step:

@@ -12,7 +12,6 @@ from dgc.core.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
-from dgc.torch.stand_in import StandIn
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -73,8 +72,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return distributed
     engine.owner = weakref.ref(distributed)
     distributed._dgc = compression
-    stand_in = StandIn(hvd, engine.transport, process_set)
-    engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
     # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
     cls = type(distributed)
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}

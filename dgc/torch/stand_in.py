@@ -1,7 +1,7 @@
 """A one-element allreduce a step, through Horovod, that shows whether all ranks are still exchanging gradients.
 
 A rank that called ``hvd.join()`` takes part in Horovod's allreduces with zeros, but in no exchange of ours: the others
-would wait for it for ever. In way A every gradient has a stand-in; in way B there is this one.
+would wait for it for ever, and Horovod's own allgather would end the joined process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ JOINED = (
 
 
 class StandIn:
-    """Sends a 1.0 at the beginning of each step; costs no waiting unless the exchange itself is late."""
+    """Sends a 1.0 at the beginning of each step; costs no waiting unless the exchange itself is late.
+
+    Where Horovod's collectives are the transport, the sum is awaited before the first of them.
+    """
 
     def __init__(self, hvd: Any, transport: Transport, process_set: Any) -> None:
         """Every rank of the process set must make its stand-ins in the same order."""
@@ -39,6 +42,9 @@ class StandIn:
         self._handle = self._hvd.allreduce_async(
             torch.ones(1), name=self._name, op=self._hvd.Sum, process_set=self._process_set
         )
+
+        if self._transport.name == "horovod":
+            self._collect()
 
     def check(self) -> None:
         """Look at the sum if it is there.

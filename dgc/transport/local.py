@@ -275,7 +275,8 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
     if not failed:
         return
     rank, error = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
-    error.add_note(f"raised on rank {rank} of {len(errors)}")
+    # What add_note does, which Python 3.10 lacks.
+    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]  # type: ignore[attr-defined]
     raise error
 
 

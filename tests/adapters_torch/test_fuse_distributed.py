@@ -100,6 +100,17 @@ def test_the_update_class_is_the_one_behind_the_wrapper():
         torch.testing.assert_close(p.detach(), value)
 
 
+def test_nothing_is_exchanged_inside_skip_synchronize():
+    params = make_params()
+    optimizer = fuse_optimizer(wrapped_like_horovod(torch.optim.SGD)(params, lr=0.1))
+    fill_grads(params, seed=0)
+    optimizer.synchronize()
+    optimizer._should_synchronize = False
+    optimizer.fuse_step()
+    assert optimizer.calls == ["synchronize"]
+    assert optimizer._synchronized is False
+
+
 def test_a_wrapper_around_a_wrapper_and_around_one_that_describes_itself():
     twice = wrapped_like_horovod(wrapped_like_horovod(torch.optim.SGD))(make_params(), lr=0.1)
     assert resolve(twice).update_class is torch.optim.SGD

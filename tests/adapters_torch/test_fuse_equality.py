@@ -187,6 +187,19 @@ def test_step_hooks_run_once_with_the_real_groups():
     assert all(a is b for group in seen for a, b in zip(group, params, strict=True))
 
 
+def test_hooks_of_all_optimizers_run_once():
+    params = make_params()
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+    fill_grads(params, seed=0)
+    seen = []
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append("hook"))
+    try:
+        optimizer.fuse_step()
+    finally:
+        handle.remove()
+    assert seen == ["hook"]
+
+
 def test_a_pre_hook_may_change_gradients():
     def clip(optimizer, args, kwargs):
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
@@ -197,6 +210,27 @@ def test_a_pre_hook_may_change_gradients():
     for _ in range(3):
         twins.step()
         twins.assert_equal()
+
+
+def test_a_grad_scaler_and_a_scheduler_may_call_it_as_step(recwarn):
+    twins = Twins(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    twins.fused.step = twins.fused.fuse_step
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9) for opt in (twins.plain, twins.fused)]
+    for step in range(6):
+        fill_grads(twins.plain_params, twins.fused_params, seed=step)
+        if step == 2:
+            twins.plain_params[1].grad[0] = twins.fused_params[1].grad[0] = float("inf")
+        before = twins.fused_params[0].detach().clone()
+        for scaler, optimizer, schedule in zip(scalers, (twins.plain, twins.fused), schedules, strict=True):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        assert torch.equal(before, twins.fused_params[0]) == (step == 2)
+        assert all(torch.equal(a, b) for a, b in zip(twins.plain_params, twins.fused_params, strict=True))
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
 def test_an_optimizer_that_counts_in_its_options_and_on_itself():
@@ -219,23 +253,41 @@ def test_an_optimizer_that_counts_in_its_options_and_on_itself():
     assert (twins.fused.total, twins.fused.param_groups[0]["count"]) == (5, 5)
 
 
+class OldDecay(torch.optim.Optimizer):
+    """Adds its weight decay to the gradient in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=0.5)
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
 def test_an_optimizer_that_changes_gradients_in_place():
-    class OldDecay(torch.optim.Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad.add_(p, alpha=0.5)
-                        p.add_(p.grad, alpha=-group["lr"])
-
     twins = Twins(OldDecay)
     for _ in range(3):
         twins.step()
         twins.assert_equal()  # compares gradients too
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+
+
+def test_gradients_that_are_re_pointed_in_place():
+    # Horovod does so with p.grad.set_(average), on whatever tensor p.grad is.
+    twins = Twins(OldDecay)
+    twins.step()
+    for seed in range(3):
+        for params in (twins.plain_params, twins.fused_params):
+            random = torch.Generator().manual_seed(seed)
+            for p in params:
+                p.grad.set_(torch.randn(p.shape, generator=random))
+        twins.plain.step()
+        twins.fused.fuse_step()
+        twins.assert_equal()
     assert fused_counts(twins.fused) == (1, len(SHAPES))
 
 

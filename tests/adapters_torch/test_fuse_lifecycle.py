@@ -87,6 +87,17 @@ def test_momentum_that_comes_late_joins_the_others():
     assert fused_counts(twins.fused) == ALL
 
 
+@pytest.mark.parametrize("skip", [(3, 4, 5), (3,), (1, 2, 3, 4, 5)])
+def test_neighbours_that_get_momentum_late_join_the_others(skip):
+    # Depending on who skips, a set and a set, or a set and a single one, become alike by the step itself.
+    twins = Twins(*OPTIMIZERS["sgd"], shapes=[(8,)] * 6)
+    twins.step(skip=skip)
+    for _ in range(2):
+        twins.step()
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == (1, 6)
+
+
 def test_a_parameter_with_another_step_count_is_not_fused_with_the_others():
     twins = twins_of("adam")
     twins.step(skip=(3,))
@@ -147,6 +158,32 @@ def test_state_that_is_replaced_or_dropped_by_the_optimizer():
     twins = Twins(Renewing)
     for step in range(6):
         twins.step(fuse=step != 3)
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == ALL
+
+
+@pytest.mark.parametrize("had_state", [False, True])
+def test_state_that_a_plain_step_adds_later(had_state):
+    class TwoMeans(torch.optim.Optimizer):
+        def __init__(self, params, keys=()):
+            super().__init__(params, {"lr": 0.1, "keys": keys})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    for key in group["keys"]:
+                        mean = self.state[p].setdefault(key, torch.zeros_like(p))
+                        mean.lerp_(p.grad, 0.5)
+                        p.sub_(mean, alpha=group["lr"])
+
+    twins = Twins(TwoMeans, {"keys": ("first",) if had_state else ()})
+    twins.step()
+    for optimizer in (twins.plain, twins.fused):
+        optimizer.param_groups[0]["keys"] = ("first", "second")
+    twins.step(fuse=False)
+    for _ in range(2):
+        twins.step()
         twins.assert_equal()
     assert fused_counts(twins.fused) == ALL
 

@@ -104,6 +104,16 @@ def test_gradients_in_another_order_than_the_weights_are_not_taken_for_flat():
     assert buffer.tolist() == [-4.0, -5.0, -6.0, -7.0, 0.0, -1.0, -2.0, -3.0]
 
 
+def test_gradients_in_another_element_order_than_the_weights_are_not_taken_for_flat():
+    buffer, grads = torch.zeros(8), torch.arange(8.0)
+    params = [torch.nn.Parameter(buffer[:4].view(2, 2)), torch.nn.Parameter(buffer[4:].view(2, 2))]
+    params[0].grad, params[1].grad = grads[:4].view(2, 2).t(), grads[4:].view(2, 2).t()
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
+    optimizer.fuse_step()
+    assert fused_counts(optimizer) == (0, 0)
+    assert buffer.tolist() == [-0.0, -2.0, -1.0, -3.0, -4.0, -6.0, -5.0, -7.0]
+
+
 def test_swapped_gradients_follow_their_parameters():
     twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(6,), (6,), (6,)])
     twins.step()
@@ -220,6 +230,16 @@ def test_views_of_a_larger_buffer_are_not_taken_out_of_it():
     fill_grads(params, seed=0)
     optimizer.fuse_step()
     assert torch.equal(buffer[:4], params[0])
+    assert fused_counts(optimizer) == (1, 2)
+
+
+def test_a_view_of_a_larger_buffer_is_not_taken_out_of_it():
+    buffer = torch.zeros(30)
+    params = [torch.nn.Parameter(buffer[10:14]), *make_params([(3,), (5,)])]
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    assert torch.equal(buffer[10:14], params[0])
     assert fused_counts(optimizer) == (1, 2)
 
 

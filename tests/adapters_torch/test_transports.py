@@ -13,7 +13,7 @@ WORKER = Path(__file__).parent / "workers" / "transport_cases.py"
 LAUNCHES = [("mpirun", 3), ("horovodrun", 2), ("gloo", 3)]
 
 
-@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda launch: f"{launch[0]} {launch[1]}")
+@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda launch: f"{launch[0]}_{launch[1]}")
 def cases(request):
     launcher, size = request.param
     return run_cases(size, WORKER, launcher, launcher=launcher)

@@ -195,7 +195,8 @@ def _pass(
     _spread_chunks(integers, chunk_segment, left)
     for s in range(len(integers)):
         taken[s] = 0
-    for worker in prange(workers):
+    for turn in prange(workers):
+        worker = np.int64(turn)
         _work(
             worker, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
             positions, values, spent, narrow, wide, bins, like[worker], nonfinite, taken, out_positions, out_values,

@@ -72,7 +72,8 @@ def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tick
     """
     count = tiles[-1]
     partial = np.empty(count)
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         s = 0
         while True:
             tile = fetch_add(tickets, 0, 1)
@@ -111,7 +112,8 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
     n = result.size
     kind = result.dtype.type
     m, d, c = kind(momentum), kind(decay), kind(scale)
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         first, last = n * part // parts, n * (part + 1) // parts
         for start in range(first, last, STRIP):
             stop = min(start + STRIP, last)

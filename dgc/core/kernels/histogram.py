@@ -150,7 +150,8 @@ def _select_large(parts, v, bits, offset, length, k, bins, tallies, out_position
     Returns:
         How many entries were written, and the key of the k-th largest magnitude (0 when fewer are not zero).
     """
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
         tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, 1)
     nonzero = tallies[:parts, 0].sum()
@@ -158,21 +159,25 @@ def _select_large(parts, v, bits, offset, length, k, bins, tallies, out_position
     if nonzero > k:
         taken = k
         shift = (31 if v.itemsize == 4 else 63) - 11
-        for part in prange(parts):
+        for turn in prange(parts):
+            part = np.int64(turn)
             start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
             _tally_all(bits, start, stop, shift, bins[part])
         low, high, wanted = _descend(bins, parts, 0, magnitude_mask(v.itemsize), shift, k)
         while low < high:
             shift = _finer(low, high)
-            for part in prange(parts):
+            for turn in prange(parts):
+                part = np.int64(turn)
                 start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
                 _tally_range(v, bits, start, stop, low, high, shift, bins[part])
             low, high, wanted = _descend(bins, parts, low, high, shift, wanted)
         key, ties = low, wanted
-        for part in prange(parts):
+        for turn in prange(parts):
+            part = np.int64(turn)
             start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
             tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, key)
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
         before, left = place, ties
         for earlier in range(part):
@@ -218,12 +223,13 @@ def _select_small(parts, v, bits, integers, which, bins, tickets, out_positions,
         taken: (S,) int64, how many entries were written.
         keys: (S,) int64, the key of the k-th largest magnitude (0 when fewer are not zero).
     """
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         while True:
-            turn = fetch_add(tickets, 0, 1)
-            if turn >= which.size:
+            ticket = fetch_add(tickets, 0, 1)
+            if ticket >= which.size:
                 break
-            s = which[turn]
+            s = which[ticket]
             taken[s], keys[s] = _select_one(
                 v, bits, integers[s, OFFSET], integers[s, LENGTH], integers[s, ENTRIES], bins[part : part + 1],
                 out_positions, out_values, integers[s, OUT],

@@ -15,7 +15,8 @@ from dgc.core.kernels.vector import at_address
 def _gather(parts, array, positions, out):  # type: ignore[no-untyped-def]
     """``out = array[positions]``."""
     k = positions.size
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         for i in range(k * part // parts, k * (part + 1) // parts):
             out[i] = array[positions[i]]
 
@@ -23,7 +24,8 @@ def _gather(parts, array, positions, out):  # type: ignore[no-untyped-def]
 def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):  # type: ignore[no-untyped-def]
     """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking; the former state goes to kept_u, kept_v."""
     k = positions.size
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         for i in range(k * part // parts, k * (part + 1) // parts):
             p = positions[i]
             old = v[p]
@@ -37,7 +39,8 @@ def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):  # type: ig
 def _restore(parts, u, v, positions, kept_u, kept_v):  # type: ignore[no-untyped-def]
     """``u[positions] = kept_u; v[positions] = kept_v``."""
     k = positions.size
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         for i in range(k * part // parts, k * (part + 1) // parts):
             p = positions[i]
             u[p] = kept_u[i]
@@ -85,7 +88,8 @@ def _scatter_add(parts, addresses, lengths, offsets, positions, values, factor, 
         done: (parts,) bool, receives False where a position lies in no result; what came before it was added.
     """
     k = positions.size
-    for part in prange(parts):
+    for turn in prange(parts):
+        part = np.int64(turn)
         done[part] = _add_part(
             addresses, lengths, offsets, positions, values, factor[0], k * part // parts, k * (part + 1) // parts
         )

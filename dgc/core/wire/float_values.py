@@ -130,8 +130,8 @@ class Float16Values:
             exponent = math.frexp(largest)[1] - 15
         scaled = _times_power_of_two(values.copy(), -exponent)
         if exponent == self.MAX_EXPONENT and math.isfinite(largest):
-            # Rounding up to 2^15 would read back as 2^128: infinity. 2^15 - 16 is the half below it.
-            np.clip(scaled, -32752.0, 32752.0, out=scaled)
+            # Rounding up to 2^15 would read back as 2^128: infinity.
+            np.clip(scaled, -_LARGEST_HALF, _LARGEST_HALF, out=scaled)
         with np.errstate(under="ignore"):
             return scaled.astype(np.float16), exponent
 
@@ -167,6 +167,7 @@ class Bfloat16Values:
         return (_upper_halves(values) << np.uint32(16)).view(np.float32)
 
 
+_LARGEST_HALF = np.float32(32752)  # the half-precision number just below 2^15
 _INFINITY = np.uint32(0x7F800000)
 _ROUNDS_TO_INFINITY = np.uint32(0x7F7F8000)
 

@@ -27,7 +27,7 @@ class Int8Values:
     name = "int8"
     dtype = np.dtype(np.float32)
 
-    _LEVELS = (np.arange(256, dtype=np.uint8).view(np.int8) / np.float32(127)).astype(np.float32)
+    _LEVELS = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32) / np.float32(127)
     """Factor for each byte read as unsigned."""
 
     def max_bytes(self, k: int, groups: int) -> int:
@@ -72,7 +72,7 @@ class Int8Values:
         largest = np.zeros(sizes.size, np.float32)
         if values.size:
             largest[filled] = np.maximum.reduceat(np.abs(values), bounds[:-1][filled])
-        divisor = np.where(largest > 0, largest, np.float32(1))
+        divisor = np.where(largest > np.float32(0), largest, np.float32(1))
         with np.errstate(under="ignore", invalid="ignore"):
             ratios = values / np.repeat(divisor, sizes)
         if not np.isfinite(largest).all():
@@ -149,8 +149,8 @@ class SignValues:
             below = np.add.reduceat(np.minimum(values, zero), starts, dtype=np.float64)
             above = np.add.reduceat(np.maximum(values, zero), starts, dtype=np.float64)
             members = np.add.reduceat(negative, starts, dtype=np.int64)
-            means[filled, 0] = above / np.maximum(sizes[filled] - members, 1)
-            means[filled, 1] = below / np.maximum(members, 1)
+            means[filled, 0] = above / np.maximum(sizes[filled] - members, np.int64(1))
+            means[filled, 1] = below / np.maximum(members, np.int64(1))
         return negative, means
 
     @staticmethod

@@ -1,0 +1,182 @@
+"""What Paddle's ``DGCMomentumOptimizer`` calls its arguments, without any framework: checks, regularisers, eligibility.
+
+The names, defaults and errors are Paddle's, so that its users find theirs; the optimizers of the adapters stand on it.
+
+Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dgc.core.config import DGCConfig, make_config
+from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.layout import Parameter
+
+MIN_NUMEL = 16384
+"""Paddle compresses tensors of at least this many elements."""
+
+COMPRESSED_TYPES = ("float32",)
+"""Types that Paddle compresses."""
+
+CODEC_OPTIONS = ("indices", "values", "bucket_bytes", "momentum_masking")
+"""Options of the core that Paddle does not have, and that its optimizer here takes as well."""
+
+
+class ArgumentError(ConfigError, AssertionError):
+    """An argument that Paddle refuses with an ``AssertionError``."""
+
+
+class StateError(LayoutError, AssertionError):
+    """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
+
+
+@dataclass(frozen=True)
+class L1Decay:
+    """Adds ``regularization_coeff * sign(p)`` to each rank's gradient, after clipping and before momentum."""
+
+    regularization_coeff: float = 0.0
+
+
+@dataclass(frozen=True)
+class L2Decay:
+    """Adds ``regularization_coeff * p`` to each rank's gradient, after clipping and before momentum."""
+
+    regularization_coeff: float = 0.0
+
+
+Regularizer = L1Decay | L2Decay | None
+
+L1DecayRegularizer = L1Decay
+L2DecayRegularizer = L2Decay
+
+
+@dataclass(frozen=True)
+class PaddleOptions:
+    """Paddle's arguments, checked.
+
+    ``dtypes`` and ``exclude`` are ours: which types are compressed, and name patterns of tensors that never are.
+    """
+
+    learning_rate: Any
+    momentum: float
+    rampup_begin_step: int
+    rampup_step: int = 1
+    sparsity: Sequence[float] = (0.999,)
+    use_nesterov: bool = False
+    local_grad_clip_norm: float | None = None
+    num_trainers: int | None = None
+    regularization: Regularizer = None
+    name: str | None = None
+    min_numel: int = MIN_NUMEL
+    dtypes: tuple[str, ...] = COMPRESSED_TYPES
+    exclude: tuple[str, ...] = ()
+    codecs: Mapping[str, Any] = field(default_factory=dict)
+    """Some of :data:`CODEC_OPTIONS`."""
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no other rank.
+
+        Raises:
+            ArgumentError: (an AssertionError and a ValueError) what Paddle asserts.
+            ConfigError: (a ValueError) anything else that is out of range.
+            TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
+        """
+        _assert(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
+        _assert(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
+        if self.rampup_begin_step is None:
+            raise TypeError("rampup_begin_step is missing: the first step that is compressed, such as 0")
+        _assert(
+            isinstance(self.rampup_begin_step, int) and self.rampup_begin_step >= 0,
+            f"rampup_begin_step is {self.rampup_begin_step!r}; allowed: a whole number >= 0",
+        )
+        if self.local_grad_clip_norm is not None:
+            ranks, clip = self.num_trainers, self.local_grad_clip_norm
+            _assert(
+                isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 0,
+                f"num_trainers is {ranks!r}; with local_grad_clip_norm it must be the number of ranks, an int > 0",
+            )
+            _assert(
+                isinstance(clip, float) and math.isfinite(clip) and clip > 0,
+                f"local_grad_clip_norm is {clip!r}; allowed: a float > 0, such as 1.0",
+            )
+        check_regularizer(self.regularization, "regularization")
+        self.to_config([])
+
+    def to_config(self, parameters: Sequence[Parameter]) -> DGCConfig:
+        """The core's options that make it do what Paddle does to these parameters.
+
+        The core keeps 1-D tensors dense and knows no types; here both go by Paddle's rule, by name.
+        """
+        unknown = [name for name in self.codecs if name not in CODEC_OPTIONS]
+        if unknown:
+            known = ", ".join(CODEC_OPTIONS)
+            raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; besides Paddle's it takes {known}")
+        flat = [_literally(p.name) for p in parameters if self.eligible(p) and len(p.shape) <= 1]
+        other_types = [
+            _literally(p.name) for p in parameters if p.numel >= max(1, self.min_numel) and not self.eligible(p)
+        ]
+        options = dict(
+            momentum=self.momentum,
+            nesterov=self.use_nesterov,
+            weight_decay=0.0,
+            rampup_begin_step=self.rampup_begin_step,
+            rampup_step=self.rampup_step,
+            sparsity=self.sparsity,
+            local_grad_clip_norm=self.local_grad_clip_norm,
+            min_numel=self.min_numel,
+            include=tuple(flat),
+            exclude=(*self.exclude, *other_types),
+            # Paddle sends whole float32 values.
+            values="float32",
+        )
+        return make_config({**options, **self.codecs}, owner="DGCMomentum")
+
+    def eligible(self, parameter: Parameter) -> bool:
+        """Whether Paddle compresses a dense parameter like this one."""
+        return parameter.numel >= max(1, self.min_numel) and parameter.dtype in self.dtypes
+
+    def check_ranks(self, ranks: int) -> None:
+        """Compare ``num_trainers`` with the job.
+
+        Raises:
+            ArgumentError: it is given and wrong; the clipping threshold would be, too.
+        """
+        _assert(
+            self.num_trainers is None or self.num_trainers == ranks,
+            f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
+            "clipping needs it",
+        )
+
+
+def check_regularizer(value: Any, what: str) -> Regularizer:
+    """Return ``value`` if it is a regulariser or None.
+
+    Raises:
+        ArgumentError: it is something else, or its coefficient is no finite number >= 0.
+    """
+    _assert(
+        value is None or isinstance(value, (L1Decay, L2Decay)),
+        f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
+    )
+    if value is not None:
+        coefficient = value.regularization_coeff
+        number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
+        _assert(
+            number and math.isfinite(coefficient) and coefficient >= 0,
+            f"{what} has the coefficient {coefficient!r}; allowed: a number >= 0",
+        )
+    return value
+
+
+def _literally(name: str) -> str:
+    """A name pattern that matches this name only."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _assert(condition: bool, message: str) -> None:
+    if not condition:
+        raise ArgumentError(message)

@@ -1,0 +1,369 @@
+"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` for PyTorch, exchanging gradients among Horovod's ranks itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dgc.core.agreement import agree_or_raise
+from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.core.layout import travels_dense
+from dgc.core.paddle import (
+    COMPRESSED_TYPES,
+    MIN_NUMEL,
+    L1Decay,
+    L2Decay,
+    PaddleOptions,
+    Regularizer,
+    StateError,
+    check_regularizer,
+)
+from dgc.core.state import resized
+from dgc.core.stats import Stats
+from dgc.core.transport import Transport
+from dgc.torch import momentum_state
+from dgc.torch.engine import Engine
+from dgc.torch.horovod import import_horovod, member_set
+from dgc.torch.stand_in import StandIn
+from dgc.torch.tensors import describe
+from dgc.torch.transports import make_transport
+
+_NEVER = 2**62
+"""A first compressed step that no run reaches."""
+
+
+class DGCMomentum(Optimizer):
+    """Momentum SGD with Deep Gradient Compression, under Paddle's names.
+
+    ``step()`` exchanges the local gradients of all ranks and updates the parameters; do not wrap it in a
+    ``DistributedOptimizer``. Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every
+    tensor of at least ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
+    After ``step()`` each ``p.grad`` holds what the learning rate was multiplied by.
+
+    With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
+    then; here it is a warning, so that a script can be tried out without a launcher.
+
+    Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
+    """
+
+    # GradScaler.step() then calls step() on every rank, also on one whose gradients overflowed; a rank that stayed
+    # away would leave the others waiting.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: float | None = None,
+        momentum: float | None = None,
+        rampup_begin_step: int | None = None,
+        rampup_step: int = 1,
+        sparsity: Sequence[float] = (0.999,),
+        use_nesterov: bool = False,
+        local_grad_clip_norm: float | None = None,
+        num_trainers: int | None = None,
+        regularization: Regularizer = None,
+        name: str | None = None,
+        *,
+        lr: float | None = None,
+        min_numel: int = MIN_NUMEL,
+        dtypes: Sequence[str] = COMPRESSED_TYPES,
+        exclude: Sequence[str] = (),
+        process_set: Any = None,
+        transport: str | Transport = "auto",
+        **codecs: Any,
+    ) -> None:
+        """Build the optimizer; collective over the process set.
+
+        Args:
+            params: parameters, (name, parameter) pairs or group dicts. A group may have its own ``lr``, ``momentum``,
+                ``nesterov`` and ``regularization``. A parameter's own attribute ``regularizer`` goes before both.
+            learning_rate: the step size.
+            momentum: the momentum factor, in [0, 1).
+            rampup_begin_step: the first compressed step, counted from 0.
+            rampup_step: steps over which ``sparsity`` is walked through.
+            sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one stays.
+            use_nesterov: Nesterov momentum.
+            local_grad_clip_norm: c; the local gradient of a compressed tensor is scaled down to an L2 norm of
+                c * sqrt(P).
+            num_trainers: P; needed for clipping, and checked.
+            regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
+            name: shown in ``repr``.
+            lr: another name for ``learning_rate``.
+            min_numel: smaller tensors travel dense.
+            dtypes: names of the types that are compressed.
+            exclude: name patterns (fnmatch) of parameters that travel dense.
+            process_set: the Horovod process set to average over; None means all ranks.
+            transport: "auto", "mpi", "horovod" or a transport.
+            **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``.
+
+        Raises:
+            ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
+                ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the
+                number of ranks, a regulariser of another kind.
+            ConfigError: (a ValueError) another option out of range, or Horovod is not initialised.
+            TypeError: ``rampup_begin_step`` is missing, or an unknown option.
+            LayoutError: ranks disagree about the parameters.
+        """
+        if hasattr(type(self), "skip_synchronize"):
+            raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
+        import_horovod()
+        members = member_set(process_set)
+        self._transport = make_transport(transport, members)
+
+        def build() -> dict[str, Any]:
+            if learning_rate is not None and lr is not None:
+                raise ConfigError("learning_rate and lr mean the same; give one of them")
+            self.options = PaddleOptions(
+                learning_rate if lr is None else lr,
+                momentum,  # type: ignore[arg-type]
+                rampup_begin_step,  # type: ignore[arg-type]
+                rampup_step, sparsity, use_nesterov, local_grad_clip_norm, num_trainers, regularization, name,
+                min_numel, tuple(dtypes), (exclude,) if isinstance(exclude, str) else tuple(exclude), codecs,
+            )
+            self.options.check_ranks(self._transport.size)
+            defaults = {
+                "lr": self.options.learning_rate,
+                "momentum": float(self.options.momentum),
+                "nesterov": use_nesterov,
+                "regularization": regularization,
+            }
+            super(DGCMomentum, self).__init__(params, defaults)
+            return {}
+
+        agree_or_raise(self._transport, build, "arguments")
+        named = [(n, p) for n, p in momentum_state.named_parameters(self.param_groups) if p.requires_grad]
+        described = [describe(n, p) for n, p in named]
+        config = self.options.to_config(described)
+        self._compressed = {i for i, parameter in enumerate(described) if not travels_dense(parameter, config)}
+        if self._transport.size == 1:
+            warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
+            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+        self._scale = 1.0
+        self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
+        if self._transport.size > 1:
+            stand_in = StandIn(import_horovod(), self._transport, members)
+            self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Exchange this step's gradients and update the parameters. Collective.
+
+        A parameter without a gradient on this rank counts as zero. With a ``GradScaler``, call ``scaler.step(self)``:
+        a step in which any rank overflowed is left out on all ranks, and what was sent in it is not lost.
+
+        Args:
+            closure: recomputes the loss and the gradients.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            LayoutError: a gradient of a parameter that was frozen when the optimizer was built.
+            ConfigError: a sparse gradient of a compressed parameter, or options that differ between ranks.
+            DGCError: another rank failed.
+        """
+        loss = self._evaluate(closure)
+        scale = getattr(self, "grad_scale", None)
+        self._scale = 1.0 if scale is None else float(scale)
+        refused_before = self._engine.stats.refused_steps
+        self._take_options()
+        self._submit_all()
+        self._engine.finish()
+        # Without a scaler a NaN shall be seen, as with any optimizer.
+        if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
+            return loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._engine.index_of(p) is None or not p.requires_grad:
+                    continue
+                if self._scale != 1.0:
+                    p.grad.div_(self._scale)
+                p.add_(p.grad, alpha=-float(group["lr"]))
+        return loss
+
+    def minimize(
+        self,
+        loss: torch.Tensor,
+        startup_program: Any = None,
+        parameter_list: Any = None,
+        no_grad_set: Any = None,
+        grad_clip: Any = None,
+    ) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """One whole iteration: clear the gradients, ``loss.backward()``, ``step()``.
+
+        Args:
+            loss: the value to minimise, with its graph.
+            startup_program: must be None; so must ``parameter_list``, ``no_grad_set`` and ``grad_clip``.
+            parameter_list: give the optimizer the parameters instead.
+            no_grad_set: freeze parameters with ``requires_grad_(False)`` before building the optimizer instead.
+            grad_clip: use ``local_grad_clip_norm`` instead.
+
+        Returns:
+            An empty list (there are no operators here), and (parameter, its ``.grad`` after the step) pairs.
+
+        Raises:
+            ConfigError: one of the other arguments is given.
+        """
+        others = dict(
+            startup_program=startup_program, parameter_list=parameter_list, no_grad_set=no_grad_set, grad_clip=grad_clip
+        )
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"minimize got {given[0]}, which has no meaning here: the parameters are those the optimizer was built "
+                "for, frozen ones are left out, and local_grad_clip_norm clips"
+            )
+        self.zero_grad()
+        loss.backward()
+        self.step()
+        return [], [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's constructor calls this; later groups are refused.
+
+        Raises:
+            ConfigError: the optimizer is built already, or the group has ``weight_decay``.
+            ArgumentError: the group's ``regularization`` is no regulariser.
+        """
+        if hasattr(self, "_engine"):
+            raise ConfigError("parameters cannot be added to DGCMomentum: build a new one with all of them")
+        if "weight_decay" in param_group:
+            raise ConfigError("a parameter group has weight_decay; give it regularization=L2Decay(coefficient)")
+        super().add_param_group(param_group)
+        # Plain numbers, so that a state dict loads with weights_only=True and a scheduler can change them.
+        chosen = check_regularizer(self.param_groups[-1].pop("regularization"), "a group's regularization")
+        self.param_groups[-1]["l1_decay"], self.param_groups[-1]["l2_decay"] = _coefficients(chosen)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, densities and seconds of the exchange."""
+        return self._engine.stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
+
+        Returns:
+            ``"state"``: by parameter number ``"u"`` (the momentum buffer) and, where compressed, ``"v"`` (what was not
+            sent yet), in the parameter's shape; ``"param_groups"``; ``"step"``, ``"rank"`` and ``"size"``.
+        """
+        full = super().state_dict()
+        full.update(momentum_state.to_torch(self._engine.state_dict(), momentum_state.numbered(self.param_groups)))
+        return full
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], resize: bool = False
+    ) -> None:
+        """Continue from a saved state; call it on all ranks.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
+            resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
+
+        Raises:
+            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            RuntimeError: a buffer is neither a tensor nor an array.
+        """
+        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        if not resize and not isinstance(state_dict, Mapping):
+            raise StateError(f"load_state_dict got {len(states)} states; pass this rank's own, or resize=True")
+        numbers = momentum_state.numbered(self.param_groups)
+        momentum_state.check_groups(states[0], self.param_groups)
+        loaded = [momentum_state.from_torch(state, numbers) for state in states]
+        if resize:
+            if len(loaded) != loaded[0]["size"]:
+                raise StateError(f"resize=True needs the states of all {loaded[0]['size']} old ranks in rank order")
+            rank, size = self._transport.rank, self._transport.size
+            own = {**resized(loaded, rank, size, self.options.rampup_begin_step), "rank": rank, "size": size}
+        else:
+            own = loaded[0]
+        try:
+            self._engine.load_state_dict(own)
+        except LayoutError as error:
+            raise StateError(str(error)) from error
+        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+
+    def close(self) -> None:
+        """End the communication thread and free the communicator."""
+        self._engine.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        try:
+            with torch.enable_grad():
+                return closure()
+        except Exception as error:
+            # The others are on their way into the exchange.
+            with contextlib.suppress(DGCError):
+                self._engine.fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _take_options(self) -> None:
+        """What the groups and the parameters say now; the core compares it among the ranks."""
+        hyper = self._engine.adoption.hyper
+        for group in self.param_groups:
+            for p in group["params"]:
+                i = self._engine.index_of(p)
+                if i is not None:
+                    hyper.momentum[i], hyper.nesterov[i] = float(group["momentum"]), bool(group["nesterov"])
+                    hyper.weight_decay[i] = max(self._decay(group, p))
+
+    def _decay(self, group: dict[str, Any], p: torch.Tensor) -> tuple[float, float]:
+        """(L1, L2) coefficients of a parameter, of which one at most is not 0."""
+        own = getattr(p, "regularizer", None)
+        if own is None:
+            return group["l1_decay"], group["l2_decay"]
+        return _coefficients(check_regularizer(own, "a parameter's regularizer"))
+
+    def _submit_all(self) -> None:
+        # The last layers first, as a backward pass would: their bucket is the first to travel.
+        for group in reversed(self.param_groups):
+            for p in reversed(group["params"]):
+                i = self._engine.index_of(p)
+                if i is not None:
+                    self._submit(i, p, group)
+                elif p.grad is not None:
+                    self._engine.fail(
+                        LayoutError(
+                            "a parameter that needed no gradient when the optimizer was built has one now; build the "
+                            "optimizer after all its parameters require gradients"
+                        )
+                    )
+
+    def _submit(self, i: int, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse:
+            if i in self._compressed:
+                self._engine.fail(
+                    ConfigError(
+                        f"{self._engine.names[i]!r} has sparse gradients, which are not compressed: add its name to "
+                        "exclude=, or give the embedding sparse=False"
+                    ),
+                    i,
+                )
+            p.grad = p.grad.to_dense()
+        # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
+        decayed = torch.sign(p) if self._decay(group, p)[0] else None
+        self._engine.submit(i, p.grad, p.grad, decayed)
+
+
+def _coefficients(regularizer: Regularizer) -> tuple[float, float]:
+    coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
+    return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
+
+
+__all__ = ["DGCMomentum", "L1Decay", "L2Decay"]

@@ -1,0 +1,19 @@
+"""Saving and resuming on real ranks."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases
+
+WORKER = Path(__file__).parent / "workers" / "resume_cases.py"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return run_cases(2, WORKER, launcher="horovodrun", timeout=240)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_resume(cases, name):
+    cases.check(name)

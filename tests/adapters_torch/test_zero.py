@@ -1,0 +1,98 @@
+"""The sharded optimizer: on 2 and 4 real ranks against the unsharded one, and with a rank that has joined."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases, run_mpi
+
+pytest.importorskip("torch")
+
+WORKERS = Path(__file__).parent / "workers"
+SHARDING = WORKERS / "zero_cases.py"
+COMPOSITION = WORKERS / "zero_dgc_cases.py"
+ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def sharding(request):
+    return run_cases(request.param, SHARDING, timeout=400, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def composition(request):
+    return run_cases(request.param, COMPOSITION, launcher="horovodrun", timeout=400, env=ENVIRONMENT)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(SHARDING))
+def test_sharding(sharding, name):
+    sharding.check(name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(COMPOSITION))
+def test_composition(composition, name):
+    composition.check(name)
+
+
+@pytest.mark.mpi
+def test_without_mpi():
+    """Gloo: everything goes through Horovod's own collectives."""
+    names = ("same_bits_when_trainability_changes", "few_changes_travel_as_entries_and_many_whole", "checkpoints_load_both_ways")
+    cases = run_cases(2, SHARDING, *names, launcher="gloo", timeout=200)
+    for name in names:
+        cases.check(name)
+
+
+JOINED = """
+import horovod.torch as hvd
+import torch
+from worker_tools import dump_where_it_hangs, report
+from dgc.core.errors import TransportError
+from dgc.torch.zero import ZeroRedundancyOptimizer
+
+dump_where_it_hangs()
+hvd.init()
+p = torch.nn.Parameter(torch.zeros(1000))
+zero = ZeroRedundancyOptimizer([p], torch.optim.SGD, lr=0.1)
+p.grad = torch.zeros(1000)
+zero.step()
+if hvd.rank() == 1:
+    hvd.join()
+else:
+    try:
+        zero.step()
+    except TransportError as error:
+        report(str(error))
+    hvd.join()
+"""
+
+
+@pytest.mark.mpi
+def test_a_joined_rank_is_an_error_and_no_hang():
+    assert "Join" in run_mpi(2, JOINED, timeout=60).values[0]
+
+
+ONE_PROCESS = """
+import horovod.torch as hvd
+import torch
+from worker_tools import report
+from dgc.torch.zero import ZeroRedundancyOptimizer
+
+hvd.init()
+own, other = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+zero, plain = ZeroRedundancyOptimizer([own], torch.optim.Adam, lr=0.1), torch.optim.Adam([other], lr=0.1)
+for step in range(3):
+    own.grad = torch.arange(5.0)
+    other.grad = torch.arange(5.0)
+    zero.step()
+    plain.step()
+zero.consolidate_state_dict()
+plain.load_state_dict(zero.state_dict())
+report([torch.equal(own, other), len(plain.state)])
+"""
+
+
+@pytest.mark.mpi
+def test_one_process_is_the_plain_optimizer():
+    assert run_mpi(1, ONE_PROCESS, launcher="single").values == [[True, 1]]

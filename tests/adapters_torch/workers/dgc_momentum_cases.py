@@ -1,0 +1,451 @@
+"""On real ranks: DGCMomentum against Paddle's algorithm in NumPy, and against torch's SGD."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from paddle_oracle import PaddleOracle
+from torch import nn
+from worker_tools import case, run_cases
+from zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
+
+from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.torch.dgc_momentum import DGCMomentum, L1Decay, L2Decay
+
+SHAPES = [(16, 1024), (16384,), (127, 129), (64, 3), (30,)]  # the third has 16383 elements
+COMPRESSED = 2 * 16384
+
+
+def parameters(shapes=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(4)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes or SHAPES]
+
+
+def gradient(p, step, i, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * i + 100_000 * rank)
+    return (0.1 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def train(optimizer, own, steps, start=0):
+    for step in range(start, start + steps):
+        for i, p in enumerate(own):
+            p.grad = gradient(p, step, i, hvd.rank())
+        optimizer.step()
+
+
+def oracle_train(oracle, own, steps, start=0):
+    for step in range(start, start + steps):
+        oracle.step([
+            [gradient(p, step, i, rank).numpy().ravel() for i, p in enumerate(own)] for rank in range(hvd.size())
+        ])
+
+
+def assert_close(own, oracle, bound=2e-6):
+    for i, (p, expected) in enumerate(zip(own, oracle.parameters, strict=True)):
+        worst = np.abs(p.detach().numpy().ravel() - expected).max() / np.abs(expected).max()
+        assert worst <= bound, f"tensor {i} differs by {worst:.2e}"
+
+
+def make(own, **options):
+    return DGCMomentum(own, **{"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0, **options})
+
+
+def oracle_of(own, **options):
+    options = {"lr": 0.1, "momentum": 0.9, "begin": 0, **options}
+    return PaddleOracle([p.detach().numpy().copy() for p in own], hvd.size(), **options)
+
+
+@case
+def equals_paddle_from_before_the_rampup_to_its_end():
+    kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)), (None, 1.5))
+    for nesterov, regularization, clip in kinds:
+        own = parameters()
+        optimizer = make(
+            own, rampup_begin_step=3, rampup_step=4, sparsity=[0.75, 0.99], use_nesterov=nesterov,
+            regularization=regularization, local_grad_clip_norm=clip, num_trainers=hvd.size() if clip else None,
+        )
+        l1 = [1e-3 if isinstance(regularization, L1Decay) else 0.0] * len(own)
+        l2 = [1e-2 if isinstance(regularization, L2Decay) else 0.0] * len(own)
+        oracle = oracle_of(
+            own, begin=3, rampup_step=4, sparsity=(0.75, 0.99), nesterov=nesterov, clip=clip, l1=l1, l2=l2
+        )
+        for start in range(0, 9, 3):
+            train(optimizer, own, 3, start)
+            oracle_train(oracle, own, 3, start)
+            assert_close(own, oracle)
+        assert_replicas_identical(own)
+        state = optimizer.state_dict()["state"]
+        for i in range(2):
+            np.testing.assert_allclose(state[i]["v"].numpy().ravel(), oracle.v[hvd.rank()][i], atol=2e-5)
+        optimizer.close()
+
+
+@case
+def clipping_bites():
+    """The clip of the test above changes the result, so that agreement means something."""
+    results = []
+    for clip in (None, 1.5):
+        own = parameters()
+        optimizer = make(own, sparsity=[0.9], local_grad_clip_norm=clip, num_trainers=hvd.size())
+        train(optimizer, own, 2)
+        results.append(own[0].detach().clone())
+        optimizer.close()
+    assert (results[0] - results[1]).abs().max() > 1e-3
+    norm = gradient(parameters()[0], 0, 0, 0).norm().item()
+    assert norm > 1.5 * hvd.size() ** 0.5
+
+
+@case
+def before_the_rampup_it_is_momentum_sgd_on_the_mean():
+    for nesterov, decay in itertools.product((False, True), (0.0, 0.01)):
+        own = parameters()
+        other = twin(own)
+        optimizer = make(own, rampup_begin_step=100, use_nesterov=nesterov, regularization=L2Decay(decay))
+        sgd = torch.optim.SGD(other, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=decay)
+        train(optimizer, own, 20)
+        for step in range(20):
+            for i, p in enumerate(other):
+                p.grad = sum(gradient(p, step, i, rank) for rank in range(hvd.size())) / hvd.size()
+            sgd.step()
+        if decay == 0 and not nesterov:
+            assert_bits_equal(own, other)
+        for p, e in zip(own, other, strict=True):
+            assert (p - e).abs().max() <= 1e-6 * e.abs().max()
+        optimizer.close()
+
+
+@case
+def entries_sent_follow_the_rampup():
+    own = parameters()
+    optimizer = make(own, rampup_begin_step=2, rampup_step=5, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999])
+    expected = [COMPRESSED] * 2 + [2 * k for k in (4096, 1024, 256, 65, 16, 16, 16)]
+    for step, count in enumerate(expected):
+        train(optimizer, own, 1, step)
+        assert optimizer.stats.last.entries_sent == count, (step, optimizer.stats.last.entries_sent)
+    optimizer.close()
+
+
+@case
+def eligibility():
+    """At least 16384 elements of float32, whatever the number of dimensions; or what the options say."""
+    def compressed(own, **options):
+        optimizer = make(own, **options)
+        keys = {i for i, entry in optimizer.state_dict()["state"].items() if "v" in entry}
+        train(optimizer, own, 2)
+        optimizer.close()
+        return keys
+
+    assert compressed(parameters()) == {0, 1}
+    assert compressed(parameters(), min_numel=30) == {0, 1, 2, 3, 4}
+    assert compressed(parameters(), min_numel=10**6) == set()
+    named = [("a[0].weight", parameters()[0]), ("b*", parameters()[1]), ("b2", parameters()[1])]
+    assert compressed_named(named) == {0, 1, 2}
+    assert compressed_named(named, exclude=("b*",)) == {0}
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        own = parameters(dtype=dtype)
+        assert compressed(own) == set(), dtype
+        name = str(dtype).removeprefix("torch.")
+        assert compressed(parameters(dtype=dtype), dtypes=["float32", name]) == {0, 1}, dtype
+
+
+def compressed_named(named, **options):
+    optimizer = make(named, **options)
+    keys = {i for i, entry in optimizer.state_dict()["state"].items() if "v" in entry}
+    optimizer.close()
+    return keys
+
+
+@case
+def a_parameters_own_regularizer_goes_first():
+    own = parameters()
+    own[0].regularizer = L2Decay(0.02)
+    own[2].regularizer = L1Decay(0.03)
+    own[4].regularizer = L2Decay(0.0)
+    groups = [{"params": own[:3]}, {"params": own[3:], "regularization": L2Decay(0.05)}]
+    optimizer = make(groups, regularization=L1Decay(0.01), rampup_begin_step=2, sparsity=[0.9])
+    oracle = oracle_of(
+        own, begin=2, sparsity=(0.9,), l1=[0, 0.01, 0.03, 0, 0], l2=[0.02, 0, 0, 0.05, 0],
+    )
+    train(optimizer, own, 5)
+    oracle_train(oracle, own, 5)
+    assert_close(own, oracle)
+    optimizer.close()
+
+
+@case
+def nothing_is_lost():
+    """For every tensor: what was sent and what is left is what the velocities summed up to."""
+    own = parameters(SHAPES[:1])
+    optimizer = make(own, sparsity=[0.99], momentum_masking=False, momentum=0.5)
+    oracle_u, total_u, sent = np.zeros(16384, np.float64), np.zeros(16384), np.zeros(16384)
+    before = own[0].detach().numpy().ravel().astype(np.float64).copy()
+    for step in range(8):
+        train(optimizer, own, 1, step)
+        mean = sum(gradient(own[0], step, 0, r).numpy().ravel().astype(np.float64) for r in range(hvd.size())) / hvd.size()
+        oracle_u = 0.5 * oracle_u + mean
+        total_u += oracle_u
+    sent = (before - own[0].detach().numpy().ravel()) / 0.1
+    left = hvd.allreduce(optimizer.state_dict()["state"][0]["v"], name="left").numpy().ravel()
+    np.testing.assert_allclose(sent + left, total_u, atol=2e-5)
+    optimizer.close()
+
+
+@case
+def learning_rates_of_groups_and_schedulers():
+    own = parameters()
+    optimizer = make([{"params": own[:2], "lr": 0.05}, {"params": own[2:]}], sparsity=[0.9], rampup_begin_step=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    oracles = [oracle_of(own, lr=lr, begin=2, sparsity=(0.9,)) for lr in (0.05, 0.1)]
+    for step in range(6):
+        train(optimizer, own, 1, step)
+        for oracle in oracles:
+            oracle_train(oracle, own, 1, step)
+            oracle.lr *= 0.5 if step % 2 else 1
+        scheduler.step()
+    oracles[1].parameters[:2] = oracles[0].parameters[:2]
+    assert_close(own, oracles[1])
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    cycle.step()
+    train(optimizer, own, 1, 9)
+    assert_replicas_identical(own)
+    optimizer.close()
+
+
+def _saved(state):
+    """Through a file, as a user would."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@case
+def resume_continues_bit_for_bit():
+    for nesterov, first in itertools.product((False, True), (2, 5)):
+        options = dict(rampup_begin_step=3, sparsity=[0.9, 0.99], rampup_step=4, use_nesterov=nesterov,
+                       regularization=L2Decay(0.01))
+        own = parameters()
+        optimizer = make(own, **options)
+        train(optimizer, own, first)
+        optimizer.param_groups[0]["lr"] = 0.04
+        resumed_own, state = twin(own), _saved(optimizer.state_dict())
+        assert state["step"] == first
+        assert state["state"][0]["u"].shape == (16, 1024)
+        resumed = make(resumed_own, **options)
+        resumed.load_state_dict(state)
+        train(optimizer, own, 5, first)
+        train(resumed, resumed_own, 5, first)
+        assert_bits_equal(resumed_own, own)
+        optimizer.close()
+        resumed.close()
+
+
+@case
+def states_that_do_not_fit_are_refused():
+    own = parameters()
+    optimizer = make(own)
+    state = optimizer.state_dict()
+    bad = [
+        (AssertionError, "has no 'step'", {k: v for k, v in state.items() if k != "step"}),
+        (AssertionError, "belongs to rank", {**state, "rank": hvd.rank() + 1}),
+        (AssertionError, "one of 9 ranks", {**state, "size": 9}),
+        (AssertionError, "lacks parameter", {**state, "state": {i: e for i, e in state["state"].items() if i}}),
+        (AssertionError, "has shape", {**state, "state": {**state["state"], 0: {**state["state"][0], "u": torch.zeros(3)}}}),
+        (AssertionError, "is float64", {**state, "state": {**state["state"], 0: {
+            **state["state"][0], "u": torch.zeros(16, 1024).double()}}}),
+        (RuntimeError, "is a str", {**state, "state": {**state["state"], 0: {**state["state"][0], "u": "x"}}}),
+        (AssertionError, "groups of", {**state, "param_groups": []}),
+        (AssertionError, "resize=True", [state]),
+    ]
+    for error, match, value in bad:
+        raised = raises(error, match, lambda: optimizer.load_state_dict(value))  # noqa: B023
+        assert error is RuntimeError or isinstance(raised, LayoutError)
+    optimizer.load_state_dict(state)
+    train(optimizer, own, 1)
+    optimizer.close()
+
+
+@case
+def resize_keeps_the_mean_residual():
+    """The states of one more rank than there are now: their mean v stays the mean."""
+    own = parameters()
+    optimizer = make(own, sparsity=[0.9])
+    train(optimizer, own, 2)
+    state = optimizer.state_dict()
+    old_size = hvd.size() + 1
+    states = []
+    for rank in range(old_size):
+        entries = {i: {k: v.clone() for k, v in e.items()} for i, e in state["state"].items()}
+        entries[0]["v"] = torch.full((16, 1024), float(rank))
+        states.append({**state, "state": entries, "rank": rank, "size": old_size})
+    optimizer.load_state_dict(states, resize=True)
+    mean = hvd.allreduce(optimizer.state_dict()["state"][0]["v"], name="mean.v")
+    assert torch.allclose(mean, torch.full((16, 1024), (old_size - 1) / 2))
+    optimizer.close()
+
+
+@case
+def minimize_is_a_whole_iteration():
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128)
+    optimizer = make(model.named_parameters(), sparsity=[0.9])
+    losses = []
+    for _ in range(40):
+        loss = model(torch.ones(2, 128) * (1 + hvd.rank())).square().mean()
+        operations, pairs = optimizer.minimize(loss)
+        losses.append(loss.item())
+    assert operations == []
+    assert [p is q for (p, _), q in zip(pairs, model.parameters(), strict=True)] == [True, True]
+    assert losses[-1] < 0.2 * losses[0], losses
+    raises(ConfigError, "no_grad_set", lambda: optimizer.minimize(loss, no_grad_set={1}))
+    assert_replicas_identical(list(model.parameters()))
+    optimizer.close()
+
+
+@case
+def closure_and_unused_parameters():
+    own = parameters()
+    optimizer = make(own, sparsity=[0.9])
+    calls = []
+
+    def closure():
+        calls.append(1)
+        for i, p in enumerate(own):
+            p.grad = None if i == hvd.rank() else gradient(p, 0, i, hvd.rank())
+        return 2.5
+
+    assert optimizer.step(closure) == 2.5
+    assert calls == [1]
+    assert_replicas_identical(own)
+    optimizer.close()
+
+
+@case
+def a_grad_scaler_skips_on_all_ranks_and_nothing_is_lost():
+    own = parameters()
+    optimizer = make(own, sparsity=[0.9])
+    reference_own = twin(own)
+    reference = make(reference_own, sparsity=[0.9])
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(4):
+        before = [p.detach().clone() for p in own]
+        overflow = step == 2
+        scaler.scale(torch.zeros(1))
+        for i, p in enumerate(own):
+            p.grad = gradient(p, step, i, hvd.rank()) * scaler.get_scale()
+            if overflow and hvd.rank() == 1 and i == 0:
+                p.grad.view(-1)[5] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert_bits_equal(own, before)
+            continue
+        if step < 2:
+            train(reference, reference_own, 1, step)
+            for p, e in zip(own, reference_own, strict=True):
+                assert (p - e).abs().max() <= 1e-6 * e.abs().max()
+        assert_replicas_identical(own)
+    assert optimizer.state_dict()["step"] == 3
+    optimizer.close()
+    reference.close()
+
+
+@case
+def argument_errors():
+    p = parameters()
+    given = dict(learning_rate=0.1, momentum=0.9, rampup_begin_step=0)
+    bad = [
+        (AssertionError, "learning_rate is None", {**given, "learning_rate": None}),
+        (AssertionError, "momentum is None", {**given, "momentum": None}),
+        (TypeError, "rampup_begin_step is missing", {**given, "rampup_begin_step": None}),
+        (AssertionError, "rampup_begin_step is -1", {**given, "rampup_begin_step": -1}),
+        (AssertionError, "num_trainers is None", {**given, "local_grad_clip_norm": 1.0}),
+        (AssertionError, "num_trainers is 2.0", {**given, "local_grad_clip_norm": 1.0, "num_trainers": 2.0}),
+        (AssertionError, "num_trainers is 0", {**given, "local_grad_clip_norm": 1.0, "num_trainers": 0}),
+        (AssertionError, "local_grad_clip_norm is 1;", {**given, "local_grad_clip_norm": 1, "num_trainers": hvd.size()}),
+        (AssertionError, "num_trainers is 9, but", {**given, "num_trainers": 9}),
+        (AssertionError, "regularization is 0.1", {**given, "regularization": 0.1}),
+        (AssertionError, "coefficient -1", {**given, "regularization": L2Decay(-1)}),
+        (ValueError, "sparsity contains 1.0", {**given, "sparsity": [1.0]}),
+        (ValueError, "sparsity", {**given, "sparsity": []}),
+        (ValueError, "rampup_step is 0", {**given, "rampup_step": 0}),
+        (ValueError, "momentum is 1.5", {**given, "momentum": 1.5}),
+        (ValueError, "mean the same", {**given, "lr": 0.1}),
+        (TypeError, "unknown option 'nonsense'", {**given, "nonsense": 1}),
+        (ValueError, "values='float13'", {**given, "values": "float13"}),
+        (ValueError, "empty parameter list", {**given, "params": []}),
+    ]
+    for error, match, options in bad:
+        options = {"params": p, **options}
+        raised = raises(error, match, lambda: DGCMomentum(**options))  # noqa: B023
+        assert isinstance(raised, (ConfigError, TypeError)) or "empty" in match
+    raises(ValueError, "weight_decay", lambda: make([{"params": p, "weight_decay": 0.1}]))
+    raises(AssertionError, "a group's regularization", lambda: make([{"params": p, "regularization": "l2"}]))
+    optimizer = make(p, lr=0.1, learning_rate=None)
+    raises(ConfigError, "cannot be added", lambda: optimizer.add_param_group({"params": parameters()}))
+    raises(ConfigError, "averages gradients itself", lambda: hvd.DistributedOptimizer(optimizer))
+    optimizer.close()
+
+
+@case
+def ranks_that_disagree_all_get_an_error():
+    rank = hvd.rank()
+    raises(ConfigError, "sparsity", lambda: make(parameters(), sparsity=[0.9 if rank else 0.8]))
+    shapes = [(300, 300 + rank)]
+    raises(LayoutError, "group0.0", lambda: make(parameters(shapes)))
+    error = AssertionError if rank == 1 else DGCError
+    raises(error, "momentum is None", lambda: make(parameters(), momentum=None if rank == 1 else 0.9))
+    own = parameters()
+    optimizer = make(own)
+    optimizer.param_groups[0]["momentum"] = 0.9 - 0.1 * rank
+    raises(ConfigError, "disagree", lambda: train(optimizer, own, 1))
+    optimizer.close()
+
+
+@case
+def a_failing_closure_reaches_all_ranks():
+    own = parameters()
+    optimizer = make(own)
+
+    def closure():
+        if hvd.rank() == 1:
+            raise KeyError("no more data")
+        for i, p in enumerate(own):
+            p.grad = gradient(p, 0, i, hvd.rank())
+
+    raises(KeyError if hvd.rank() == 1 else RemoteError, "no more data", lambda: optimizer.step(closure))
+    optimizer.close()
+
+
+@case
+def late_trainable_parameters_and_sparse_gradients_are_errors():
+    own = parameters()
+    own[4].requires_grad_(False)
+    optimizer = make(own)
+    raises(LayoutError, "needed no gradient", lambda: train(optimizer, own, 1))
+    optimizer.close()
+
+    embedding = nn.Embedding(1000, 32, sparse=True)
+    optimizer = make(embedding.named_parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    raises(ConfigError, "add its name to exclude=", optimizer.step)
+    optimizer.close()
+
+    torch.manual_seed(0)
+    embedding = nn.Embedding(1000, 32, sparse=True)
+    before = embedding.weight.detach().clone()
+    optimizer = make(embedding.named_parameters(), exclude="weight")
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    moved = (embedding.weight - before).abs().sum(1)
+    assert moved.nonzero().view(-1).tolist() == [1, 2]
+    optimizer.close()
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()

@@ -1,0 +1,134 @@
+"""On real ranks: a run that was saved and loaded continues as if nothing had happened."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from models import assert_replicas_identical, make_model, raises, train, wrap
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+
+def shared_folder(name: str) -> Path:
+    """A fresh directory that all ranks know."""
+    folder = tempfile.mkdtemp(prefix="dgc-resume-") if hvd.rank() == 0 else None
+    return Path(hvd.broadcast_object(folder, name=f"folder {name}"))
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+OPTIONS = dict(sparsity=[0.75, 0.99], rampup_step=8, rampup_begin_step=3, values="float16")
+
+
+def sgd(model, momentum=0.9):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, nesterov=momentum > 0, weight_decay=0.001)
+
+
+@case
+def a_resumed_run_continues_bit_for_bit():
+    for way, cut in itertools.product("ab", (2, 6, 13)):
+        straight = make_model()
+        optimizer, compression = wrap(way, straight, sgd(straight), **OPTIONS)
+        train(optimizer, straight, 16)
+        compression.close()
+
+        first = make_model()
+        optimizer, compression = wrap(way, first, sgd(first), **OPTIONS)
+        train(optimizer, first, cut)
+        folder = shared_folder(f"{way}{cut}")
+        dgc.save_checkpoint(folder, model=first, optimizer=optimizer, compression=compression, extra={"epoch": 7})
+        compression.close()
+
+        resumed = make_model(seed=9)
+        optimizer, compression = wrap(way, resumed, sgd(resumed), **OPTIONS)
+        extra = dgc.load_checkpoint(folder, model=resumed, optimizer=optimizer, compression=compression)
+        assert extra == {"epoch": 7}
+        train(optimizer, resumed, 16 - cut, start=cut)
+        assert torch.equal(flat(resumed), flat(straight)), f"{way} saved after {cut} steps"
+        assert_replicas_identical(resumed, f"resume {way}{cut}")
+        compression.close()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            shutil.rmtree(folder)
+
+
+@case
+def the_checkpoint_is_also_a_dense_one():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **OPTIONS)
+    train(optimizer, model, 4)
+    folder = shared_folder("dense")
+    dgc.save_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    group = saved["optimizer"]["param_groups"][0]
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.9, True, 0.001)
+    assert optimizer.param_groups[0]["momentum"] == 0, "saving must not change the live optimizer"
+    plain = make_model(seed=3)
+    plain_optimizer = sgd(plain)
+    plain.load_state_dict(saved["model"])
+    plain_optimizer.load_state_dict(saved["optimizer"])
+    assert torch.equal(flat(plain), flat(model))
+    compression.close()
+
+
+@case
+def saving_twice_keeps_only_the_newest_files_and_a_lost_file_is_named():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **OPTIONS)
+    folder = shared_folder("twice")
+    for _ in range(2):
+        train(optimizer, model, 2)
+        dgc.save_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
+    hvd.barrier()
+    files = sorted(p.name for p in folder.iterdir())
+    assert len(files) == 1 + hvd.size(), files
+    hvd.barrier()
+    if hvd.rank() == 1:
+        next(folder.glob("compressor-*-00001-of-*")).unlink()
+    hvd.barrier()
+    error = raises(
+        (FileNotFoundError, dgc.DGCError), "00001-of-",
+        lambda: dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression),
+    )
+    assert isinstance(error, FileNotFoundError) == (hvd.rank() == 1)
+    compression.close()
+
+
+@case
+def a_checkpoint_of_other_ranks_is_redistributed():
+    """States of three made-up old ranks: the mean residual of this job equals the old one's."""
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **{**OPTIONS, "rampup_begin_step": 0})
+    train(optimizer, model, 6)
+    own = compression.state_dict()
+    states = hvd.allgather_object(own, name="states")
+    old = [*states, states[0]][: hvd.size() + 1]
+    old = [{**s, "rank": r, "size": len(old)} for r, s in enumerate(old)]
+    raises(dgc.LayoutError, "resize=True", lambda: compression.load_state_dict(old[hvd.rank()]))
+    compression.load_state_dict(old, resize=True)
+    mine = compression.state_dict()
+    gathered = hvd.allgather_object(mine, name="resized")
+    for name, entry in own["parameters"].items():
+        for key in ("u", "v"):
+            if key not in entry:
+                continue
+            before = sum(torch.from_numpy(s["parameters"][name][key]) for s in old) / len(old)
+            after = sum(torch.from_numpy(s["parameters"][name][key]) for s in gathered) / hvd.size()
+            assert torch.allclose(before, after, atol=1e-6), name
+    train(optimizer, model, 3, start=6)
+    assert_replicas_identical(model, "redistributed")
+    compression.close()
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()

@@ -1,0 +1,239 @@
+"""On real ranks: the sharded optimizer inside distributed optimizers, plain, compressed and fused; bytes and memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from models import make_model, train, wrap
+from torch import nn
+from worker_tools import case, report, run_cases
+from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
+
+import dgc.torch as dgc
+from dgc.core.errors import ConfigError
+from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
+
+
+def _horovod(model, optimizer):
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def _trained(make_optimizer, steps=8, **kwargs):
+    model = make_model(**kwargs)
+    optimizer = make_optimizer(model)
+    train(optimizer, model, steps)
+    assert_replicas_identical(list(model.parameters()))
+    return model, optimizer
+
+
+@case
+def inside_stock_horovod():
+    for (cls, options), views in itertools.product(OPTIMIZERS.values(), (False, True)):
+        expected, _ = _trained(lambda m: _horovod(m, cls(m.parameters(), **options)))  # noqa: B023
+        actual, optimizer = _trained(
+            lambda m: _horovod(m, Zero(m.parameters(), cls, parameters_as_bucket_view=views, **options))  # noqa: B023
+        )
+        assert_bits_equal(actual.parameters(), expected.parameters())
+        assert isinstance(optimizer, Zero)
+        assert isinstance(optimizer.optim, cls)
+        assert len(optimizer.optim.state) < len(list(actual.parameters()))
+
+
+@case
+def state_loaded_before_wrapping_is_kept():
+    model, optimizer = _trained(lambda m: _horovod(m, torch.optim.Adam(m.parameters(), lr=0.01)), 3)
+    saved = optimizer.state_dict()
+    resumed = make_model(seed=5)
+    resumed.load_state_dict(model.state_dict())
+    zero = Zero(resumed.parameters(), torch.optim.Adam, lr=0.01)
+    zero.load_state_dict(saved)
+    distributed = _horovod(resumed, zero)
+    for opt, m in ((optimizer, model), (distributed, resumed)):
+        train(opt, m, 3, start=3)
+    assert_bits_equal(resumed.parameters(), model.parameters())
+    distributed.consolidate_state_dict(to=0)
+    if hvd.rank() == 0:
+        for key, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["exp_avg"], distributed.state_dict()["state"][key]["exp_avg"])
+
+
+@case
+def schedulers_made_before_or_after_wrapping():
+    for early in (False, True):
+        model, reference = make_model(), make_model()
+        zero = Zero(model.parameters(), torch.optim.SGD, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(zero, 2, 0.5) if early else None
+        optimizer = _horovod(model, zero)
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        plain = _horovod(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+        other = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+        train(optimizer, model, 5, after=lambda step: scheduler.step())  # noqa: B023
+        train(plain, reference, 5, after=lambda step: other.step())  # noqa: B023
+        assert_bits_equal(model.parameters(), reference.parameters())
+
+
+@case
+def gradients_of_a_closure_are_averaged():
+    from models import loss_of
+
+    model, reference = make_model(), make_model()
+    optimizer = _horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
+    plain = _horovod(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    train(plain, reference, 3)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        with optimizer.skip_synchronize():
+            assert optimizer.step(closure).item() > 0
+    assert_bits_equal(model.parameters(), reference.parameters())
+
+
+@case
+def with_dgc_it_equals_the_unsharded_run():
+    """Same exchange, same momentum in the compressor, same bits; and the parameters travel as entries."""
+    sgd = dict(lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    options = dict(sparsity=0.99, rampup_begin_step=2)
+    for way, views in itertools.product("ab", (False, True)):
+        expected, actual = make_model(width=128), make_model(width=128)
+        plain, first = wrap(way, expected, torch.optim.SGD(expected.parameters(), **sgd), **options)
+        zero, second = wrap(
+            way, actual, Zero(actual.parameters(), torch.optim.SGD, parameters_as_bucket_view=views, **sgd), **options
+        )
+        train(plain, expected, 12)
+        train(zero, actual, 12)
+        assert_bits_equal(actual.parameters(), expected.parameters())
+        assert_replicas_identical(list(actual.parameters()))
+        assert zero.param_groups[0]["momentum"] == zero.optim.param_groups[0]["momentum"] == 0
+        assert not any("momentum_buffer" in s and s["momentum_buffer"] is not None for s in zero.optim.state.values())
+        for ours, theirs in zip(second.state_dict()["parameters"].values(), first.state_dict()["parameters"].values(),
+                                strict=True):
+            np.testing.assert_array_equal(ours["u"], theirs["u"])
+        assert zero.stats.last.bytes_sent < 0.2 * zero.stats.last.dense_bytes, zero.stats.last
+        first.close()
+        second.close()
+
+
+@case
+def with_dgc_a_dense_checkpoints_momentum_reaches_every_rank():
+    sgd = dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    for way in "ab":
+        model, dense = _trained(lambda m: _horovod(m, torch.optim.SGD(m.parameters(), **sgd)), 6)
+        checkpoint = dense.state_dict()
+        resumed = make_model(seed=5)
+        resumed.load_state_dict(model.state_dict())
+        zero, compression = wrap(
+            way, resumed, Zero(resumed.parameters(), torch.optim.SGD, **sgd), rampup_begin_step=1000
+        )
+        zero.load_state_dict(checkpoint)
+        train(dense, model, 5, start=6)
+        train(zero, resumed, 5, start=6)
+        for a, e in zip(resumed.parameters(), model.parameters(), strict=True):
+            assert (a - e).abs().max() <= 1e-6 * e.abs().max()
+        assert not any("momentum_buffer" in s for s in zero.optim.state.values())
+        assert checkpoint["param_groups"][0]["momentum"] == 0.9
+        compression.close()
+
+
+@case
+def another_process_set_for_the_gradients_is_refused():
+    if hvd.size() < 4:
+        return
+    even = hvd.add_process_set([0, 2])
+    if hvd.rank() % 2 == 0:
+        model = make_model()
+        optimizer = _horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1, group=even))
+        with optimizer.skip_synchronize():
+            raises(ConfigError, "give both the same process set", optimizer.step)
+    hvd.barrier()
+
+
+@case
+def fused_steps_give_the_same_bits():
+    from dgc.torch.fuse import fuse_optimizer, fuse_step
+
+    for views in (False, True):
+        own = list(make_model().parameters())
+        other = twin(own)
+        zero = Zero(own, torch.optim.Adam, lr=0.01, parameters_as_bucket_view=views)
+        plain = torch.optim.Adam(other, lr=0.01)
+        fuse_optimizer(zero)
+        for step in range(6):
+            set_mean_gradients(own, step)
+            set_mean_gradients(other, step)
+            zero.step() if step == 2 else fuse_step(zero)
+            plain.step()
+        assert_replicas_identical(own)
+        assert_bits_equal(own, other)
+
+
+@case
+def adam_state_of_20_million_parameters():
+    """Bytes of optimizer state on this rank over those of the unsharded optimizer: at most 1/P + 5 %."""
+    shapes = [(1024, 1024)] * 16 + [(512, 2048), (1024,), (2048,), (1000, 2200)] + [(256,)] * 20
+    own = [nn.Parameter(torch.zeros(s)) for s in shapes]
+    zero = Zero(own, torch.optim.Adam, lr=1e-3)
+    for p in own:
+        p.grad = torch.full_like(p, 1e-3)
+    for _ in range(2):
+        zero.step()
+    numel = sum(p.numel() for p in own)
+    state = sum(t.numel() * t.element_size() for s in zero.optim.state.values() for t in s.values())
+    tracker = zero._sharing._tracker
+    state += sum(t.numel() * t.element_size() for t in tracker._before.values())
+    whole = numel * 8 + 4 * len(own)
+    share = state / whole
+    report({"parameters": numel, "state_bytes": state, "share": share})
+    assert numel >= 20e6
+    assert share <= 1 / hvd.size() + 0.05, share
+
+
+@case
+def bytes_with_dgc_against_dense_broadcasts():
+    """Gradients and parameters together at 99.9 %, against what dense broadcasts of the parameters alone take."""
+    def make(seed=0):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(20, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+    sgd = dict(lr=0.05, momentum=0.9)
+    totals = {}
+    for kind in ("dense", "dgc"):
+        model = make()
+        zero = Zero(model.parameters(), torch.optim.SGD, sparse_parameters=kind == "dgc", **sgd)
+        if kind == "dgc":
+            compression = dgc.Compression.dgc(sparsity=0.999)
+            optimizer = dgc.DistributedOptimizer(zero, model.named_parameters(), compression=compression)
+        else:
+            optimizer = _horovod(model, zero)
+        for step in range(6):
+            torch.manual_seed(100 * step + hvd.rank())
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(32, 20)), torch.randint(0, 10, (32,))).backward()
+            optimizer.step()
+        assert_replicas_identical(list(model.parameters()))
+        last = optimizer.stats.last
+        totals[kind] = np.array([last.bytes_sent, last.bytes_received], float)
+        if kind == "dgc":
+            gradients = compression.stats.last
+            report({"gradients sent": gradients.bytes_sent, "parameters sent": last.bytes_sent})
+            totals[kind] += [gradients.bytes_sent, gradients.bytes_received]
+            compression.close()
+    both = np.empty((2, hvd.size(), 2))
+    for i, kind in enumerate(("dense", "dgc")):
+        both[i] = hvd.allgather(torch.from_numpy(totals[kind]).view(1, 2), name=f"totals.{kind}").numpy()
+    dense, compressed = both.sum(axis=(1, 2))
+    report({"dense": dense, "dgc": compressed, "ratio": dense / compressed})
+    if hvd.size() == 2:
+        assert dense / compressed >= 20, dense / compressed
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()

@@ -1,0 +1,80 @@
+"""The bytes of version 1 never change: files hold them, and the document shows one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dgc.core import wire
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden"
+
+_spec = importlib.util.spec_from_file_location("regenerate_wire", GOLDEN / "regenerate_wire.py")
+regenerate_wire = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(regenerate_wire)
+
+CASES = regenerate_wire.cases()
+INDEX_CODECS = [wire.index_codec(name) for name in wire.index_codec_names()]
+VALUE_CODECS = [wire.value_codec(name) for name in wire.value_codec_names()]
+
+
+def stored(name):
+    text = (GOLDEN / "wire" / f"{name}.hex").read_text()
+    return np.frombuffer(bytes.fromhex("".join(line[6:] for line in text.splitlines())), np.uint8)
+
+
+def test_every_file_has_a_case():
+    assert {path.stem for path in (GOLDEN / "wire").glob("*.hex")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_have_not_changed(name):
+    assert regenerate_wire.to_text(CASES[name]) == (GOLDEN / "wire" / f"{name}.hex").read_text()
+
+
+@pytest.mark.parametrize("codec", INDEX_CODECS, ids=lambda codec: codec.name)
+def test_stored_positions_can_be_read(codec):
+    for case, (n, expected) in regenerate_wire.INDEX_CASES.items():
+        name = f"index_{codec.name}_{case}"
+        if name in CASES:
+            positions, consumed = codec.decode(stored(name), n, len(expected))
+            assert positions.tolist() == expected
+            assert consumed == stored(name).size
+
+
+@pytest.mark.parametrize("codec", VALUE_CODECS, ids=lambda codec: codec.name)
+def test_stored_values_can_be_read(codec):
+    for case, (original, bounds) in regenerate_wire.VALUE_CASES.items():
+        name = f"value_{codec.name}_{case}"
+        if name in CASES:
+            values, consumed = codec.decode(stored(name), len(original), np.array(bounds))
+            expected = codec.roundtrip(np.array(original, codec.dtype), np.array(bounds))
+            assert values.tobytes() == expected.tobytes()
+            assert consumed == stored(name).size
+
+
+def test_stored_message_can_be_read_from_its_header_alone():
+    message = stored("message_uint16_float16")
+    header = wire.unpack_header(message)
+    payload = message[wire.HEADER_BYTES :][: header.payload_bytes]
+    n, segments = regenerate_wire.MESSAGE_SEGMENTS[-1], regenerate_wire.MESSAGE_SEGMENTS
+    positions, used = wire.index_codec_by_id(header.index_codec).decode(payload, n, header.count)
+    bounds = np.searchsorted(positions, segments)
+    values, used_too = wire.value_codec_by_id(header.value_codec).decode(payload[used:], header.count, bounds)
+    assert positions.tolist() == regenerate_wire.MESSAGE_POSITIONS
+    assert values.tolist() == regenerate_wire.MESSAGE_VALUES
+    assert used + used_too == header.payload_bytes
+    assert (header.step, header.bucket, header.flags) == (1000, 2, wire.Flags.NONFINITE)
+    assert header.fingerprint == 0x0123456789ABCDEF
+
+
+def test_document_shows_the_golden_message():
+    document = (ROOT / "docs" / "wire-format.md").read_text()
+    shown = re.findall(r"^[0-9a-f]{4}  (?:[0-9a-f]{2} ?)+", document, flags=re.MULTILINE)
+    expected = (GOLDEN / "wire" / "message_uint16_float16.hex").read_text().splitlines()
+    assert [line.strip() for line in shown] == expected

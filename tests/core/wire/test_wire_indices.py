@@ -1,0 +1,320 @@
+"""Index codecs: what is written comes back, within the reserve; what is damaged is refused, never misread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.core.errors import ConfigError, WireError
+from dgc.core.wire import bit_indices, bits_numba, bits_numpy, index_codec, index_codec_names
+
+CODECS = [index_codec(name) for name in index_codec_names()]
+KERNELS = {"numba": bits_numba, "numpy": bits_numpy}
+TILE = 65_536
+
+codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request, monkeypatch):
+    """Both implementations of the bit loops."""
+    monkeypatch.setattr(bit_indices, "bit_kernels", lambda: KERNELS[request.param])
+
+
+@st.composite
+def buckets(draw, largest=4 * TILE):
+    """n and sorted unique positions below n: sparse, full, empty, clustered, on tile edges."""
+    n = draw(
+        st.one_of(
+            st.sampled_from([0, 1, 2, 63, 64, 65, TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE - 1]),
+            st.integers(0, largest),
+        )
+    )
+    kind = draw(st.sampled_from(["random", "start", "end", "one tile", "edges", "full", "even"]))
+    k = draw(st.integers(0, min(n, 300)))
+    if kind == "start":
+        chosen = np.arange(k)
+    elif kind == "end":
+        chosen = np.arange(n - k, n)
+    elif kind == "full":
+        chosen = np.arange(n)
+    elif kind == "even":
+        chosen = np.linspace(0, max(n - 1, 0), k)
+    elif kind == "edges":
+        edges = np.arange(0, n + 1, TILE)
+        chosen = np.concatenate([edges - 1, edges, edges + 1, [0, n - 1]])
+    else:
+        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+        low = rng.integers(n + 1) // TILE * TILE if kind == "one tile" else 0
+        high = min(low + TILE, n) if kind == "one tile" else n
+        chosen = rng.integers(low, max(high, low + 1), k)
+    positions = np.unique(chosen.astype(np.int64))
+    return n, positions[(positions >= 0) & (positions < n)]
+
+
+def encoded(codec, positions, n):
+    out = np.full(codec.max_bytes(n, positions.size), 0xAA, np.uint8)
+    return out[: codec.encode(positions, n, out)]
+
+
+@codecs
+@pytest.mark.usefixtures("kernels")
+@settings(deadline=None, suppress_health_check=["function_scoped_fixture"])
+@given(bucket=buckets(), shift=st.integers(0, 7))
+def test_positions_come_back(codec, bucket, shift):
+    n, positions = bucket
+    reserve = codec.max_bytes(n, positions.size)
+    # In the middle of other bytes, at any alignment, beside canaries.
+    buffer = np.full(shift + reserve + 40, 0xAA, np.uint8)
+    used = codec.encode(positions, n, buffer[shift : shift + reserve])
+    assert used <= reserve
+    assert used % 8 == 0
+    assert (buffer[:shift] == 0xAA).all()
+    assert (buffer[shift + used :] == 0xAA).all()
+    buffer.flags.writeable = False
+    decoded, consumed = codec.decode(buffer[shift:], n, positions.size)
+    assert consumed == used
+    assert decoded.dtype == np.int64
+    np.testing.assert_array_equal(decoded, positions)
+
+
+@codecs
+@settings(deadline=None)
+@given(bucket=buckets())
+def test_same_bytes_with_and_without_numba(codec, bucket):
+    n, positions = bucket
+    written = []
+    for module in KERNELS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bit_indices, "bit_kernels", lambda module=module: module)
+            written.append(encoded(codec, positions, n).tobytes())
+    assert written[0] == written[1]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("width", range(18))
+def test_elias_fano_at_every_place_in_a_word(width):
+    codec = index_codec("elias_fano")
+    for k in range(1, 140):
+        n = k * 3 << max(width - 1, 0)
+        positions = np.sort(np.random.default_rng(k).choice(n, k, replace=False))
+        block = encoded(codec, positions, n)
+        np.testing.assert_array_equal(codec.decode(block, n, k)[0], positions)
+
+
+@given(n=st.integers(1, 1 << 40), data=st.data())
+def test_elias_fano_takes_the_best_width(n, data):
+    k = data.draw(st.integers(1, min(n, 1 << 20)))
+    width, low_words, high_words = bit_indices.elias_fano_shape(n, k)
+    lengths = [-(-k * w // 64) - (-(k + (n - 1) // 2**w) // 64) for w in range(48)]
+    assert width == lengths.index(min(lengths))
+    assert low_words + high_words == min(lengths)
+
+
+@codecs
+@given(n=st.integers(0, 1 << 30), data=st.data())
+def test_reserve_for_k_holds_fewer_entries_too(codec, n, data):
+    k = data.draw(st.integers(0, n))
+    fewer = data.draw(st.integers(0, k))
+    assert codec.max_bytes(n, fewer) <= codec.max_bytes(n, k)
+
+
+@pytest.mark.parametrize(
+    ("name", "density", "most"),
+    [
+        ("elias_fano", 0.001, 12.0),
+        ("elias_fano", 0.01, 8.6),
+        ("uint16", 0.001, 16.55),
+        ("uint16", 0.01, 16.1),
+        ("int32", 0.001, 32.01),
+        ("bitmap", 0.25, 4.01),
+    ],
+)
+def test_bits_per_entry(name, density, most):
+    n = 6_500_000
+    positions = np.flatnonzero(np.random.default_rng(1).random(n) < density)
+    block = encoded(index_codec(name), positions, n)
+    assert 8 * block.size / positions.size <= most
+    np.testing.assert_array_equal(index_codec(name).decode(block, n, positions.size)[0], positions)
+
+
+@codecs
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("n", "positions"),
+    [(1, [0]), (700, [3, 5, 699]), (3 * TILE, [0, TILE - 1, TILE, 3 * TILE - 1]), (64, list(range(64)))],
+)
+def test_truncation_at_every_length_is_an_error(codec, n, positions):
+    block = encoded(codec, np.array(positions, np.int64), n)
+    lengths = range(block.size) if block.size < 2000 else [*range(0, block.size, 97), block.size - 1]
+    for length in lengths:
+        with pytest.raises(WireError, match=f"{codec.name}: the block takes {block.size} bytes.*only {length} left"):
+            codec.decode(block[:length], n, len(positions))
+
+
+@codecs
+@pytest.mark.usefixtures("kernels")
+def test_short_output_is_an_error_and_untouched(codec):
+    positions = np.array([1, 5, 900], np.int64)
+    for short in range(codec.max_bytes(1000, 3)):
+        out = np.full(short, 0xAA, np.uint8)
+        with pytest.raises(WireError, match="Size the message with max_bytes"):
+            codec.encode(positions, 1000, out)
+        assert (out == 0xAA).all()
+
+
+@codecs
+def test_only_flat_contiguous_bytes_are_accepted(codec):
+    for data in (np.zeros(4000, np.int8), np.zeros((2, 4000), np.uint8), np.zeros(8000, np.uint8)[::2]):
+        with pytest.raises(WireError, match="contiguous one-dimensional uint8"):
+            codec.decode(data, 1000, 3)
+        with pytest.raises(WireError, match="contiguous one-dimensional uint8"):
+            codec.encode(np.array([1, 2]), 1000, data)
+
+
+@codecs
+@pytest.mark.parametrize("count", [-1, 1001, 2**32 - 1])
+def test_impossible_count_is_an_error(codec, count):
+    with pytest.raises(WireError, match=f"claims {count} entries in a bucket of 1000"):
+        codec.decode(np.zeros(100_000, np.uint8), 1000, count)
+
+
+@codecs
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("claimed", [2, 4])
+def test_count_of_another_message_is_an_error(codec, claimed):
+    n = 1000
+    block = encoded(codec, np.array([10, 400, 999], np.int64), n)
+    if codec.name == "int32" and claimed == 2:
+        return  # the first two of three positions are a valid message: the header's count is all there is
+    with pytest.raises(WireError):
+        codec.decode(np.concatenate([block, np.zeros(64, np.uint8)]), n, claimed)
+
+
+def test_sizes_beyond_a_codec_are_refused_at_once():
+    with pytest.raises(ConfigError, match=r"indices='int32' addresses fewer than 2147483648 elements.*bucket_bytes"):
+        index_codec("int32").max_bytes(1 << 31, 1)
+    assert index_codec("uint16").max_bytes(1 << 31, 1) > 0
+    for codec in CODECS:
+        for n, k in ((-1, 0), (10, 11), (10, -1), (1 << 60, 1)):
+            with pytest.raises(ConfigError):
+                codec.max_bytes(n, k)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["elias_fano", "bitmap"])
+@pytest.mark.parametrize("positions", [[5, 4], [5, 5], [-1, 5], [5, 1000], [2**40], [-(2**40)], [0, 1, 2, 1]])
+def test_bit_vectors_refuse_to_write_outside_their_block(name, positions):
+    codec = index_codec(name)
+    buffer = np.full(codec.max_bytes(1000, len(positions)) + 64, 0xAA, np.uint8)
+    with pytest.raises(WireError, match=r"must be strictly ascending in 0\.\.999"):
+        codec.encode(np.array(positions, np.int64), 1000, buffer[32:-32])
+    assert (buffer[:32] == 0xAA).all()
+    assert (buffer[-32:] == 0xAA).all()
+
+
+@pytest.mark.parametrize("name", ["int32", "uint16"])
+@pytest.mark.parametrize("positions", [[5, 4], [5, 5], [0, 1, 2, 1], [900, 1000, 901]])
+def test_unsorted_positions_are_refused_by_the_receiver(name, positions):
+    codec = index_codec(name)
+    block = encoded(codec, np.array(positions, np.int64), 1000)
+    with pytest.raises(WireError):
+        codec.decode(block, 1000, len(positions))
+
+
+FUZZ_BUCKETS = [
+    (50, [0, 7, 8, 31, 49]),
+    (1000, list(range(0, 1000, 37))),
+    (TILE + 1, [0, TILE - 1, TILE]),
+    (150_000, [5, 6, 7, TILE, TILE + 1, 140_000, 149_999]),
+    (64, list(range(64))),
+    (300, []),
+]
+
+
+def outcome(codec, data, n, count):
+    """Positions and length, or None for a WireError; any other exception is a failure."""
+    try:
+        positions, consumed = codec.decode(data, n, count)
+    except WireError:
+        return None
+    assert positions.size == count
+    assert consumed <= data.size
+    assert count == 0 or (positions[0] >= 0 and positions[-1] < n)
+    assert (np.diff(positions) > 0).all()
+    return positions.tobytes(), consumed
+
+
+def mutated(rng, block, before=16):
+    """A damaged copy between two different fills, so that a read outside the block shows as a difference."""
+    damaged = block.copy()
+    kind = rng.integers(4)
+    if damaged.size:
+        where = rng.integers(damaged.size, size=rng.integers(1, 5))
+        damaged[where] = rng.integers(256, size=where.size) if kind else damaged[where] ^ (1 << rng.integers(8))
+        if kind == 3:
+            damaged = damaged[: rng.integers(damaged.size + 1)]
+    twins = []
+    for fill in (0x00, 0xFF):
+        buffer = np.full(damaged.size + 2 * before, fill, np.uint8)
+        buffer[before : before + damaged.size] = damaged
+        twins.append(buffer[before : before + damaged.size])
+    return twins
+
+
+@codecs
+def test_damaged_blocks_are_refused_or_still_valid(codec, monkeypatch):
+    rounds = 1500
+    rng = np.random.default_rng(11)
+    refused = 0
+    for n, positions in FUZZ_BUCKETS:
+        count = len(positions)
+        block = encoded(codec, np.array(positions, np.int64), n)
+        for _ in range(rounds):
+            twins = mutated(rng, block)
+            claimed = count if rng.integers(4) else int(rng.integers(n + 1))
+            outcomes = []
+            for module in KERNELS.values():
+                monkeypatch.setattr(bit_indices, "bit_kernels", lambda module=module: module)
+                outcomes += [outcome(codec, twin, n, claimed) for twin in twins]
+            assert all(each == outcomes[0] for each in outcomes)
+            refused += outcomes[0] is None
+    assert 0.2 * rounds * len(FUZZ_BUCKETS) < refused < rounds * len(FUZZ_BUCKETS)
+
+
+@codecs
+@pytest.mark.usefixtures("kernels")
+def test_random_bytes_are_refused_or_valid(codec):
+    rng = np.random.default_rng(12)
+    for _ in range(3000):
+        n = int(rng.integers(1, 3000))
+        data = rng.integers(256, size=rng.integers(600), dtype=np.uint8)
+        outcome(codec, data, n, int(rng.integers(n + 1)))
+
+
+def test_compiled_loops_stay_inside_their_arrays(tmp_path):
+    """The same damage with Numba's bounds checks on, which have to be compiled in from the start."""
+    code = """
+import numpy as np
+import test_wire_indices as tests
+for codec in tests.CODECS[2:]:
+    rng = np.random.default_rng(13)
+    for n, positions in tests.FUZZ_BUCKETS:
+        block = tests.encoded(codec, np.array(positions, np.int64), n)
+        for _ in range(500):
+            tests.outcome(codec, tests.mutated(rng, block)[0], n, len(positions))
+print("inside")
+"""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[2])])
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.stdout.strip() == "inside", done.stderr

@@ -1,0 +1,140 @@
+"""Codecs by name and by number; the choice of the smallest; what importing the package loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc.core import wire
+from dgc.core.errors import ConfigError, WireError
+from dgc.core.wire.ids import IndexCodecId, ValueCodecId
+from dgc.core.wire.registry import by_name
+
+
+def fake(name, number):
+    return SimpleNamespace(name=name, id=number)
+
+
+def test_numbers_are_fixed():
+    # Part of the format: a change here breaks hosts that run another release.
+    assert {member.name: int(member) for member in IndexCodecId} == {
+        "NONE": 0,
+        "INT32": 1,
+        "UINT16": 2,
+        "ELIAS_FANO": 3,
+        "BITMAP": 4,
+    }
+    assert {member.name: int(member) for member in ValueCodecId} == {
+        "NONE": 0,
+        "FLOAT32": 1,
+        "FLOAT16": 2,
+        "BFLOAT16": 3,
+        "INT8": 4,
+        "SIGN": 5,
+        "FLOAT64": 6,
+    }
+
+
+def test_names_and_numbers_lead_to_the_same_codec():
+    for name in wire.index_codec_names():
+        codec = wire.index_codec(name)
+        assert codec.name == name
+        assert wire.index_codec_by_id(codec.id) is codec
+        assert isinstance(codec, wire.IndexCodec)
+    for name in wire.value_codec_names():
+        codec = wire.value_codec(name)
+        assert codec.name == name
+        assert wire.value_codec_by_id(codec.id) is codec
+        assert isinstance(codec, wire.ValueCodec)
+
+
+def test_unknown_name_lists_the_valid_ones():
+    with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'int32', 'uint16', 'bitmap', 'elias_fano'"):
+        wire.index_codec("rice")
+    with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'elias_fano', 'auto'"):
+        wire.resolve_index_codec("rice", 100, 10)
+    with pytest.raises(ConfigError, match=r"values='fp16' is unknown.*'float16'.*'sign'"):
+        wire.value_codec("fp16")
+
+
+@pytest.mark.parametrize("number", [0, 5, 99, 255])
+def test_unknown_index_number_is_a_wire_error(number):
+    with pytest.raises(WireError, match=rf"index codec number {number} is unknown.*3 \(elias_fano\)"):
+        wire.index_codec_by_id(number)
+
+
+@pytest.mark.parametrize("number", [0, 7, 255])
+def test_unknown_value_number_is_a_wire_error(number):
+    with pytest.raises(WireError, match=rf"value codec number {number} is unknown.*5 \(sign\)"):
+        wire.value_codec_by_id(number)
+
+
+def test_inconsistent_tables_are_refused():
+    good = [fake("int32", 1), fake("uint16", 2), fake("elias_fano", 3), fake("bitmap", 4)]
+    assert list(by_name(good, IndexCodecId)) == ["int32", "uint16", "elias_fano", "bitmap"]
+    with pytest.raises(ConfigError, match="two codecs are named 'int32'"):
+        by_name([*good, fake("int32", 1)], IndexCodecId)
+    with pytest.raises(ConfigError, match="'uint16' has number 1"):
+        by_name([fake("int32", 1), fake("uint16", 1)], IndexCodecId)
+    with pytest.raises(ConfigError, match="'rice' has number 9"):
+        by_name([*good, fake("rice", 9)], IndexCodecId)
+    with pytest.raises(ConfigError, match="members without a codec: BITMAP"):
+        by_name(good[:-1], IndexCodecId)
+
+
+@pytest.mark.parametrize(
+    ("density", "name"), [(0.001, "elias_fano"), (0.01, "elias_fano"), (0.0625, "elias_fano"), (0.25, "bitmap")]
+)
+def test_auto_at_the_densities_of_a_warm_up(density, name):
+    n = 6_500_000
+    assert wire.resolve_index_codec("auto", n, int(n * density)).name == name
+
+
+@given(st.integers(0, 1 << 34), st.data())
+def test_auto_is_never_beaten(n, data):
+    k = data.draw(st.integers(0, n))
+    chosen = wire.smallest_index_codec(n, k)
+    for codec in map(wire.index_codec, wire.index_codec_names()):
+        if n < codec.LIMIT:
+            assert chosen.max_bytes(n, k) <= codec.max_bytes(n, k)
+
+
+def test_auto_beyond_every_codec_is_an_error():
+    with pytest.raises(ConfigError, match="bucket_bytes"):
+        wire.smallest_index_codec(1 << 48, 10)
+    with pytest.raises(ConfigError, match="11 entries cannot be chosen from 10 elements"):
+        wire.smallest_index_codec(10, 11)
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_import_is_light():
+    heavy = "numba", "cupy", "torch", "tensorflow", "mpi4py", "horovod"
+    code = f"import sys, dgc.core.wire; print([name for name in {heavy!r} if name in sys.modules])"
+    done = run_python(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_numpy_serves_where_numba_is_missing():
+    code = """
+import sys
+sys.modules["numba"] = None
+import numpy as np
+from dgc.core import wire
+from dgc.core.wire.bits import bit_kernels
+assert bit_kernels().__name__.endswith("bits_numpy")
+for name in wire.index_codec_names():
+    codec = wire.index_codec(name)
+    out = np.empty(codec.max_bytes(5000, 3), np.uint8)
+    codec.encode(np.array([1, 77, 4999]), 5000, out)
+    print(codec.decode(out, 5000, 3)[0].tolist())
+"""
+    done = run_python(code)
+    assert done.stdout.splitlines() == ["[1, 77, 4999]"] * len(wire.index_codec_names()), done.stderr
