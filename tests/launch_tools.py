@@ -138,7 +138,8 @@ class CaseResults:
         """Fail the test unless case ``name`` passed on every rank; skip it if a rank skipped it."""
         ranks = self.by_case.get(name, {})
         failed = {rank: entry["traceback"] for rank, entry in ranks.items() if entry["outcome"] == "failed"}
-        unfinished = [r for r in range(len(self.result.reports)) if ranks.get(r, {}).get("outcome", "started") == "started"]
+        launched = range(len(self.result.reports))
+        unfinished = [rank for rank in launched if ranks.get(rank, {}).get("outcome", "started") == "started"]
         parts = [f"case {name!r} failed on rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
         if unfinished:
             parts.append(f"case {name!r} did not finish on ranks {unfinished}\n{self.result.explain()}")

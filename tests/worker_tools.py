@@ -17,7 +17,7 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE")
 _cases: dict[str, Callable[[], None]] = {}
 
 
-class SkipCase(Exception):  # noqa: N818 - named like the act
+class SkipCase(Exception):
     """Raised by a case that cannot run here; raise it on every rank."""
 
 

@@ -100,7 +100,8 @@ def agree_or_raise(
             _gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
         except TransportError as lost:
             # What add_note does, which Python 3.10 lacks.
-            own_error.__notes__ = [*getattr(own_error, "__notes__", []), f"and the other ranks could not be told: {lost}"]  # type: ignore[attr-defined]
+            note = f"and the other ranks could not be told: {lost}"
+            own_error.__notes__ = [*getattr(own_error, "__notes__", []), note]  # type: ignore[attr-defined]
         raise
     require_agreement(transport, description, what, error, advice)
     return description
@@ -176,7 +177,7 @@ def _first_difference(descriptions: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def _by_value(values: Iterable[Hashable]) -> str:
-    """"0.9 on ranks 0-2 and 0.5 on rank 3": one entry per distinct value, the ranks of each."""
+    """One entry per distinct value with its ranks: "0.9 on ranks 0-2 and 0.5 on rank 3"."""
     ranks_of: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

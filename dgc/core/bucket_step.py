@@ -15,7 +15,7 @@ import numpy as np
 
 from dgc.core.config import DGCConfig
 from dgc.core.errors import DGCError
-from dgc.core.kernels.base import Kernels, Kept, SegmentWork
+from dgc.core.kernels.base import Kept, Kernels, SegmentWork
 from dgc.core.layout import Bucket, Segment
 from dgc.core.messages import Incoming, Sender
 from dgc.core.plan import BucketPlan, Mode, make_plan
@@ -82,7 +82,7 @@ class Outcome:
     kept: Kept | None = None
 
 
-class RemoteFailure(Exception):  # noqa: N818 - never leaves the core
+class RemoteFailure(Exception):
     """Another rank (or this one) sent an error instead of a message."""
 
     def __init__(self, error: DGCError) -> None:
@@ -191,7 +191,12 @@ class BucketStep:
             outcome.kept = None
 
     def finish(
-        self, context: StepContext, state: BucketState, given: Sequence[Submission | None], outcome: Outcome, refused: bool
+        self,
+        context: StepContext,
+        state: BucketState,
+        given: Sequence[Submission | None],
+        outcome: Outcome,
+        refused: bool,
     ) -> None:
         """Write the results of dense tensors, or, in a refused step, take back what was sent.
 
@@ -223,9 +228,7 @@ class BucketStep:
                 scale=context.loss_scale,
             )
 
-    def overflows(
-        self, context: StepContext, state: BucketState, given: Sequence[Submission | None]
-    ) -> bool:
+    def overflows(self, context: StepContext, state: BucketState, given: Sequence[Submission | None]) -> bool:
         """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
         plan = self.plan(context.density)
         dense = set(self._dense_segments(plan))
@@ -280,9 +283,7 @@ class BucketStep:
             state.v.fill(0)
         return len(positions), selection.nonfinite
 
-    def _work(
-        self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None]
-    ) -> list[SegmentWork]:
+    def _work(self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None]) -> list[SegmentWork]:
         hyper, scale = context.hyper, 1.0 / context.loss_scale
         share = 1.0 / self._transport.size if self._config.op == "sum" else 1.0
         work = []

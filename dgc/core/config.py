@@ -109,7 +109,7 @@ def _sparsities(value: Any) -> tuple[float, ...]:
     for s in values:
         if isinstance(s, bool) or not isinstance(s, (int, float)) or not 0.0 <= s < 1.0:
             raise ConfigError(
-                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of the entries"
+                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of it"
             )
     return tuple(float(s) for s in values)
 

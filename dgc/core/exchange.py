@@ -8,7 +8,6 @@ gradients arrive in.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -322,9 +321,7 @@ class Exchange:
 
     def _require_between_steps(self, what: str) -> None:
         if self.in_step:
-            raise LayoutError(
-                f"{what} was called while a step is under way; call it after step() or synchronize()"
-            )
+            raise LayoutError(f"{what} was called while a step is under way; call it after step() or synchronize()")
 
     def _loop(self) -> None:
         while True:
@@ -383,11 +380,11 @@ class Exchange:
                 wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
                 wrapped.__cause__ = None if wrapped is error else error
                 self._failure = (wrapped, None)
-        error, parameter = self._failure
+        cause, parameter = self._failure
         try:
-            step.send_error(context, error, parameter, self._current)
+            step.send_error(context, cause, parameter, self._current)
         except RemoteFailure as failure:
-            failure.error.__cause__ = error
+            failure.error.__cause__ = cause
             raise
 
     @property

@@ -150,9 +150,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     return Layout(parameters, buckets, places)
 
 
-def _bucket(
-    index: int, dtype: str, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig
-) -> Bucket:
+def _bucket(index: int, dtype: str, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig) -> Bucket:
     offset = 0
 
     def place(chosen: list[int]) -> tuple[Segment, ...]:

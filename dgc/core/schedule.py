@@ -37,7 +37,7 @@ class Schedule:
 
 
 def entries_to_send(numel: int, density: float) -> int:
-    """k = max(1, int(n * density)), at most n; 0 for an empty tensor.
+    """Return k = max(1, int(n * density)), at most n; 0 for an empty tensor.
 
     ``1 - 0.999`` is a little above 0.001 in float64 and ``1 - 0.9`` a little below 0.1, so a relative 1e-9 is added
     before truncating: k is what a reader computes by hand.

@@ -1,9 +1,9 @@
 """Deep Gradient Compression for PyTorch scripts that use Horovod.
 
-    import horovod.torch as hvd
-    import dgc.torch as dgc
+import horovod.torch as hvd
+import dgc.torch as dgc
 
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
+optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
 """
 
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError

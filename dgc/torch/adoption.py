@@ -1,5 +1,6 @@
-"""Taking momentum, Nesterov and weight decay out of a ``torch.optim.SGD`` into the compressor, so that the user's
-optimizer line stays as it is and nothing is applied twice.
+"""Taking momentum, Nesterov and weight decay out of a ``torch.optim.SGD`` into the compressor.
+
+The user's optimizer line stays as it is, and nothing is applied twice.
 
 What is taken can come back: schedulers set momentum, a dense checkpoint restores all of it. Whatever reappears is
 taken again at the beginning of a step; its ``momentum_buffer`` becomes the compressor's u.

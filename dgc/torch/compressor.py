@@ -60,7 +60,7 @@ class DGCCompressor:
         name = _op_name(op)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
-                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass the same to both, or leave "
+                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass one op to both, or leave "
                 "it out of the compressor"
             )
         self.config = dataclasses.replace(self.config, op=name)
@@ -267,7 +267,7 @@ class DGCCompressor:
                 "hvd.DistributedOptimizer(..., op=hvd.Sum)"
             )
         raise ConfigError(
-            f"the ranks' stand-ins reduced to {value:g} instead of {self._dummy_value:g}: {JOINED}; or the op is not one "
+            f"the ranks' stand-ins gave {value:g} instead of {self._dummy_value:g}: {JOINED}; or the op is not one "
             "that the compressor supports (hvd.Average and hvd.Sum)"
         )
 

@@ -123,8 +123,17 @@ class DGCMomentum(Optimizer):
                 learning_rate if lr is None else lr,
                 momentum,  # type: ignore[arg-type]
                 rampup_begin_step,  # type: ignore[arg-type]
-                rampup_step, sparsity, use_nesterov, local_grad_clip_norm, num_trainers, regularization, name,
-                min_numel, tuple(dtypes), (exclude,) if isinstance(exclude, str) else tuple(exclude), codecs,
+                rampup_step,
+                sparsity,
+                use_nesterov,
+                local_grad_clip_norm,
+                num_trainers,
+                regularization,
+                name,
+                min_numel,
+                tuple(dtypes),
+                (exclude,) if isinstance(exclude, str) else tuple(exclude),
+                codecs,
             )
             self.options.check_ranks(self._transport.size)
             defaults = {

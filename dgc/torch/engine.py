@@ -6,6 +6,7 @@ compressor was built for.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ class Engine:
         agree_or_raise(transport, config.describe, "options of the compressor")
         agree_or_raise(transport, build, "parameters", LayoutError, "Build the same model and optimizer on every rank.")
         watcher = weakref.WeakMethod(self._before_step)
-        self._watch = watch_steps(lambda o: (method := watcher()) is not None and method(o))
+        self._watch = watch_steps(functools.partial(_call_if_alive, watcher))
         weakref.finalize(self, self._watch.remove)
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -329,6 +330,12 @@ class Engine:
         if len(old["parameters"]) == len(self._members):
             self._exchange.state.load(old)
         self._exchange.stats = stats
+
+
+def _call_if_alive(method: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
+    alive = method()
+    if alive is not None:
+        alive(optimizer)
 
 
 def _loss_scale(value: Any) -> float | Callable[[], float]:

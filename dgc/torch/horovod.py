@@ -12,8 +12,8 @@ import torch
 from dgc.core.errors import ConfigError, TransportError
 
 INSTALL_HINT = (
-    "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install --no-build-isolation "
-    "horovod"
+    "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install "
+    "--no-build-isolation horovod"
 )
 
 
@@ -29,7 +29,9 @@ def import_horovod(initialized: bool = True) -> ModuleType:
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise ConfigError(f"dgc.torch needs Horovod, and importing horovod.torch failed: {error}. {INSTALL_HINT}") from error
+        raise ConfigError(
+            f"dgc.torch needs Horovod, and importing horovod.torch failed: {error}. {INSTALL_HINT}"
+        ) from error
     if not hasattr(hvd, "allreduce"):
         # horovod.torch imports without its extension, prints a warning and has no collectives.
         raise ConfigError(f"Horovod is installed, but was built without PyTorch. {INSTALL_HINT}")

@@ -14,7 +14,7 @@ from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = None,
@@ -90,7 +90,7 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
         name = self._parameter_names.get(p, "?")
         engine.fail(
             LayoutError(
-                f"{name!r} needed no gradient when the optimizer was wrapped, but has one now; wrap the optimizer after "
+                f"{name!r} needed no gradient when the optimizer was wrapped, but has one now; wrap it after "
                 "all its parameters require gradients"
             )
         )

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import warnings
-from types import ModuleType
 from typing import Any
 
-from dgc.core.errors import ConfigError, TransportError
+from dgc.core.errors import ConfigError
 from dgc.core.transport import Transport
 from dgc.torch.horovod import gather_values, import_horovod, member_set
 from dgc.torch.horovod_transport import HorovodTransport
-from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
-
-CHOICES = ("auto", "mpi", "horovod")
+from dgc.transport.choice import CHOICES, choose_transport
 
 
 def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:
     """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
-    All ranks tell each other what they asked for and whether they can use MPI, and all decide alike: a rank without
-    mpi4py never waits on another channel than its peers.
-
     Args:
-        choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
-            every rank can use it, else horovod, with one warning if Horovod itself does run on MPI. Or a transport,
-            which is returned as it is (then on every rank).
+        choice: "auto", "mpi", "horovod" or a transport: see :func:`dgc.transport.choice.choose_transport`.
         process_set: a ``hvd.ProcessSet``, or None for all ranks.
 
     Raises:
@@ -34,83 +23,8 @@ def make_transport(choice: str | Transport = "auto", process_set: Any = None) ->
         TransportError: "mpi" was asked for and some rank cannot use it.
     """
     if not isinstance(choice, str):
+        # Needs no Horovod, so that a test can bring ranks of its own.
         if isinstance(choice, Transport):
             return choice
         raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
-    hvd = import_horovod()
-    members = member_set(process_set)
-    answers = gather_values(_answer(hvd, choice), "transport.choice", members)
-    _require_known_choice(answers)
-    if choice == "horovod":
-        return HorovodTransport(members)
-    refusal = next((f"rank {answer['rank']}: {answer['refusal']}" for answer in answers if answer["refusal"]), None)
-    if refusal is None:
-        ranks = None if len(answers) == hvd.size() else [answer["rank"] for answer in answers]
-        return MPITransport(expect_rank=hvd.rank(), expect_size=hvd.size(), ranks=ranks)
-    if choice == "mpi":
-        raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
-    # Under Gloo Horovod is simply the right transport; under MPI somebody loses speed without knowing.
-    if hvd.mpi_enabled() and members.rank() == 0:
-        _warn_once(f"gradients travel through Horovod's own collectives instead of mpi4py's: {refusal}")
-    return HorovodTransport(members)
-
-
-def _answer(hvd: ModuleType, choice: str) -> dict[str, Any]:
-    # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
-    refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
-    return {"rank": hvd.rank(), "choice": choice, "refusal": refusal}
-
-
-def _require_known_choice(answers: list[dict[str, Any]]) -> None:
-    choices = {answer["choice"]: answer["rank"] for answer in reversed(answers)}
-    for choice, rank in choices.items():
-        if choice not in CHOICES:
-            raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, rank {rank} got {choice!r}")
-    if len(choices) > 1:
-        listed = ", ".join(f"{choice!r} on rank {rank}" for choice, rank in sorted(choices.items(), key=lambda c: c[1]))
-        raise ConfigError(f"the ranks ask for different transports: {listed}. Give every rank the same transport=...")
-
-
-def _why_not_mpi(hvd: ModuleType) -> str | None:
-    """Why this rank cannot use mpi4py beside Horovod, or None. Asks nobody else."""
-    if not hvd.mpi_built():
-        return "Horovod was built without MPI"
-    if not hvd.mpi_enabled():
-        # Importing mpi4py.MPI here would start an MPI of one rank, or abort the process where MPI cannot start alone.
-        return "Horovod does not run on MPI (horovodrun --gloo), so mpi4py would see a world of one"
-    if not hvd.mpi_threads_supported():
-        return (
-            "Horovod's MPI has no MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE and mpi4py.rc.thread_level, or "
-            "use an MPI library built with thread support"
-        )
-    try:
-        mpi = _import_running_mpi()
-    except TransportError as error:
-        return str(error)
-    if not mpi.Is_initialized():
-        return (
-            "mpi4py uses another MPI library than Horovod: reinstall one of them for the same MPI "
-            "(pip install --no-binary mpi4py mpi4py)"
-        )
-    return why_unusable(mpi, mpi.COMM_WORLD, hvd.rank(), hvd.size())
-
-
-def _import_running_mpi() -> Any:
-    """Import ``mpi4py.MPI`` without letting it start an MPI of its own, since Horovod's is running already."""
-    if "mpi4py.MPI" in sys.modules:
-        return import_mpi()
-    try:
-        import mpi4py
-    except ImportError:
-        return import_mpi()
-    before = mpi4py.rc.initialize
-    mpi4py.rc.initialize = False
-    try:
-        return import_mpi()
-    finally:
-        mpi4py.rc.initialize = before
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return choose_transport(choice, import_horovod(), member_set(process_set), gather_values, HorovodTransport)

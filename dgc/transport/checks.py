@@ -61,13 +61,13 @@ def check_allreduce(array: np.ndarray, op: str) -> None:
         raise TransportError(f"an array must stay below 2 GiB, got {array.nbytes} bytes: use smaller buckets")
 
 
-def reduce_in_rank_order(parts: Sequence[np.ndarray], op: str, out: np.ndarray) -> None:
+def reduce_in_rank_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out: np.ndarray) -> None:
     """Fold the ranks' arrays from rank 0 upwards, ``((p0 + p1) + p2) + ...``.
 
     The order is fixed, so equal inputs give equal bits on every rank, on every transport that uses this function.
 
     Args:
-        parts: P arrays of shape (n,), in rank order.
+        parts: P arrays of shape (n,) in rank order, or one of shape (P, n).
         op: "sum" or "max".
         out: (n,) same dtype, written; must not overlap ``parts`` except for being ``parts[0]`` itself.
     """

@@ -243,9 +243,7 @@ def run_ranks(
         finally:
             transports[rank].close()
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"dgc-rank-{rank}", daemon=True) for rank in range(size)
-    ]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"dgc-rank-{rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     _join(threads, world, timeout)

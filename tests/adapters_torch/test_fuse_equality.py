@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from adapters_torch.fuse_tools import SHAPES, Twins, count_calls, fill_grads, fused_counts, make_params
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step
 
@@ -156,6 +157,19 @@ def test_the_closure_runs_once_and_its_loss_is_returned():
     assert optimizer.fuse_step() is None
 
 
+def test_the_closure_may_differentiate_wherever_it_is_called_from():
+    params = make_params()
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
+
+    def closure():
+        loss = sum((p**2).sum() for p in params)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.fuse_step(closure) > 0
+
+
 def test_a_closure_that_makes_new_gradients_every_time_is_followed():
     twins = Twins(torch.optim.Adam, {"lr": 0.01})
 
@@ -187,12 +201,27 @@ def test_step_hooks_run_once_with_the_real_groups():
     assert all(a is b for group in seen for a, b in zip(group, params, strict=True))
 
 
+def test_a_step_that_calls_its_parents_step_shows_hooks_the_real_groups():
+    class Child(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    params = make_params()
+    optimizer = fuse_optimizer(Child(params, lr=0.1))
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(len(opt.param_groups[0]["params"])))
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    assert seen == [len(params)]
+    assert fused_counts(optimizer) == (1, len(params))
+
+
 def test_hooks_of_all_optimizers_run_once():
     params = make_params()
     optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
     fill_grads(params, seed=0)
     seen = []
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append("hook"))
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append("hook"))
     try:
         optimizer.fuse_step()
     finally:
@@ -322,22 +351,30 @@ def test_saved_tensors_still_notice_the_update():
         y.backward()
 
 
-def test_a_failing_step_leaves_the_optimizer_usable():
-    class Failing(torch.optim.SGD):
-        fail = False
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failing_step_leaves_what_a_failing_plain_step_leaves(when, first):
+    class Failing(torch.optim.Adam):
+        fail = None
 
         def step(self, closure=None):
-            if self.fail:
+            if self.fail == "before":
                 raise ValueError("no step today")
-            return super().step(closure)
+            super().step(closure)
+            if self.fail == "after":
+                raise ValueError("no step today")
 
-    twins = Twins(Failing, {"lr": 0.1, "momentum": 0.9})
+    twins = Twins(Failing, {"lr": 0.1})
+    if not first:
+        twins.step()
+    fill_grads(twins.plain_params, twins.fused_params, seed=5)
+    for optimizer, step in ((twins.plain, twins.plain.step), (twins.fused, twins.fused.fuse_step)):
+        optimizer.fail = when
+        with pytest.raises(ValueError, match="no step today"):
+            step()
+        optimizer.fail = None
     twins.step()
-    twins.fused.fail = True
-    with pytest.raises(ValueError, match="no step today"):
-        twins.fused.fuse_step()
-    twins.fused.fail = False
-    twins.step()
-    twins.assert_equal()
+    assert all(torch.equal(a, b) for a, b in zip(twins.plain_params, twins.fused_params, strict=True))
+    assert {int(s["step"]) for s in twins.fused.state.values()} == {2 - (when == "before") + (not first)}
     assert len(twins.fused.param_groups[0]["params"]) == len(SHAPES)
     assert fused_counts(twins.fused) == (1, len(SHAPES))

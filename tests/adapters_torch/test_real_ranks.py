@@ -10,7 +10,9 @@ WORKER = Path(__file__).parent / "workers" / "equality_cases.py"
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def cases(request):
-    return run_cases(request.param, WORKER, launcher="horovodrun", timeout=400, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+    return run_cases(
+        request.param, WORKER, launcher="horovodrun", timeout=400, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    )
 
 
 @pytest.mark.mpi

@@ -51,7 +51,12 @@ REVERSED_WORLD = "from mpi4py import MPI\nworld = MPI.COMM_WORLD.Split(0, -MPI.C
 FALLBACKS = {
     "one rank without mpi4py": (NO_MPI4PY_ON_RANK_1, "", {}, "rank 1: the mpi transport needs mpi4py"),
     "no threads": ("", "", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "rank 0: Horovod's MPI has no MPI_THREAD_MULTIPLE"),
-    "another world": (REVERSED_WORLD, "comm=world", {}, "rank 0: mpi4py sees rank 1 of 2 where Horovod has rank 0 of 2"),
+    "another world": (
+        REVERSED_WORLD,
+        "comm=world",
+        {},
+        "rank 0: mpi4py sees rank 1 of 2 where Horovod",
+    ),
 }
 
 

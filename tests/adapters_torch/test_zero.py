@@ -9,6 +9,8 @@ pytest.importorskip("torch")
 
 WORKERS = Path(__file__).parent / "workers"
 SHARDING = WORKERS / "zero_cases.py"
+STATE = WORKERS / "zero_state_cases.py"
+ERRORS = WORKERS / "zero_error_cases.py"
 COMPOSITION = WORKERS / "zero_dgc_cases.py"
 ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
@@ -16,6 +18,16 @@ ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def sharding(request):
     return run_cases(request.param, SHARDING, timeout=400, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def state(request):
+    return run_cases(request.param, STATE, timeout=300, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def errors(request):
+    return run_cases(request.param, ERRORS, timeout=200, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
@@ -30,6 +42,18 @@ def test_sharding(sharding, name):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(STATE))
+def test_groups_and_checkpoints(state, name):
+    state.check(name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(ERRORS))
+def test_bad_input(errors, name):
+    errors.check(name)
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", case_names(COMPOSITION))
 def test_composition(composition, name):
     composition.check(name)
@@ -38,7 +62,11 @@ def test_composition(composition, name):
 @pytest.mark.mpi
 def test_without_mpi():
     """Gloo: everything goes through Horovod's own collectives."""
-    names = ("same_bits_when_trainability_changes", "few_changes_travel_as_entries_and_many_whole", "checkpoints_load_both_ways")
+    names = (
+        "same_bits_when_trainability_changes",
+        "few_changes_travel_as_entries_and_many_whole",
+        "checkpoints_load_both_ways",
+    )
     cases = run_cases(2, SHARDING, *names, launcher="gloo", timeout=200)
     for name in names:
         cases.check(name)

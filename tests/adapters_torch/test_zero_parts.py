@@ -48,9 +48,7 @@ def test_no_other_split_moves_fewer_bytes(seed):
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(1, 6))
     numels = [int(n) for n in rng.integers(0, 5000, ranks)]
-    counts = [
-        UNKNOWN if rng.random() < 0.2 else int(n * min(1.0, 10 ** rng.uniform(-4, 0.2))) for n in numels
-    ]
+    counts = [UNKNOWN if rng.random() < 0.2 else int(n * min(1.0, 10 ** rng.uniform(-4, 0.2))) for n in numels]
     travel = choose_travel(counts, numels, 4)
     assert not set(travel.sparse) & set(travel.dense)
     for r in range(ranks):

@@ -13,7 +13,13 @@ from dgc.core.layout import Parameter, make_layout, travels_dense
 from dgc.core.schedule import Schedule, entries_to_send
 from dgc.transport.local import run_ranks
 
-SHAPES = {"conv.weight": (8, 4, 3, 3), "conv.bias": (8,), "fc.weight": (33, 40), "fc.bias": (33,), "head.weight": (5, 7)}
+SHAPES = {
+    "conv.weight": (8, 4, 3, 3),
+    "conv.bias": (8,),
+    "fc.weight": (33, 40),
+    "fc.bias": (33,),
+    "head.weight": (5, 7),
+}
 
 
 def parameters(shapes=None, dtype="float32"):
@@ -60,7 +66,9 @@ def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step
     return run_ranks(ranks, one_rank, timeout=timeout)
 
 
-def dense_sgd(ranks, steps, *, shapes=None, lr=0.1, seed=0, momentum=0.0, nesterov=False, weight_decay=0.0, op="average"):
+def dense_sgd(
+    ranks, steps, *, shapes=None, lr=0.1, seed=0, momentum=0.0, nesterov=False, weight_decay=0.0, op="average"
+):
     """torch.optim.SGD on averaged (or summed) gradients, in float64."""
     specs = parameters(shapes)
     rng = np.random.default_rng(1)

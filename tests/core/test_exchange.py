@@ -8,9 +8,9 @@ from exchange_tools import SHAPES, Oracle, dense_sgd, gradient, make_exchange, p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc.core.config import make_config
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.config import make_config
 from dgc.core.state import resized
 from dgc.transport.local import run_ranks
 
@@ -56,7 +56,13 @@ def test_sum_equals_sgd_on_summed_gradients(options):
 @pytest.mark.parametrize("options", MOMENTA, ids=str)
 @pytest.mark.parametrize("masking", [True, False])
 def test_follows_the_paper_through_the_rampup(options, masking):
-    options = {**options, "momentum_masking": masking, "rampup_begin_step": 4, "rampup_step": 6, "sparsity": (0.75, 0.9, 0.98)}
+    options = {
+        **options,
+        "momentum_masking": masking,
+        "rampup_begin_step": 4,
+        "rampup_step": 6,
+        "sparsity": (0.75, 0.9, 0.98),
+    }
     out = train(2, 16, **options)
     expected = Oracle(2, options).train(16)
     assert worst(out[0][0], expected) <= 2e-6
@@ -94,8 +100,17 @@ def test_global_clipping_scales_every_gradient_by_one_norm_from_the_first_step()
 @pytest.mark.parametrize("indices", ["uint16", "int32"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_are_bit_identical(ranks, indices, values):
-    out = train(ranks, 30, sparsity=(0.5, 0.9, 0.99), rampup_step=15, rampup_begin_step=3, momentum=0.9,
-                indices=indices, values=values, bucket_bytes=4096)
+    out = train(
+        ranks,
+        30,
+        sparsity=(0.5, 0.9, 0.99),
+        rampup_step=15,
+        rampup_begin_step=3,
+        momentum=0.9,
+        indices=indices,
+        values=values,
+        bucket_bytes=4096,
+    )
     for params, _ in out[1:]:
         for a, b in zip(params, out[0][0], strict=True):
             np.testing.assert_array_equal(a, b)
@@ -120,7 +135,14 @@ def test_order_of_gradients_does_not_matter(order):
 
     shuffled = run_ranks(2, rank)
     usual = []
-    train(2, 5, sparsity=0.9, momentum=0.9, bucket_bytes=2048, on_step=lambda r, s, e, p, res: usual.append(res) if r == 0 else None)
+    train(
+        2,
+        5,
+        sparsity=0.9,
+        momentum=0.9,
+        bucket_bytes=2048,
+        on_step=lambda r, s, e, p, res: usual.append(res) if r == 0 else None,
+    )
     for a, b in zip(shuffled[1], usual, strict=True):
         for x, y in zip(a, b, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -144,8 +166,18 @@ def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad
     m = 0.9
 
     def rank(transport):
-        exchange = make_exchange(transport, named, dtype=dtype, sparsity=sparsity, momentum=m, nesterov=nesterov,
-                                 values=values, indices=indices, min_numel=0, momentum_masking=False)
+        exchange = make_exchange(
+            transport,
+            named,
+            dtype=dtype,
+            sparsity=sparsity,
+            momentum=m,
+            nesterov=nesterov,
+            values=values,
+            indices=indices,
+            min_numel=0,
+            momentum_masking=False,
+        )
         sent_total = []
         for step in range(4):
             grads = [gradient(step, transport.rank, i, p.numel, dtype, seed) for i, p in enumerate(specs)]
@@ -155,12 +187,16 @@ def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad
             before = [exchange.state.residual(i).copy() for i in range(len(specs))]
             refused, results = run_step(exchange, grads)
             assert refused == overflow
-            clean = [np.where(np.isfinite(g), g, 0).astype(exchange.state.residual(i).dtype) for i, g in enumerate(grads)]
+            clean = [
+                np.where(np.isfinite(g), g, 0).astype(exchange.state.residual(i).dtype) for i, g in enumerate(grads)
+            ]
             increments = []
             for i, g in enumerate(clean):
                 u = exchange.state.momentum_buffer(i)
                 increments.append(g + np.asarray(m, u.dtype) * u if nesterov else u.copy())
-            sent = [b + inc - exchange.state.residual(i) for i, (b, inc) in enumerate(zip(before, increments, strict=True))]
+            sent = [
+                b + inc - exchange.state.residual(i) for i, (b, inc) in enumerate(zip(before, increments, strict=True))
+            ]
             if refused:
                 for s, b, inc in zip(sent, before, increments, strict=True):
                     np.testing.assert_allclose(s, 0, atol=1e-6 * (np.abs(b).max() + np.abs(inc).max()))
@@ -407,9 +443,22 @@ def test_a_foreign_state_is_refused(change, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sparsity": 1.0}, {"sparsity": -0.1}, {"sparsity": []}, {"sparsity": "0.9"}, {"momentum": 1.5}, {"weight_decay": -1},
-        {"rampup_begin_step": -1}, {"rampup_step": 0}, {"clip_scope": "layer"}, {"local_grad_clip_norm": 0}, {"op": "adasum"},
-        {"indices": "int7"}, {"values": "float1"}, {"momentum": 0, "nesterov": True}, {"seed": -1}, {"bucket_bytes": 0},
+        {"sparsity": 1.0},
+        {"sparsity": -0.1},
+        {"sparsity": []},
+        {"sparsity": "0.9"},
+        {"momentum": 1.5},
+        {"weight_decay": -1},
+        {"rampup_begin_step": -1},
+        {"rampup_step": 0},
+        {"clip_scope": "layer"},
+        {"local_grad_clip_norm": 0},
+        {"op": "adasum"},
+        {"indices": "int7"},
+        {"values": "float1"},
+        {"momentum": 0, "nesterov": True},
+        {"seed": -1},
+        {"bucket_bytes": 0},
     ],
     ids=str,
 )
@@ -427,7 +476,12 @@ def test_an_unknown_option_names_the_valid_ones():
 
 def test_bad_parameters_are_refused():
     config = make_config({})
-    for bad in ([], [Parameter("a", (2,), "float32")] * 2, [Parameter("a", (2,), "int64")], [Parameter("a", (2**31,), "float32")]):
+    for bad in (
+        [],
+        [Parameter("a", (2,), "float32")] * 2,
+        [Parameter("a", (2,), "int64")],
+        [Parameter("a", (2**31,), "float32")],
+    ):
         with pytest.raises(LayoutError):
             make_layout(bad, config)
 

@@ -55,7 +55,9 @@ def sum_that_the_compressor_was_not_told_of():
     on_every_rank(dgc.ConfigError, "averages", lambda: train(optimizer, model, 1), "reverse")
     compression.close()
     on_every_rank(
-        dgc.ConfigError, "pass the same", lambda: wrap("b", model, sgd(model), op=hvd.Sum, hvd_options={"op": hvd.Average})
+        dgc.ConfigError,
+        "pass the same",
+        lambda: wrap("b", model, sgd(model), op=hvd.Sum, hvd_options={"op": hvd.Average}),
     )
 
 
@@ -81,8 +83,10 @@ def momentum_twice():
     for way in "ab":
         on_every_rank(dgc.ConfigError, "applied twice", lambda way=way: wrap(way, model, sgd(model), momentum=0.9), way)
         on_every_rank(
-            dgc.ConfigError, "weight decay would be applied twice",
-            lambda way=way: wrap(way, model, sgd(model, momentum=0, weight_decay=0.1), momentum=0.9, weight_decay=0.1), way,
+            dgc.ConfigError,
+            "weight decay would be applied twice",
+            lambda way=way: wrap(way, model, sgd(model, momentum=0, weight_decay=0.1), momentum=0.9, weight_decay=0.1),
+            way,
         )
 
 
@@ -97,7 +101,9 @@ def dampening_and_maximize():
 @case
 def sparse_gradients_with_adopted_momentum():
     for way in "ab":
-        model = torch.nn.Sequential(torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64))
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
+        )
         optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
 
         def one_step(model=model, optimizer=optimizer):
@@ -171,15 +177,22 @@ def options_that_differ_between_ranks():
     for way in "ab":
         for name, values in {"sparsity": (0.9, 0.99), "values": ("float16", "float32"), "rampup_step": (1, 2)}.items():
             on_every_rank(
-                dgc.ConfigError, f"{name}.*{values[0]}.*{values[1]}",
-                lambda way=way, name=name, values=values: wrap(way, model, sgd(model), **{name: values[hvd.rank()]}), way,
+                dgc.ConfigError,
+                f"{name}.*{values[0]}.*{values[1]}",
+                lambda way=way, name=name, values=values: wrap(way, model, sgd(model), **{name: values[hvd.rank()]}),
+                way,
             )
         on_every_rank(
-            dgc.LayoutError, "momentum=0.9.*momentum=0.8",
-            lambda way=way: wrap(way, model, sgd(model, momentum=0.9 - 0.1 * hvd.rank())), way,
+            dgc.LayoutError,
+            "momentum=0.9.*momentum=0.8",
+            lambda way=way: wrap(way, model, sgd(model, momentum=0.9 - 0.1 * hvd.rank())),
+            way,
         )
         on_every_rank(
-            dgc.ConfigError, "transport", lambda way=way: wrap(way, model, sgd(model), transport=("mpi", "auto")[hvd.rank()]), way
+            dgc.ConfigError,
+            "transport",
+            lambda way=way: wrap(way, model, sgd(model), transport=("mpi", "auto")[hvd.rank()]),
+            way,
         )
 
 
@@ -206,7 +219,9 @@ def options_out_of_range():
     ):
         model = make_model()
         for way in "ab":
-            on_every_rank(dgc.ConfigError, match, lambda way=way, o=options, m=model: wrap(way, m, sgd(m), **o), f"{way}{options}")
+            on_every_rank(
+                dgc.ConfigError, match, lambda way=way, o=options, m=model: wrap(way, m, sgd(m), **o), f"{way}{options}"
+            )
     on_every_rank(TypeError, "sparsity.*loss_scale", lambda: dgc.Compression.dgc(sparcity=0.9))
 
 
@@ -238,7 +253,9 @@ def a_checkpoint_of_another_layout_or_number_of_ranks():
     on_every_rank(dgc.LayoutError, "all 2 old ranks", lambda: compression.load_state_dict([state], resize=True))
     other = make_model(width=32)
     _, another = wrap("b", other, sgd(other), sparsity=0.9)
-    on_every_rank(dgc.LayoutError, "sparsified when the state was saved|another model", lambda: another.load_state_dict(state))
+    on_every_rank(
+        dgc.LayoutError, "sparsified when the state was saved|another model", lambda: another.load_state_dict(state)
+    )
     train(optimizer, model, 1)
     compression.close()
     another.close()
@@ -252,11 +269,14 @@ def one_rank_failing_inside_compress():
         optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, bucket_bytes=8192)
         train(optimizer, model, 2)
         if hvd.rank() == 1:
+
             def broken(*args, **kwargs):
                 raise MemoryError("no room on this rank")
 
             compression.engine.exchange._steps[-1]._kernels = type("Broken", (), {"accumulate_and_select": broken})()
-        error = on_every_rank(dgc.DGCError, "rank 1.*step 2.*no room on this rank", lambda o=optimizer, m=model: train(o, m, 1), way)
+        error = on_every_rank(
+            dgc.DGCError, "rank 1.*step 2.*no room on this rank", lambda o=optimizer, m=model: train(o, m, 1), way
+        )
         assert isinstance(error, dgc.RemoteError)
         compression.close()
 

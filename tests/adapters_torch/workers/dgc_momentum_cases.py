@@ -39,9 +39,9 @@ def train(optimizer, own, steps, start=0):
 
 def oracle_train(oracle, own, steps, start=0):
     for step in range(start, start + steps):
-        oracle.step([
-            [gradient(p, step, i, rank).numpy().ravel() for i, p in enumerate(own)] for rank in range(hvd.size())
-        ])
+        oracle.step(
+            [[gradient(p, step, i, rank).numpy().ravel() for i, p in enumerate(own)] for rank in range(hvd.size())]
+        )
 
 
 def assert_close(own, oracle, bound=2e-6):
@@ -65,8 +65,14 @@ def equals_paddle_from_before_the_rampup_to_its_end():
     for nesterov, regularization, clip in kinds:
         own = parameters()
         optimizer = make(
-            own, rampup_begin_step=3, rampup_step=4, sparsity=[0.75, 0.99], use_nesterov=nesterov,
-            regularization=regularization, local_grad_clip_norm=clip, num_trainers=hvd.size() if clip else None,
+            own,
+            rampup_begin_step=3,
+            rampup_step=4,
+            sparsity=[0.75, 0.99],
+            use_nesterov=nesterov,
+            regularization=regularization,
+            local_grad_clip_norm=clip,
+            num_trainers=hvd.size() if clip else None,
         )
         l1 = [1e-3 if isinstance(regularization, L1Decay) else 0.0] * len(own)
         l2 = [1e-2 if isinstance(regularization, L2Decay) else 0.0] * len(own)
@@ -132,6 +138,7 @@ def entries_sent_follow_the_rampup():
 @case
 def eligibility():
     """At least 16384 elements of float32, whatever the number of dimensions; or what the options say."""
+
     def compressed(own, **options):
         optimizer = make(own, **options)
         keys = {i for i, entry in optimizer.state_dict()["state"].items() if "v" in entry}
@@ -168,7 +175,11 @@ def a_parameters_own_regularizer_goes_first():
     groups = [{"params": own[:3]}, {"params": own[3:], "regularization": L2Decay(0.05)}]
     optimizer = make(groups, regularization=L1Decay(0.01), rampup_begin_step=2, sparsity=[0.9])
     oracle = oracle_of(
-        own, begin=2, sparsity=(0.9,), l1=[0, 0.01, 0.03, 0, 0], l2=[0.02, 0, 0, 0.05, 0],
+        own,
+        begin=2,
+        sparsity=(0.9,),
+        l1=[0, 0.01, 0.03, 0, 0],
+        l2=[0.02, 0, 0, 0.05, 0],
     )
     train(optimizer, own, 5)
     oracle_train(oracle, own, 5)
@@ -185,7 +196,9 @@ def nothing_is_lost():
     before = own[0].detach().numpy().ravel().astype(np.float64).copy()
     for step in range(8):
         train(optimizer, own, 1, step)
-        mean = sum(gradient(own[0], step, 0, r).numpy().ravel().astype(np.float64) for r in range(hvd.size())) / hvd.size()
+        mean = (
+            sum(gradient(own[0], step, 0, r).numpy().ravel().astype(np.float64) for r in range(hvd.size())) / hvd.size()
+        )
         oracle_u = 0.5 * oracle_u + mean
         total_u += oracle_u
     sent = (before - own[0].detach().numpy().ravel()) / 0.1
@@ -226,8 +239,13 @@ def _saved(state):
 @case
 def resume_continues_bit_for_bit():
     for nesterov, first in itertools.product((False, True), (2, 5)):
-        options = dict(rampup_begin_step=3, sparsity=[0.9, 0.99], rampup_step=4, use_nesterov=nesterov,
-                       regularization=L2Decay(0.01))
+        options = dict(
+            rampup_begin_step=3,
+            sparsity=[0.9, 0.99],
+            rampup_step=4,
+            use_nesterov=nesterov,
+            regularization=L2Decay(0.01),
+        )
         own = parameters()
         optimizer = make(own, **options)
         train(optimizer, own, first)
@@ -254,9 +272,16 @@ def states_that_do_not_fit_are_refused():
         (AssertionError, "belongs to rank", {**state, "rank": hvd.rank() + 1}),
         (AssertionError, "one of 9 ranks", {**state, "size": 9}),
         (AssertionError, "lacks parameter", {**state, "state": {i: e for i, e in state["state"].items() if i}}),
-        (AssertionError, "has shape", {**state, "state": {**state["state"], 0: {**state["state"][0], "u": torch.zeros(3)}}}),
-        (AssertionError, "is float64", {**state, "state": {**state["state"], 0: {
-            **state["state"][0], "u": torch.zeros(16, 1024).double()}}}),
+        (
+            AssertionError,
+            "has shape",
+            {**state, "state": {**state["state"], 0: {**state["state"][0], "u": torch.zeros(3)}}},
+        ),
+        (
+            AssertionError,
+            "is float64",
+            {**state, "state": {**state["state"], 0: {**state["state"][0], "u": torch.zeros(16, 1024).double()}}},
+        ),
         (RuntimeError, "is a str", {**state, "state": {**state["state"], 0: {**state["state"][0], "u": "x"}}}),
         (AssertionError, "groups of", {**state, "param_groups": []}),
         (AssertionError, "resize=True", [state]),
@@ -292,7 +317,7 @@ def resize_keeps_the_mean_residual():
 def minimize_is_a_whole_iteration():
     torch.manual_seed(0)
     model = nn.Linear(128, 128)
-    optimizer = make(model.named_parameters(), sparsity=[0.9])
+    optimizer = make(model.named_parameters(), learning_rate=0.01, momentum=0.5, sparsity=[0.9])
     losses = []
     for _ in range(40):
         loss = model(torch.ones(2, 128) * (1 + hvd.rank())).square().mean()
@@ -366,7 +391,11 @@ def argument_errors():
         (AssertionError, "num_trainers is None", {**given, "local_grad_clip_norm": 1.0}),
         (AssertionError, "num_trainers is 2.0", {**given, "local_grad_clip_norm": 1.0, "num_trainers": 2.0}),
         (AssertionError, "num_trainers is 0", {**given, "local_grad_clip_norm": 1.0, "num_trainers": 0}),
-        (AssertionError, "local_grad_clip_norm is 1;", {**given, "local_grad_clip_norm": 1, "num_trainers": hvd.size()}),
+        (
+            AssertionError,
+            "local_grad_clip_norm is 1;",
+            {**given, "local_grad_clip_norm": 1, "num_trainers": hvd.size()},
+        ),
         (AssertionError, "num_trainers is 9, but", {**given, "num_trainers": 9}),
         (AssertionError, "regularization is 0.1", {**given, "regularization": 0.1}),
         (AssertionError, "coefficient -1", {**given, "regularization": L2Decay(-1)}),

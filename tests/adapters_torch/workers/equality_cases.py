@@ -36,6 +36,9 @@ def _dense_equality(way, bound, **options):
         compression.close()
 
 
+BRANCHES = ["left", "right", "both"]
+
+
 @case
 def way_a_before_rampup_equals_dense_sgd():
     _dense_equality("a", 1e-6, rampup_begin_step=1000)
@@ -64,8 +67,14 @@ def op_sum_equals_sgd_on_summed_gradients():
         expected = dense_reference(model, 10, lr=0.05, op="sum", **sgd)
         options = {"op": hvd.Sum} if way == "a" else {}
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.05, **sgd), hvd_options={"op": hvd.Sum},
-            sparsity=0.0, momentum_masking=False, values="float32", **options,
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05, **sgd),
+            hvd_options={"op": hvd.Sum},
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
+            **options,
         )
         train(optimizer, model, 10)
         assert worst_difference(model, expected) <= 1e-5
@@ -78,11 +87,15 @@ def replicas_identical_after_50_steps_with_unused_parameters():
     for way, begin in itertools.product("ab", (0, 10)):
         model = make_model(width=128)
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-            sparsity=[0.75, 0.99], rampup_step=10, rampup_begin_step=begin, bucket_bytes=40_000,
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+            sparsity=[0.75, 0.99],
+            rampup_step=10,
+            rampup_begin_step=begin,
+            bucket_bytes=40_000,
         )
-        choices = ["left", "right", "both"]
-        train(optimizer, model, 50, branch=lambda step: choices[(step + hvd.rank()) % 3])
+        train(optimizer, model, 50, branch=lambda step: BRANCHES[(step + hvd.rank()) % 3])
         assert_replicas_identical(model, f"{way}{begin}")
         assert len(compression.engine.exchange.layout.buckets) > 1
         assert 0.005 < compression.stats.last.density < 0.011
@@ -95,7 +108,11 @@ def unused_parameters_count_as_zero_gradients():
     branch = lambda rank, step: "left" if rank == 0 else "right"  # noqa: E731
     expected = dense_reference(model, 8, branch=branch, momentum=0.9)
     optimizer, compression = wrap(
-        "b", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.0, momentum_masking=False,
+        "b",
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        sparsity=0.0,
+        momentum_masking=False,
         values="float32",
     )
     train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
@@ -106,18 +123,25 @@ def unused_parameters_count_as_zero_gradients():
 @case
 def one_cycle_momentum_is_not_doubled():
     def schedule(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30, base_momentum=0.5, max_momentum=0.95)
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=30, base_momentum=0.5, max_momentum=0.95
+        )
 
     for way, nesterov, rampup in itertools.product("ab", (False, True), (0, 10)):
         model = make_model()
         sgd = dict(momentum=0.9, nesterov=nesterov)
         expected = dense_reference(model, 20, schedule=schedule, **sgd)
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.1, **sgd), sparsity=0.0, momentum_masking=False,
-            values="float32", rampup_begin_step=rampup,
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, **sgd),
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
+            rampup_begin_step=rampup,
         )
         scheduler = schedule(optimizer)
-        train(optimizer, model, 20, after=lambda step: scheduler.step())
+        train(optimizer, model, 20, after=lambda step, scheduler=scheduler: scheduler.step())
         assert worst_difference(model, expected) <= 1e-5, worst_difference(model, expected)
         compression.close()
 
@@ -139,7 +163,11 @@ def dense_checkpoint_is_adopted():
         resumed = make_model(seed=5)
         resumed.load_state_dict(model.state_dict())
         optimizer, compression = wrap(
-            way, resumed, torch.optim.SGD(resumed.parameters(), lr=0.1, **sgd), sparsity=0.0, momentum_masking=False,
+            way,
+            resumed,
+            torch.optim.SGD(resumed.parameters(), lr=0.1, **sgd),
+            sparsity=0.0,
+            momentum_masking=False,
             values="float32",
         )
         if hvd.rank() == 0 or not rank_0_only:
@@ -161,8 +189,13 @@ def backward_passes_per_step_and_early_step():
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            hvd_options={"backward_passes_per_step": 2}, sparsity=0.0, momentum_masking=False, values="float32",
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            hvd_options={"backward_passes_per_step": 2},
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
         )
         step = 0
         for passes in (2, 2, 1, 2):  # the third step comes early
@@ -186,7 +219,12 @@ def synchronize_then_clip_then_step():
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.0, momentum_masking=False, values="float32"
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
         )
         for step in range(5):
             optimizer.zero_grad()
@@ -258,8 +296,13 @@ def stock_groups_work_in_way_a():
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
         optimizer, compression = wrap(
-            "a", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), hvd_options={"groups": groups},
-            sparsity=0.0, momentum_masking=False, values="float32",
+            "a",
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            hvd_options={"groups": groups},
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
         )
         train(optimizer, model, 6)
         assert worst_difference(model, expected) <= 1e-5
@@ -279,7 +322,10 @@ def two_optimizers_over_one_model():
             options = dict(sparsity=0.9)
             if way == "a":
                 compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd, **options)
-                pairs[name] = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression), compression
+                pairs[name] = (
+                    hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression),
+                    compression,
+                )
             else:
                 compression = dgc.Compression.dgc(**options)
                 pairs[name] = dgc.DistributedOptimizer(sgd, named, compression=compression), compression
@@ -304,9 +350,12 @@ def two_optimizers_over_one_model():
 def sparse_embeddings_go_horovods_own_way():
     for way in "ab":
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64))
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
+        )
         sgd = torch.optim.SGD(
-            [{"params": model[0].parameters(), "momentum": 0}, {"params": model[2].parameters(), "momentum": 0.9}], lr=0.1
+            [{"params": model[0].parameters(), "momentum": 0}, {"params": model[2].parameters(), "momentum": 0.9}],
+            lr=0.1,
         )
         optimizer, compression = wrap(way, model, sgd, sparsity=0.9)
         generator = torch.Generator().manual_seed(hvd.rank())
@@ -350,16 +399,25 @@ def gradient_types():
 def non_contiguous_gradients():
     for way in "ab":
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3)).to(memory_format=torch.channels_last)
+        model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3)).to(
+            memory_format=torch.channels_last
+        )
         reference = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3))
         reference.load_state_dict(model.state_dict())
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), sparsity=0.0,
-            momentum_masking=False, values="float32",
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+            sparsity=0.0,
+            momentum_masking=False,
+            values="float32",
         )
         plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for step in range(4):
-            data = [torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(hvd.size())]
+            data = [
+                torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + r))
+                for r in range(hvd.size())
+            ]
             optimizer.zero_grad()
             model(data[hvd.rank()].to(memory_format=torch.channels_last)).square().mean().backward()
             optimizer.step()
@@ -412,8 +470,11 @@ def float16_overflow_refuses_the_step_everywhere():
         model = torch.nn.Linear(40, 60).half()
         scale = {"now": 1024.0}
         optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), sparsity=0.9,
-            loss_scale=lambda: scale["now"],
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            sparsity=0.9,
+            loss_scale=lambda scale=scale: scale["now"],
         )
         refused = []
         for step in range(6):
@@ -440,7 +501,9 @@ def float16_overflow_refuses_the_step_everywhere():
 def residuals_survive_broadcast_optimizer_state():
     for way in "ab":
         model = make_model()
-        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.99)
+        optimizer, compression = wrap(
+            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.99
+        )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert compression.engine.exchange.state.step == 0
@@ -471,7 +534,11 @@ def process_sets():
         model = make_model()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer, compression = wrap(
-            way, model, sgd, hvd_options={"process_set": evens}, sparsity=0.9,
+            way,
+            model,
+            sgd,
+            hvd_options={"process_set": evens},
+            sparsity=0.9,
             **({"process_set": evens} if way == "a" else {}),
         )
         included = hvd.rank() in (0, 2)
@@ -492,7 +559,8 @@ def one_compressor_cannot_serve_two_models():
     optimizer, compression = wrap("b", model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
     other = make_model()
     raises(
-        dgc.ConfigError, "one compressor",
+        dgc.ConfigError,
+        "one compressor",
         lambda: dgc.DistributedOptimizer(
             torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters(), compression=compression
         ),

@@ -81,7 +81,9 @@ def train(optimizer, model, steps, *, start=0, branch=lambda step: "both", after
             after(step)
 
 
-def dense_reference(model: nn.Module, steps: int, *, lr=0.1, op="average", schedule=None, branch=lambda r, s: "both", **sgd):
+def dense_reference(
+    model: nn.Module, steps: int, *, lr=0.1, op="average", schedule=None, branch=lambda r, s: "both", **sgd
+):
     """torch.optim.SGD on the ranks' averaged gradients, all ranks' batches computed here; returns the trained copy."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)
@@ -123,9 +125,11 @@ def raises(error, match, function):
     """Run and return the error; fail when nothing or something else is raised."""
     import re
 
+    raised = None
     try:
         function()
-    except error as raised:
-        assert re.search(match, str(raised)), f"{match!r} not in {raised}"
-        return raised
-    raise AssertionError(f"{error.__name__} was not raised")
+    except error as caught:
+        raised = caught
+    assert raised is not None, f"{error} was not raised"
+    assert re.search(match, str(raised)), f"{match!r} not in {raised}"
+    return raised

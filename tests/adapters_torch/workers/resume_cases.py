@@ -95,7 +95,8 @@ def saving_twice_keeps_only_the_newest_files_and_a_lost_file_is_named():
         next(folder.glob("compressor-*-00001-of-*")).unlink()
     hvd.barrier()
     error = raises(
-        (FileNotFoundError, dgc.DGCError), "00001-of-",
+        (FileNotFoundError, dgc.DGCError),
+        "00001-of-",
         lambda: dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression),
     )
     assert isinstance(error, FileNotFoundError) == (hvd.rank() == 1)

@@ -10,11 +10,11 @@ import numpy as np
 from worker_tools import SkipCase, case, run_cases
 
 from dgc.core.agreement import require_agreement
-from dgc.core.errors import ConfigError, TransportError
 from dgc.core.transport import Transport
 from dgc.torch.horovod import gather_values, member_set
-from dgc.torch.horovod_transport import GATHER_BYTES, SMALL_BYTES, HorovodTransport
+from dgc.torch.horovod_transport import HorovodTransport
 from dgc.torch.transports import make_transport
+from dgc.transport.horovod import GATHER_BYTES, SMALL_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 
@@ -206,7 +206,9 @@ def mpi_by_name():
         transport.close()
         return
     message = raised_by(make_transport, "mpi")
-    assert message.startswith('TransportError: transport="mpi" cannot be used. rank 0: Horovod does not run on MPI'), message
+    assert message.startswith('TransportError: transport="mpi" cannot be used. rank 0: Horovod does not run on MPI'), (
+        message
+    )
     assert 'transport="auto" or "horovod" works here' in message
     assert "mpi4py.MPI" not in sys.modules
 

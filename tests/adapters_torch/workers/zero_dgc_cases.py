@@ -113,8 +113,9 @@ def with_dgc_it_equals_the_unsharded_run():
         assert_replicas_identical(list(actual.parameters()))
         assert zero.param_groups[0]["momentum"] == zero.optim.param_groups[0]["momentum"] == 0
         assert not any("momentum_buffer" in s and s["momentum_buffer"] is not None for s in zero.optim.state.values())
-        for ours, theirs in zip(second.state_dict()["parameters"].values(), first.state_dict()["parameters"].values(),
-                                strict=True):
+        for ours, theirs in zip(
+            second.state_dict()["parameters"].values(), first.state_dict()["parameters"].values(), strict=True
+        ):
             np.testing.assert_array_equal(ours["u"], theirs["u"])
         assert zero.stats.last.bytes_sent < 0.2 * zero.stats.last.dense_bytes, zero.stats.last
         first.close()
@@ -198,6 +199,7 @@ def adam_state_of_20_million_parameters():
 @case
 def bytes_with_dgc_against_dense_broadcasts():
     """Gradients and parameters together at 99.9 %, against what dense broadcasts of the parameters alone take."""
+
     def make(seed=0):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(20, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))

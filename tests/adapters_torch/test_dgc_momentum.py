@@ -1,0 +1,88 @@
+"""DGCMomentum: on 2 and 4 real ranks against Paddle's algorithm, on one process, and with a rank that has joined."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases, run_mpi
+
+pytest.importorskip("torch")
+
+WORKER = Path(__file__).parent / "workers" / "dgc_momentum_cases.py"
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def cases(request):
+    return run_cases(request.param, WORKER, launcher="horovodrun", timeout=300)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_on_real_ranks(cases, name):
+    cases.check(name)
+
+
+@pytest.mark.mpi
+def test_without_mpi():
+    names = ("entries_sent_follow_the_rampup", "resume_continues_bit_for_bit")
+    cases = run_cases(2, WORKER, *names, launcher="gloo", timeout=120)
+    for name in names:
+        cases.check(name)
+
+
+ONE_PROCESS = """
+import warnings
+import horovod.torch as hvd
+import torch
+from worker_tools import report
+from dgc.torch.dgc_momentum import DGCMomentum, L2Decay
+
+hvd.init()
+own, other = (torch.nn.Parameter(torch.linspace(-1, 1, 40_000)) for _ in range(2))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer = DGCMomentum([own], 0.1, 0.9, 2, use_nesterov=True, regularization=L2Decay(0.01))
+plain = torch.optim.SGD([other], 0.1, 0.9, nesterov=True, weight_decay=0.01)
+for step in range(6):
+    for p in (own, other):
+        p.grad = torch.sin(torch.arange(40_000.0) + step)
+    optimizer.step()
+    plain.step()
+report([(own - other).abs().max().item(), [str(w.message) for w in caught], optimizer.state_dict()["step"]])
+"""
+
+
+@pytest.mark.mpi
+def test_one_process_trains_dense_with_a_warning():
+    difference, warned, step = run_mpi(1, ONE_PROCESS, launcher="single").values[0]
+    assert difference <= 1e-6
+    assert warned == ["DGCMomentum with one process compresses nothing"]
+    assert step == 6
+
+
+JOINED = """
+import horovod.torch as hvd
+import torch
+from worker_tools import dump_where_it_hangs, report
+from dgc.core.errors import ConfigError
+from dgc.torch.dgc_momentum import DGCMomentum
+
+dump_where_it_hangs()
+hvd.init()
+p = torch.nn.Parameter(torch.zeros(20_000))
+optimizer = DGCMomentum([p], 0.1, 0.9, 0)
+p.grad = torch.ones_like(p)
+optimizer.step()
+if hvd.rank() == 1:
+    hvd.join()
+else:
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        report(str(error))
+    hvd.join()
+"""
+
+
+@pytest.mark.mpi
+def test_a_joined_rank_is_an_error_and_no_hang():
+    assert "a rank has joined" in run_mpi(2, JOINED, timeout=60).values[0]

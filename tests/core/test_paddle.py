@@ -1,0 +1,142 @@
+"""Paddle's arguments without a framework: its schedule, its k, its eligibility, its errors."""
+
+import pytest
+
+from dgc.core.errors import ConfigError
+from dgc.core.layout import Parameter, travels_dense
+from dgc.core.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer
+from dgc.core.schedule import Schedule, entries_to_send
+
+LEVELS = (0.75, 0.9375, 0.984375, 0.996, 0.999)
+
+
+def options(**changes):
+    return PaddleOptions(**{"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0, **changes})
+
+
+def sparsities(steps, **changes):
+    config = options(**changes).to_config([])
+    schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+    return [None if schedule.is_dense(s) else round(1 - schedule.density(s), 9) for s in steps]
+
+
+def test_five_levels_over_100_steps():
+    table = {
+        0: 0.75,
+        19: 0.75,
+        20: 0.9375,
+        39: 0.9375,
+        40: 0.984375,
+        60: 0.996,
+        79: 0.996,
+        80: 0.999,
+        99: 0.999,
+        5000: 0.999,
+    }
+    assert sparsities(table, sparsity=LEVELS, rampup_step=100) == list(table.values())
+
+
+def test_one_step_per_level():
+    assert sparsities(range(7), sparsity=LEVELS, rampup_step=5) == [*LEVELS, 0.999, 0.999]
+
+
+def test_rampup_in_one_step_goes_from_the_first_level_to_the_last():
+    assert sparsities(range(3), sparsity=LEVELS) == [0.75, 0.999, 0.999]
+
+
+def test_nothing_before_the_begin():
+    assert sparsities(range(8, 13), sparsity=LEVELS, rampup_begin_step=10, rampup_step=5) == [None, None, *LEVELS[:3]]
+
+
+@pytest.mark.parametrize("numel", [16384, 16385, 100_000, 2_359_296, 25_557_032])
+@pytest.mark.parametrize("sparsity", [0.75, 0.9375, 0.984375, 0.996, 0.999])
+def test_k_is_the_share_of_the_elements(numel, sparsity):
+    exact = numel * round((1 - sparsity) * 10**9) // 10**9
+    assert entries_to_send(numel, 1 - sparsity) == max(1, exact)
+
+
+def test_k_is_at_least_one():
+    assert entries_to_send(16384, 1 - 0.99999) == 1
+
+
+def test_eligibility_is_by_elements_and_type_whatever_the_dimensions():
+    parameters = [
+        Parameter("just", (16, 1024), "float32"),
+        Parameter("short", (127, 129), "float32"),
+        Parameter("flat", (16384,), "float32"),
+        Parameter("flat[short]", (16383,), "float32"),
+        Parameter("half", (200, 200), "float16"),
+        Parameter("*", (200, 200), "bfloat16"),
+        Parameter("odd[*]?", (20000,), "float32"),
+        Parameter("odd_like_x", (200, 200), "float64"),
+    ]
+    config = options().to_config(parameters)
+    assert [p.name for p in parameters if not travels_dense(p, config)] == ["just", "flat", "odd[*]?"]
+    config = options(dtypes=("float16", "bfloat16"), min_numel=30_000, exclude=("h*",)).to_config(parameters)
+    assert [p.name for p in parameters if not travels_dense(p, config)] == ["*"]
+    assert [options().eligible(p) for p in parameters] == [True, False, True, False, False, False, True, False]
+
+
+def test_defaults_send_whole_values_with_momentum_factor_masking():
+    config = options().to_config([])
+    assert (config.sparsity, config.values, config.momentum_masking) == ((0.999,), "float32", True)
+    assert (config.clip_scope, config.op, config.error_feedback) == ("tensor", "average", True)
+
+
+def test_momentum_options_reach_the_core():
+    config = options(
+        use_nesterov=True,
+        momentum=0.7,
+        local_grad_clip_norm=2.0,
+        num_trainers=4,
+        rampup_step=9,
+        codecs={"indices": "auto"},
+    ).to_config([])
+    assert (config.nesterov, config.momentum, config.local_grad_clip_norm, config.rampup_step, config.indices) == (
+        True,
+        0.7,
+        2.0,
+        9,
+        "auto",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (AssertionError, "learning_rate is None", {"learning_rate": None}),
+        (AssertionError, "momentum is None", {"momentum": None}),
+        (AssertionError, "rampup_begin_step is -1", {"rampup_begin_step": -1}),
+        (AssertionError, "num_trainers is None", {"local_grad_clip_norm": 1.0}),
+        (AssertionError, "num_trainers is '2'", {"local_grad_clip_norm": 1.0, "num_trainers": "2"}),
+        (AssertionError, "num_trainers is True", {"local_grad_clip_norm": 1.0, "num_trainers": True}),
+        (AssertionError, "num_trainers is 0", {"local_grad_clip_norm": 1.0, "num_trainers": 0}),
+        (AssertionError, "local_grad_clip_norm is 1;", {"local_grad_clip_norm": 1, "num_trainers": 2}),
+        (AssertionError, "local_grad_clip_norm is -1.0", {"local_grad_clip_norm": -1.0, "num_trainers": 2}),
+        (AssertionError, "regularization is 'l2'", {"regularization": "l2"}),
+        (AssertionError, "coefficient nan", {"regularization": L1Decay(float("nan"))}),
+        (ConfigError, "sparsity contains 1", {"sparsity": [1]}),
+        (ConfigError, "sparsity", {"sparsity": []}),
+        (ConfigError, "rampup_step is 0", {"rampup_step": 0}),
+        (ConfigError, "nesterov", {"use_nesterov": True, "momentum": 0.0}),
+        (TypeError, "rampup_begin_step is missing", {"rampup_begin_step": None}),
+        (TypeError, "unknown option 'momentum'", {"codecs": {"momentum": 0.5}}),
+    ],
+)
+def test_bad_arguments(error, match, changes):
+    with pytest.raises(error, match=match) as raised:
+        options(**changes)
+    assert isinstance(raised.value, (ConfigError, TypeError))
+
+
+def test_num_trainers_must_be_the_number_of_ranks():
+    options().check_ranks(3)
+    options(num_trainers=3).check_ranks(3)
+    with pytest.raises(ArgumentError, match="num_trainers is 4, but 3 ranks train"):
+        options(num_trainers=4).check_ranks(3)
+
+
+def test_regularizers():
+    assert check_regularizer(None, "x") is None
+    assert check_regularizer(L2Decay(0.1), "x") == L2Decay(0.1)
+    assert L1Decay().regularization_coeff == 0.0

@@ -1,0 +1,171 @@
+"""Ranks that mean different things all get the same error, naming the first difference."""
+
+import math
+
+import numpy as np
+import pytest
+
+from dgc.core.agreement import agree_or_raise, require_agreement
+from dgc.core.errors import ConfigError, LayoutError, RemoteError, TransportError
+from dgc.transport.local import run_ranks
+
+
+def _messages(descriptions, error=ConfigError, **options):
+    """The message each rank raises for its own description; all must be of class ``error``."""
+
+    def rank(transport):
+        require_agreement(transport, descriptions[transport.rank], "options of the compressor", error, **options)
+
+    results = run_ranks(len(descriptions), rank, return_errors=True)
+    assert [type(result) for result in results] == [error] * len(descriptions)
+    return [str(result) for result in results]
+
+
+def _one_message(descriptions, **options):
+    messages = _messages(descriptions, **options)
+    assert len(set(messages)) == 1
+    return messages[0]
+
+
+EQUAL = {
+    "plain": {"momentum": 0.9, "sparsity": [0.75, 0.999], "values": "float16", "clip": None},
+    "nan": {"momentum": math.nan},
+    "empty": {},
+    "numpy": {"momentum": np.float32(0.5), "dtype": np.dtype("float32")},
+    "unsortable keys": {"nested": {1: 2, "a": 3}},
+    "unicode": {"schicht_ü": "3x3 float32"},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_descriptions_agree(size, name):
+    run_ranks(size, lambda transport: require_agreement(transport, dict(EQUAL[name]), "options"))
+
+
+def test_agreement_costs_one_small_allgather():
+    class Counting:
+        def __init__(self, transport):
+            self.transport, self.rank, self.size, self.name, self.bytes = transport, transport.rank, 2, "local", []
+
+        def allgather(self, message, out):
+            self.bytes.append(message.size)
+            self.transport.allgather(message, out)
+
+    def rank(transport):
+        counting = Counting(transport)
+        require_agreement(counting, {f"layer{i}.weight": "512x512 float32" for i in range(1000)}, "parameters")
+        return counting.bytes
+
+    assert run_ranks(2, rank) == [[24], [24]]
+
+
+def test_a_different_value_names_key_values_and_ranks():
+    descriptions = [{"momentum": 0.9, "sparsity": 0.999, "seed": 0} for _ in range(4)]
+    descriptions[3] = {"momentum": 0.9, "sparsity": 0.99, "seed": 1}
+    message = _one_message(descriptions)
+    assert message == (
+        "options of the compressor differ between ranks: 'sparsity' is 0.999 on ranks 0-2 and 0.99 on rank 3. "
+        "Give every rank the same options of the compressor."
+    )
+
+
+def test_the_first_key_in_rank_0s_order_is_named():
+    assert "'b' is 1 on rank 0 and 2 on rank 1" in _one_message([{"b": 1, "a": 1}, {"a": 2, "b": 2}])
+
+
+def test_the_given_error_and_advice_are_used():
+    (message, _) = _messages([{"w": "3x3"}, {"w": "3x4"}], LayoutError, advice="Build the same model everywhere.")
+    assert message.endswith('\'w\' is "3x3" on rank 0 and "3x4" on rank 1. Build the same model everywhere.')
+
+
+def test_a_missing_key_is_named():
+    assert "'b' is 2 on ranks 0, 2 and (missing) on rank 1" in _one_message(
+        [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}]
+    )
+
+
+def test_an_extra_key_is_named():
+    assert "'c' is (missing) on rank 0 and 3 on rank 1" in _one_message([{"a": 1}, {"a": 1, "c": 3}])
+
+
+def test_one_rank_without_any_key():
+    assert "'a' is 1 on rank 0 and (missing) on rank 1" in _one_message([{"a": 1}, {}])
+
+
+def test_another_order_is_named():
+    message = _one_message([{"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3, "b": 2}])
+    assert 'the order differs, number 1 is "b" on rank 0 and "c" on rank 1' in message
+
+
+def test_nan_against_a_number():
+    assert "'m' is NaN on rank 0 and 0.0 on rank 1" in _one_message([{"m": math.nan}, {"m": 0.0}])
+
+
+def test_one_is_not_true_and_not_one_point_zero():
+    _one_message([{"m": 1}, {"m": True}])
+    _one_message([{"m": 1}, {"m": 1.0}])
+
+
+def test_long_values_and_many_values_stay_readable():
+    assert len(_one_message([{"m": "x" * 10_000}, {"m": "y" * 10_000}])) < 700
+    assert "4 more values on other ranks" in _one_message([{"m": rank} for rank in range(12)])
+
+
+def _agree(builders):
+    def rank(transport):
+        return agree_or_raise(transport, builders[transport.rank], "options")
+
+    return run_ranks(len(builders), rank, return_errors=True)
+
+
+def _fail(error):
+    def build():
+        raise error
+
+    return build
+
+
+def test_agree_or_raise_returns_the_description():
+    assert _agree([lambda: {"a": 1}, lambda: {"a": 1}]) == [{"a": 1}, {"a": 1}]
+
+
+def test_agree_or_raise_compares():
+    results = _agree([lambda: {"a": 1}, lambda: {"a": 2}])
+    assert [type(result) for result in results] == [ConfigError, ConfigError]
+
+
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it():
+    own = KeyError("layer3.weight")
+    results = _agree([lambda: {"a": 1}, _fail(own), lambda: {"a": 1}])
+    assert results[1] is own
+    for result in (results[0], results[2]):
+        assert type(result) is RemoteError
+        assert str(result) == "rank 1 failed: KeyError: 'layer3.weight'"
+
+
+def test_an_error_of_this_package_keeps_its_class():
+    own = LayoutError("'w' has no gradient")
+    results = _agree([lambda: {"a": 1}, _fail(own)])
+    assert results[1] is own
+    assert type(results[0]) is LayoutError
+    assert str(results[0]) == "rank 1: 'w' has no gradient"
+
+
+def test_every_rank_that_fails_raises_its_own_error():
+    errors = [ValueError("same"), ValueError("same"), TypeError("other")]
+    results = _agree([_fail(error) for error in errors])
+    assert all(result is error for result, error in zip(results, errors, strict=True))
+    assert not any(hasattr(error, "__notes__") for error in errors)
+
+
+def test_a_broken_transport_does_not_hide_the_error_itself():
+    class Broken:
+        rank, size, name = 0, 2, "broken"
+
+        def allgather(self, message, out):
+            raise TransportError("cable cut")
+
+    with pytest.raises(KeyError) as caught:
+        agree_or_raise(Broken(), _fail(KeyError("x")))
+    assert caught.value.__notes__ == ["and the other ranks could not be told: cable cut"]

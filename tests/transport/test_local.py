@@ -1,0 +1,227 @@
+"""Ranks as threads: right results, and an error instead of a hang whenever the ranks fall out of step."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dgc.core.errors import ConfigError, TransportError
+from dgc.core.transport import Transport
+from dgc.transport.local import local_world, run_ranks
+
+SIZES = [1, 2, 3, 5]
+
+
+def _gather(transport, message):
+    out = np.empty((transport.size, message.size), np.uint8)
+    transport.allgather(message, out)
+    return out
+
+
+def test_it_is_a_transport():
+    assert all(isinstance(transport, Transport) for transport in local_world(2))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("length", [0, 1, 1000])
+def test_allgather_puts_rank_r_in_row_r(size, length):
+    def rank(transport):
+        return _gather(transport, np.full(length, transport.rank + 7, np.uint8))
+
+    expected = np.repeat(np.arange(7, 7 + size, dtype=np.uint8)[:, None], length, axis=1)
+    for result in run_ranks(size, rank):
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_allreduce_folds_in_rank_order(size, dtype, op):
+    inputs = np.random.default_rng(0).standard_normal((size, 1001)).astype(dtype)
+    expected = inputs[0].copy()
+    for part in inputs[1:]:
+        expected = expected + part if op == "sum" else np.maximum(expected, part)
+
+    def rank(transport):
+        array = inputs[transport.rank].copy()
+        transport.allreduce(array, op)
+        return array
+
+    for result in run_ranks(size, rank):
+        assert result.tobytes() == expected.tobytes()
+
+
+def test_max_keeps_a_nan_on_every_rank():
+    def rank(transport):
+        array = np.array([np.nan if transport.rank == 1 else 1.0], np.float32)
+        transport.allreduce(array, "max")
+        return array[0]
+
+    assert np.isnan(run_ranks(3, rank)).all()
+
+
+def test_many_rounds_do_not_mix():
+    def rank(transport):
+        for step in range(300):
+            if (step + transport.rank) % 50 == 0:
+                time.sleep(0.001)
+            array = np.array([step * (transport.rank + 1)], np.float64)
+            transport.allreduce(array)
+            assert array[0] == step * 6
+            assert (_gather(transport, np.full(3, step % 256, np.uint8)) == step % 256).all()
+
+    run_ranks(3, rank)
+
+
+def test_a_failing_rank_is_raised_and_stops_the_others():
+    stopped = []
+
+    def rank(transport):
+        if transport.rank == 1:
+            raise ConfigError("no such option")
+        try:
+            transport.allreduce(np.ones(3, np.float32))
+        except TransportError as error:
+            stopped.append(str(error))
+            raise
+
+    with pytest.raises(ConfigError, match="no such option") as caught:
+        run_ranks(3, rank)
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert stopped == ["rank 1 raised ConfigError: no such option"] * 2
+
+
+def test_a_rank_that_leaves_early_stops_the_others():
+    def rank(transport):
+        if transport.rank != 2:
+            transport.allreduce(np.ones(3, np.float32))
+
+    results = run_ranks(3, rank, return_errors=True)
+    assert results[2] is None
+    for result in results[:2]:
+        assert isinstance(result, TransportError)
+        assert "rank 2 left before allreduce sum of 3 float32" in str(result)
+
+
+def test_a_collective_after_a_rank_left_fails_too():
+    def rank(transport):
+        if transport.rank == 0:
+            return
+        time.sleep(0.05)
+        transport.allreduce(np.ones(1, np.float32))
+
+    with pytest.raises(TransportError, match="rank 0 left"):
+        run_ranks(2, rank)
+
+
+MISMATCHES = {
+    "kind": lambda transport: (
+        _gather(transport, np.zeros(4, np.uint8)) if transport.rank else transport.allreduce(np.zeros(4, np.float32))
+    ),
+    "message size": lambda transport: _gather(transport, np.zeros(4 + transport.rank, np.uint8)),
+    "array size": lambda transport: transport.allreduce(np.zeros(4 + transport.rank, np.float32)),
+    "dtype": lambda transport: transport.allreduce(np.zeros(4, (np.float32, np.float64)[transport.rank])),
+    "op": lambda transport: transport.allreduce(np.zeros(4, np.float32), ("sum", "max")[transport.rank]),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_is_an_error_on_every_rank(name):
+    results = run_ranks(2, MISMATCHES[name], return_errors=True)
+    messages = [str(result) for result in results]
+    assert all(isinstance(result, TransportError) for result in results)
+    assert messages[0] == messages[1]
+    assert "different collectives" in messages[0]
+    assert "rank 0:" in messages[0]
+    assert "rank 1:" in messages[0]
+
+
+def test_after_a_mismatch_nothing_works_any_more():
+    def rank(transport):
+        with pytest.raises(TransportError):
+            transport.allreduce(np.zeros(1 + transport.rank, np.float32))
+        with pytest.raises(TransportError, match="different collectives"):
+            transport.allreduce(np.zeros(1, np.float32))
+
+    run_ranks(2, rank)
+
+
+def test_a_rank_that_never_comes_is_named():
+    transports = local_world(2, timeout=0.05)
+    with pytest.raises(TransportError, match=r"rank 0 waited 0\.05 s in allreduce .* for rank 1"):
+        transports[0].allreduce(np.ones(1, np.float32))
+    with pytest.raises(TransportError, match="rank 0 waited"):
+        transports[1].allreduce(np.ones(1, np.float32))
+
+
+def test_a_rank_stuck_in_its_own_code_is_named():
+    release = threading.Event()
+
+    def rank(transport):
+        if transport.rank == 1:
+            release.wait(10)
+
+    try:
+        with pytest.raises(TransportError, match=r"rank 1 did not finish within 0\.2 s"):
+            run_ranks(2, rank, timeout=0.2)
+    finally:
+        release.set()
+
+
+def test_two_threads_of_one_rank_are_refused():
+    first, _ = local_world(2, timeout=5)
+
+    def wait_alone():
+        with pytest.raises(TransportError, match="left"):
+            first.allreduce(np.ones(1, np.float32))
+
+    waiting = threading.Thread(target=wait_alone)
+    waiting.start()
+    time.sleep(0.05)
+    with pytest.raises(TransportError, match="two threads"):
+        first.allreduce(np.ones(1, np.float32))
+    first.close()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_closed_twice_then_used():
+    (transport,) = local_world(1)
+    transport.close()
+    transport.close()
+    with pytest.raises(TransportError, match="closed"):
+        transport.allreduce(np.ones(1, np.float32))
+
+
+BAD_CALLS = {
+    "message dtype": lambda t: t.allgather(np.zeros(4, np.int8), np.zeros((1, 4), np.uint8)),
+    "message 2-D": lambda t: t.allgather(np.zeros((2, 2), np.uint8), np.zeros((1, 4), np.uint8)),
+    "message strided": lambda t: t.allgather(np.zeros(8, np.uint8)[::2], np.zeros((1, 4), np.uint8)),
+    "out shape": lambda t: t.allgather(np.zeros(4, np.uint8), np.zeros((2, 4), np.uint8)),
+    "out dtype": lambda t: t.allgather(np.zeros(4, np.uint8), np.zeros((1, 4), np.int8)),
+    "array dtype": lambda t: t.allreduce(np.zeros(4, np.float16)),
+    "array 2-D": lambda t: t.allreduce(np.zeros((2, 2), np.float32)),
+    "array strided": lambda t: t.allreduce(np.zeros(8, np.float32)[::2]),
+    "array read-only": lambda t: t.allreduce(np.broadcast_to(np.float32(0), (1,))),
+    "op": lambda t: t.allreduce(np.zeros(4, np.float32), "min"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_wrong_arguments_are_refused(name):
+    (transport,) = local_world(1)
+    with pytest.raises(TransportError):
+        BAD_CALLS[name](transport)
+
+
+def test_arrays_of_2_gib_are_refused():
+    (transport,) = local_world(1)
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (2**31,), (1,))  # never read
+    with pytest.raises(TransportError, match="2 GiB"):
+        transport.allgather(huge, np.zeros((1, 1), np.uint8))
+
+
+def test_an_empty_world_is_refused():
+    with pytest.raises(TransportError, match="at least 1"):
+        local_world(0)

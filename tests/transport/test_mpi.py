@@ -1,0 +1,49 @@
+"""The mpi transport on 2, 3 and 4 real ranks, and what it says where MPI is missing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases, run_mpi
+
+from dgc.core.errors import TransportError
+from dgc.transport.mpi import MPITransport
+
+WORKER = Path(__file__).parent / "workers" / "mpi_cases.py"
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{}_ranks".format)
+def cases(request):
+    return run_cases(request.param, WORKER, launcher="mpirun")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_mpi_transport(cases, name):
+    cases.check(name)
+
+
+@pytest.mark.mpi
+def test_one_rank():
+    result = run_mpi(
+        1,
+        """
+import numpy as np
+from dgc.transport.mpi import MPITransport
+from worker_tools import report
+
+transport = MPITransport(expect_rank=0, expect_size=1)
+array = np.arange(3, dtype=np.float32)
+transport.allreduce(array)
+out = np.empty((1, 2), np.uint8)
+transport.allgather(np.array([1, 2], np.uint8), out)
+report([array, out])
+""",
+    )
+    assert result.values == [[[0, 1, 2], [[1, 2]]]]
+
+
+def test_without_mpi4py_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(TransportError, match=r"pip install mpi4py.*transport=\"horovod\""):
+        MPITransport()
