@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from exchange_tools import SHAPES, Oracle, dense_sgd, gradient, make_exchange, parameters, run_step, train
@@ -79,9 +81,17 @@ def test_global_clipping_scales_every_gradient_by_one_norm_from_the_first_step()
     specs = parameters()
 
     def rank(transport):
-        exchange = make_exchange(transport, local_grad_clip_norm=0.25, clip_scope="global", rampup_begin_step=5)
+        exchange = make_exchange(
+            transport, local_grad_clip_norm=0.25, clip_scope="global", rampup_begin_step=5, bucket_bytes=2048
+        )
+        assert len(exchange.layout.buckets) > 1
         grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
-        _, results = run_step(exchange, grads)
+        results = [np.empty_like(g) for g in grads]
+        for i in reversed(range(len(specs))):
+            exchange.submit(i, grads[i], results[i])
+            # A bucket that did not wait for all gradients would be on its way by now, with too small a norm.
+            time.sleep(0.02)
+        exchange.finish()
         exchange.close()
         return grads, results
 
@@ -252,7 +262,7 @@ def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
         return history
 
     out = run_ranks(2, rank)
-    for history in out:
+    for own_rank, history in enumerate(out):
         assert [h[0] for h in history] == [False, False, False, True, False, False]
         _, results, before, after = history[3]
         assert after["step"] == before["step"] == 3
@@ -260,6 +270,17 @@ def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
         for name in SHAPES:
             if "v" not in before["parameters"][name] or begin:
                 np.testing.assert_array_equal(before["parameters"][name]["u"], after["parameters"][name]["u"])
+        if begin == 0:
+            # What was sent is back: u and v are those of a step that accumulated and sent nothing.
+            for i, name in enumerate(SHAPES):
+                old, new = before["parameters"][name], after["parameters"][name]
+                if "v" not in old:
+                    continue
+                g = gradient(3, own_rank, i, old["u"].size)
+                if own_rank == 1 and i == 2:
+                    g[5] = 0
+                np.testing.assert_allclose(new["u"], np.float32(0.9) * old["u"] + g, atol=1e-6)
+                np.testing.assert_allclose(new["v"], old["v"] + new["u"], atol=1e-6)
     for a, b in zip(out[0], out[1], strict=True):
         for x, y in zip(a[1], b[1], strict=True):
             np.testing.assert_array_equal(x, y)
@@ -495,6 +516,18 @@ def test_loss_scale_must_be_positive_and_finite():
 
     errors = errors_of(2, rank)
     assert all(isinstance(e, ConfigError) and "loss_scale" in str(e) for e in errors), errors
+
+
+def test_momentum_that_differs_between_ranks_is_an_error_on_all_ranks():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, momentum=0.9)
+        exchange.hyper.momentum[1] = 0.8 if transport.rank == 1 else 0.9
+        run_step(exchange, [gradient(0, 0, i, p.numel) for i, p in enumerate(specs)])
+
+    errors = errors_of(3, rank)
+    assert all(isinstance(e, ConfigError) and "disagree in step 0" in str(e) for e in errors), errors
 
 
 def test_remote_error_class_is_public():
