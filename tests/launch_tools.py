@@ -279,11 +279,13 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     # psutil compares creation times, so a number that meanwhile belongs to somebody else is left alone.
-    for child in psutil.wait_procs(started, timeout=1)[1]:
+    _, alive = psutil.wait_procs(started, timeout=1)
+    for child in alive:
         try:
             child.kill()
         except psutil.NoSuchProcess:
             continue
+    psutil.wait_procs(alive, timeout=5)
 
 
 def _read_reports(path: Path) -> list[Any]:

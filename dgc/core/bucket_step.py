@@ -271,7 +271,7 @@ class BucketStep:
         work = self._work(plan, context, given)
         selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.control)
         positions = selection.positions
-        values = self._kernels.take(state.v, positions)
+        values = selection.values
         if plan.mode is Mode.SPARSE:
             decoded = plan.codec.encode(positions, values, self._sender.payload)
         else:

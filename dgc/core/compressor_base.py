@@ -77,8 +77,8 @@ class CompressorBase:
         name = op_name(op, self._ops)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
-                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass the same to both, or leave "
-                "it out of the compressor"
+                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass the same to both, or "
+                "leave it out of the compressor"
             )
         self.config = dataclasses.replace(self.config, op=name)
 
@@ -86,7 +86,7 @@ class CompressorBase:
 
     @property
     def stats(self) -> Stats:
-        """Bytes sent and received, dense bytes, ratio, density and seconds per phase, of the last step and in total."""
+        """Bytes sent and received, dense bytes, ratio, density and seconds, of the last step and in total."""
         return self._engine.stats if self._engine is not None else Stats()
 
     @property
@@ -167,13 +167,11 @@ def check_stand_in(value: float, *, op: str, size: int) -> None:
             "Compression.dgc(..., op=hvd.Sum)"
         )
     if op == "sum" and abs(value - 1.0) < 1e-3:
-        raise ConfigError(
-            "the compressor was told op=Sum but Horovod averages the gradients; pass the same op to both: op=hvd.Sum"
-        )
+        raise ConfigError("the compressor was told op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
     raise ConfigError(
-        f"the ranks' stand-ins reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the op is "
-        "not one the compressor supports; give every rank the same number of batches (repeat or drop some) instead of "
-        "hvd.join()"
+        f"the ranks' stand-ins reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the op "
+        "is not one the compressor supports; give every rank the same number of batches (repeat or drop some) instead "
+        "of hvd.join()"
     )
 
 

@@ -10,18 +10,24 @@ from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, Tra
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor
+from dgc.torch.dgc_momentum import DGCMomentum, L1Decay, L2Decay
 from dgc.torch.optimizer import DistributedOptimizer
+from dgc.torch.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "Compression",
     "ConfigError",
     "DGCCompressor",
     "DGCError",
+    "DGCMomentum",
     "DistributedOptimizer",
+    "L1Decay",
+    "L2Decay",
     "LayoutError",
     "RemoteError",
     "TransportError",
     "WireError",
+    "ZeroRedundancyOptimizer",
     "load_checkpoint",
     "save_checkpoint",
 ]

@@ -69,7 +69,8 @@ def _require_known_choice(answers: list[dict[str, Any]]) -> None:
     choices = {answer["choice"]: answer["rank"] for answer in reversed(answers)}
     for choice, rank in choices.items():
         if choice not in CHOICES:
-            raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, rank {rank} got {choice!r}")
+            allowed = ", ".join(CHOICES)
+            raise ConfigError(f"transport must be one of {allowed} or a Transport, rank {rank} got {choice!r}")
     if len(choices) > 1:
         listed = ", ".join(f"{choice!r} on rank {rank}" for choice, rank in sorted(choices.items(), key=lambda c: c[1]))
         raise ConfigError(f"the ranks ask for different transports: {listed}. Give every rank the same transport=...")
@@ -84,8 +85,8 @@ def _why_not_mpi(hvd: ModuleType) -> str | None:
         return "Horovod does not run on MPI (horovodrun --gloo), so mpi4py would see a world of one"
     if not hvd.mpi_threads_supported():
         return (
-            "Horovod's MPI has no MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE and mpi4py.rc.thread_level, or "
-            "use an MPI library built with thread support"
+            "Horovod's MPI has no MPI_THREAD_MULTIPLE: unset HOROVOD_MPI_THREADS_DISABLE and mpi4py.rc.thread_level, "
+            "or use an MPI library built with thread support"
         )
     try:
         mpi = _import_running_mpi()

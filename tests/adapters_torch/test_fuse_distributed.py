@@ -72,6 +72,22 @@ def test_an_optimizer_that_describes_its_step():
     assert hooks == ["outer", "inner"] * 4
 
 
+def test_an_update_that_fails_is_made_known_before_the_error_is_raised():
+    class Telling(Sharded):
+        def _fuse_seam(self) -> StepSeam:
+            return StepSeam(self.optim, type(self.optim), self._push_options, self._publish, self.calls.append)
+
+    error = ValueError("no gradient today")
+
+    def closure():
+        raise error
+
+    optimizer = fuse_optimizer(Telling(make_params()))
+    with pytest.raises(ValueError, match="no gradient today"):
+        optimizer.fuse_step(closure)
+    assert optimizer.calls == [error]
+
+
 def wrapped_like_horovod(cls):
     """A class as Horovod derives one at run time, with the synchronisation recorded."""
 

@@ -281,10 +281,11 @@ def test_state_reset_by_the_user(reset):
 def test_differentiable_groups_are_stepped_plainly():
     params = make_params()
     optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1, differentiable=False))
-    optimizer.param_groups[0]["differentiable"] = True
-    fill_grads(params, seed=0)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (0, 0)
+    for differentiable in (True, False, True):
+        optimizer.param_groups[0]["differentiable"] = differentiable
+        fill_grads(params, seed=0)
+        optimizer.fuse_step()
+        assert fused_counts(optimizer) == ((0, 0) if differentiable else ALL)
 
 
 # Checkpoints

@@ -114,6 +114,15 @@ def test_gradients_in_another_element_order_than_the_weights_are_not_taken_for_f
     assert buffer.tolist() == [-0.0, -2.0, -1.0, -3.0, -4.0, -6.0, -5.0, -7.0]
 
 
+def test_lazily_conjugated_gradients_are_not_taken_as_they_lie():
+    buffer, grads = torch.zeros(8, dtype=torch.complex64), torch.arange(8) * (1 + 1j)
+    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]
+    params[0].grad, params[1].grad = grads.conj()[:4], grads.conj()[4:]
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0))
+    optimizer.fuse_step()
+    assert torch.equal(buffer, -grads.conj())
+
+
 def test_swapped_gradients_follow_their_parameters():
     twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(6,), (6,), (6,)])
     twins.step()

@@ -1,5 +1,6 @@
 """The mpi transport on 2, 3 and 4 real ranks, and what it says where MPI is missing."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +48,14 @@ def test_without_mpi4py_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(TransportError, match=r"pip install mpi4py.*transport=\"horovod\""):
         MPITransport()
+
+
+def test_importing_the_transports_starts_no_mpi():
+    source = """
+import subprocess
+import sys
+import dgc.core.agreement, dgc.transport.local, dgc.transport.mpi
+print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

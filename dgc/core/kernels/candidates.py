@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 from numba import prange
+from numba.extending import register_jitable
 
 from dgc.core.kernels import control as rules
 from dgc.core.kernels.control import ENOUGH
 from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.pick import kth_key, write_all, write_largest
-from dgc.core.kernels.sweep import infinity_key, sweep_chunk
+from dgc.core.kernels.sweep import infinity_key, key_of, sweep_chunk, value_of
 from dgc.core.kernels.table import ENTRIES, FIRST_CHUNK, KEY, LENGTH, MOST, OUT, USED
 from dgc.core.kernels.vector import LANES, bits_of, fetch_add
 
@@ -25,10 +26,9 @@ CHUNK = 32768
 UNFINISHED = -1
 """In place of a count: the segment's candidates were too many or too few, or it collected none."""
 
-_threshold = helper(rules.threshold)
-_most_candidates = helper(rules.most_candidates)
-_estimate = helper(rules.estimate)
-_learn = helper(rules.learn)
+# The rules are plain Python, for every backend; this lets kernels call them by name.
+for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn, rules.log2, rules.exp2):
+    register_jitable(_rule)
 
 
 @entry()
@@ -43,26 +43,25 @@ def prepare(integers, reals, control, selecting, like):  # type: ignore[no-untyp
         like: (1,) float32 or float64, scratch of the state's type.
 
     Returns:
-        Number of chunks, room for the candidates of one thread, number of entries to select.
+        Number of chunks, room for the candidates of one thread, number of entries to select, number of elements.
     """
-    bits = bits_of(like)
-    chunks, room, out = 0, 0, 0
+    chunks, room, out, elements = 0, 0, 0, 0
     for s in range(len(integers)):
         length, k = integers[s, LENGTH], integers[s, ENTRIES]
-        used = _threshold(control[s], k, length) if selecting else np.inf
-        like[0] = used
-        key = max(np.int64(bits[0]), 1)
+        used = rules.threshold(control[s], k, length) if selecting else np.inf
+        key = max(key_of(used, like), 1)
         integers[s, KEY] = key
         reals[s, USED] = like[0] if key > 1 else 0.0
         integers[s, FIRST_CHUNK] = chunks
         chunks += (length + CHUNK - 1) // CHUNK
-        integers[s, MOST] = _most_candidates(k, length) if used < np.inf else 0
+        elements += length
+        integers[s, MOST] = rules.most_candidates(k, length) if used < np.inf else 0
         if used < np.inf:
             room += integers[s, MOST] + LANES
         integers[s, OUT] = out
         if selecting:
             out += k
-    return chunks, room + LANES, out
+    return chunks, room + LANES, out, elements
 
 
 @helper
@@ -71,13 +70,6 @@ def _spread_chunks(integers, chunk_segment, left):  # type: ignore[no-untyped-de
         left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
         for c in range(left[s]):
             chunk_segment[integers[s, FIRST_CHUNK] + c] = s
-
-
-@helper
-def _value_of(key, like):  # type: ignore[no-untyped-def]
-    """The magnitude whose bits ``key`` is, in float64. ``like``: (1,) scratch."""
-    bits_of(like)[0] = key
-    return np.float64(like[0])
 
 
 @helper
@@ -103,24 +95,25 @@ def _conclude(integers, reals, control, s, positions, values, bits, starts, coun
         return UNFINISHED
     if total <= k:
         write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
-        kth = _estimate(control[s], k, used, total) if used > 0.0 else 0.0
+        kth = rules.estimate(control[s], k, used, total) if used > 0.0 else 0.0
     if total >= k:
         kth_bits, ties = kth_key(bits, starts, counts, first, last, key, total, k, bins)
-        kth = _value_of(kth_bits, like)
+        kth = value_of(kth_bits, like)
         if total > k:
             write_largest(
                 positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
                 integers[s, OUT],
             )  # fmt: skip
-    _learn(control[s], k, used, total, kth)
+    rules.learn(control[s], k, used, total, kth)
     return min(total, k)
 
 
 @helper
 def _work(
-    worker, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
-    positions, values, spent, narrow, wide, bins, like, nonfinite, taken, out_positions, out_values,
+    worker, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
+    positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
+    chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
     v_bits = bits_of(v)
     value_bits = bits_of(values)
     n = worker * room
@@ -128,7 +121,7 @@ def _work(
     met = False
     while True:
         c = fetch_add(tickets, 0, 1)
-        if c >= len(chunk_segment):
+        if c >= chunks:
             break
         s = chunk_segment[c]
         start = (c - integers[s, FIRST_CHUNK]) * CHUNK
@@ -138,7 +131,7 @@ def _work(
         key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
         begin = n
         n, bad = sweep_chunk(
-            integers, reals, s, start, stop, u, v, v_bits, key, narrow[worker], wide[worker], positions, values, n,
+            integers, reals, s, start, stop, u, v, v_bits, key, wide[worker], positions, values, n,
             n + allowed,
         )  # fmt: skip
         met |= bad
@@ -160,8 +153,8 @@ def _work(
 
 
 def _pass(
-    workers, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
-    positions, values, spent, narrow, wide, bins, like, nonfinite, taken, out_positions, out_values,
+    workers, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
+    positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
 
@@ -174,32 +167,30 @@ def _pass(
         v: (·,) of u's type, in place.
         selecting: False updates only.
         room: candidates that one thread may hold.
-        chunk_segment: (C,) int64 scratch, as are ``starts`` (C,), ``counts`` (C,), ``left`` (S,), ``spent`` (W, S).
-        starts: see chunk_segment.
-        counts: see chunk_segment.
-        left: see chunk_segment.
+        chunks: C, number of chunks.
+        chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
+        left: (>= S,) int64 scratch: chunks of each segment that are not done.
         tickets: (1,) int64 scratch.
-        positions: (W * room,) int32 scratch, and ``values`` of u's type.
-        values: see positions.
-        spent: see chunk_segment.
-        narrow: (W, STRIP) float32 scratch, and ``wide`` (W, 2 * STRIP) of u's type.
-        wide: see narrow.
-        bins: (W, 2, BINS) int64 scratch.
-        like: (W, 1) of u's type, scratch.
+        positions: (>= W * room,) int32 scratch.
+        values: (>= W * room,) of u's type, scratch.
+        spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
+        wide: (>= W, 2 * STRIP) of u's type, scratch.
+        bins: (>= W, 2, BINS) int64 scratch.
+        like: (>= W, 1) of u's type, scratch.
         nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
         taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
         out_values: (k,) of u's type, likewise.
     """
     tickets[0] = 0
-    _spread_chunks(integers, chunk_segment, left)
+    _spread_chunks(integers, chunk_table[0], left)
     for s in range(len(integers)):
         taken[s] = 0
     for turn in prange(workers):
         worker = np.int64(turn)
         _work(
-            worker, integers, reals, control, u, v, selecting, room, chunk_segment, starts, counts, left, tickets,
-            positions, values, spent, narrow, wide, bins, like[worker], nonfinite, taken, out_positions, out_values,
+            worker, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
+            positions, values, spent, wide, bins, like[worker], nonfinite, taken, out_positions, out_values,
         )  # fmt: skip
 
 

@@ -1,16 +1,17 @@
 """The candidate threshold of each segment: chosen before a pass over memory, corrected by what the pass found.
 
 A pass collects the entries of ``|v|`` at or above a threshold, and the k largest are picked among them. Too low a
-threshold costs time, too high a one leaves fewer than k. After a pass the k-th largest magnitude is known exactly, so
-its next value is predicted (level and trend, double exponential smoothing) and the threshold is set below that by
-what the predictions have lately missed by, and by enough to expect a few entries more than k. Near the k-th
-largest the number of entries above a threshold t falls like ``t ** -slope``; the slope comes from the number of
-candidates and converts one margin into the other.
+threshold costs time, too high a one leaves fewer than k. After a pass the k-th largest magnitude is known exactly. Near
+it the number of entries above t falls like ``t ** -slope``, and the slope is known from the number of candidates. The
+next threshold is the last k-th largest magnitude, raised by half of a growth that has lasted two steps (residuals pile
+up), and lowered by what it has lately fallen from step to step, but at least so far that a few entries more than k
+are to be expected, and at most so far that five times k are.
 
-Every backend calls these functions, or a copy of them: they only add, multiply, divide, compare and take one square
-root, all exactly rounded in float64, so all backends keep the same numbers. The rows are part of a checkpoint.
+Every backend calls these functions, or a copy of them. They only add, multiply, divide, compare and take square roots,
+all exactly rounded in float64 (logarithms included, see :func:`log2`), so all backends keep the same numbers. The rows
+are part of a checkpoint.
 
-Source: threshold reuse as in Ok-Topk (Li and Hoefler 2022, arXiv 2201.07598); the prediction is ours.
+Source: the reuse of thresholds is Ok-Topk's (Li and Hoefler 2022, arXiv 2201.07598); the prediction is ours.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import numpy as np
 NEXT = 0
 """Threshold for the next pass; 0 admits every entry that is not zero."""
 LEVEL = 1
-"""Smoothed k-th largest magnitude."""
-TREND = 2
-"""Smoothed relative change of the level from step to step."""
+"""Binary logarithm of the last k-th largest magnitude."""
+CHANGE = 2
+"""By how much that had changed from the step before."""
 SPREAD = 3
-"""Smoothed relative error of the predictions: rises at once, falls slowly."""
+"""Smoothed size of the changes: rises fast, falls slowly, and counts a fall of the magnitude twice as much as a rise."""
 SLOPE = 4
-"""Relative decrease of the number of entries above a threshold, for each relative increase of the threshold."""
+"""How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold."""
 ENTRIES = 5
 """The k that the row belongs to."""
 COLUMNS = 6
@@ -44,14 +45,19 @@ there is is sent, and the rest at the next step."""
 FIRST_SPREAD = 0.1
 FIRST_SLOPE = 4.0
 LOWEST_SLOPE, HIGHEST_SLOPE = 0.5, 64.0
-GAIN_LEVEL, GAIN_TREND = 0.6, 0.2
-RISE, FALL = 0.5, 0.08
-SAFETY = 3.0
-"""Predictions may miss by this many times SPREAD."""
-SHARE = 0.05
+RISE, FALL = 0.5, 0.1
+LARGEST_CHANGE = 0.35
+"""Changes beyond this (a factor of 1.27) are jumps: they leave no wider margin behind."""
+SAFETY = 2.5
+"""The threshold lies below the predicted magnitude by this many times SPREAD."""
+SHARE = 0.08
 """Candidates to expect beyond k, at least: this share of it, and a bit for the noise of small counts."""
-MOST = 3.0
+MOST = 4.0
 """Candidates to expect beyond k, at most, as a multiple of k."""
+LIMIT = 12
+"""Candidates that are kept, as a multiple of k."""
+WIDER = 1.0 / 1.08
+"""After a selection by histogram the slope is measured between the k-th largest magnitude and this part of it."""
 
 COLLECT_NOTHING = math.inf
 
@@ -86,12 +92,35 @@ def most_candidates(k: int, length: int) -> int:
     """How many candidates of a segment are kept; with more it is selected after the pass."""
     if length <= SMALL:
         return length
-    return min(length, int((2 * MOST + 2) * k) + 1024)
+    return min(length, LIMIT * k + 1024)
+
+
+def log2(x: float) -> float:
+    """Binary logarithm of a positive number, to 1e-8, from exactly rounded operations: the same on every machine."""
+    mantissa, exponent = math.frexp(x)
+    y = (mantissa - 0.7071067811865476) / (mantissa + 0.7071067811865476)
+    z = y * y
+    series = y * (1.0 + z * (1.0 / 3.0 + z * (0.2 + z * (1.0 / 7.0 + z * (1.0 / 9.0)))))
+    return exponent - 0.5 + 2.8853900817779268 * series
+
+
+def exp2(x: float) -> float:
+    """``2 ** x`` to 1e-8, from exactly rounded operations; 0 or infinity where that is out of range."""
+    if x < -1080.0:
+        return 0.0
+    if x > 1023.0:
+        return math.inf
+    whole = math.floor(x + 0.5)
+    y = (x - whole) * 0.6931471805599453
+    series = 1.0
+    for n in range(8, 0, -1):
+        series = 1.0 + y / n * series
+    return math.ldexp(series, int(whole))
 
 
 def estimate(row: np.ndarray, k: int, used: float, count: int) -> float:
     """The k-th largest magnitude, when only ``count < k`` entries reach the threshold ``used``."""
-    return used * max(0.5, 1.0 - (k / max(count, 1) - 1.0) / row[SLOPE])
+    return used * exp2(log2(max(count, 1) / k) / row[SLOPE])
 
 
 def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
@@ -100,34 +129,35 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
     Args:
         row: (COLUMNS,) float64, in place.
         k: entries that were to be selected.
-        used: the threshold of the pass.
-        count: how many entries reached it; 0 when that is not known.
+        used: a magnitude: the threshold of the pass, or another at which the entries were counted.
+        count: how many entries reached it.
         kth: the k-th largest magnitude (or its estimate); 0 when fewer than k entries are not zero.
     """
     if not kth < math.inf:
         row[:] = math.nan
         return
-    known = row[ENTRIES] == k and row[LEVEL] > 0.0
+    known = row[ENTRIES] == k and row[NEXT] > 0.0
     row[ENTRIES] = k
     if kth == 0.0:
-        row[NEXT], row[LEVEL], row[TREND], row[SPREAD], row[SLOPE] = 0.0, 0.0, 0.0, FIRST_SPREAD, FIRST_SLOPE
+        row[NEXT], row[LEVEL], row[CHANGE], row[SPREAD], row[SLOPE] = 0.0, 0.0, 0.0, FIRST_SPREAD, FIRST_SLOPE
         return
+    level = log2(kth)
+    slope = 0.0
+    if count > k and kth > used > 0.0:
+        slope = min(max(log2(count / k) / (level - log2(used)), LOWEST_SLOPE), HIGHEST_SLOPE)
+    growth = 0.0
     if known:
-        predicted = row[LEVEL] * (1.0 + row[TREND])
-        error = kth / predicted - 1.0
-        size = min(abs(error), 1.0)
+        change = level - row[LEVEL]
+        size = min(max(-change, 0.5 * change), LARGEST_CHANGE)
         row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
-        if size > 0.5:
-            # A jump, not noise: start again from what was seen.
-            row[LEVEL], row[TREND] = kth, 0.0
-        else:
-            row[LEVEL] = predicted * (1.0 + GAIN_LEVEL * error)
-            row[TREND] += GAIN_TREND * error
-        if count > k and kth > used > 0.0:
-            seen = (count / k - 1.0) / (kth / used - 1.0)
-            row[SLOPE] += 0.2 * (min(max(seen, LOWEST_SLOPE), HIGHEST_SLOPE) - row[SLOPE])
+        if slope > 0.0:
+            row[SLOPE] += 0.3 * (slope - row[SLOPE])
+        growth = 0.5 * max(0.0, min(change, row[CHANGE], 1.0))
+        row[CHANGE] = change
     else:
-        row[LEVEL], row[TREND], row[SPREAD], row[SLOPE] = kth, 0.0, FIRST_SPREAD, FIRST_SLOPE
-    beyond = SHARE + 3.0 / math.sqrt(k) + 8.0 / k
-    margin = min(max(beyond / row[SLOPE], SAFETY * row[SPREAD]), max(beyond, MOST) / row[SLOPE])
-    row[NEXT] = row[LEVEL] * (1.0 + row[TREND]) / (1.0 + margin)
+        row[CHANGE], row[SPREAD] = 0.0, FIRST_SPREAD
+        row[SLOPE] = slope if slope > 0.0 else FIRST_SLOPE
+    row[LEVEL] = level
+    least = log2(1.0 + SHARE + 3.0 / math.sqrt(k) + 8.0 / k)
+    margin = min(max(least / row[SLOPE], SAFETY * row[SPREAD]), max(least, log2(1.0 + MOST)) / row[SLOPE])
+    row[NEXT] = exp2(level + growth - margin)

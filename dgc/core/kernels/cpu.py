@@ -36,33 +36,55 @@ from dgc.core.kernels.places import (
 )
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.sweep import STRIP
-from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, element_code, make_table
+from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, element_code, make_table
 from dgc.core.kernels.threads import default_threads, threading_layer
 from dgc.core.kernels.vector import bits_of
 
 logger = logging.getLogger(__name__)
 
 ALONE = 65536
-"""Elements (or an eighth of them in selected places) below which waking other threads costs more than it saves."""
+"""Elements below which waking other threads costs more than it saves."""
+
+PLACE = 32
+"""A selected place takes as long as this many elements in a row: it misses the cache."""
 
 LARGE = 262144
 """Segments from this length on are selected with all threads at once, shorter ones each by one thread."""
 
 
+class _Scratch:
+    """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
+
+    def __init__(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> None:
+        self.sizes = (workers, segments, chunks, workers * room)
+        self.chunks = np.empty((3, chunks), np.int64)
+        self.left = np.empty(segments, np.int64)
+        self.spent = np.empty((workers, segments), np.int64)
+        self.positions = np.empty(workers * room, np.int32)
+        self.values = np.empty(workers * room, kind)
+        self.wide = np.empty((workers, 2 * STRIP), kind)
+        self.bins = np.empty((workers, 2, BINS), np.int64)
+        self.likes = np.empty((workers, 1), kind)
+        self.tickets = np.empty(1, np.int64)
+
+
 class _Workspace(threading.local):
-    """Scratch arrays of one Python thread, by name: they grow, and stay."""
+    """What a Python thread keeps from call to call: it grows, and stays."""
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[str, Any], np.ndarray] = {}
+        self._scratch: dict[np.dtype, _Scratch] = {}
 
-    def get(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
-        """Return an uninitialised contiguous array of ``shape``, the same memory as last time if that suffices."""
-        size = int(np.prod(shape))
-        flat = self._arrays.get((name, dtype))
-        if flat is None or flat.size < size:
-            flat = np.empty(size + size // 4, dtype)
-            self._arrays[name, dtype] = flat
-        return flat[:size].reshape(shape)
+    def scratch(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> _Scratch:
+        """Return the scratch arrays for buckets of type ``kind``, grown when they are too small."""
+        scratch = self._scratch.get(kind)
+        if scratch is not None:
+            w, s, c, r = scratch.sizes
+            if workers <= w and segments <= s and chunks <= c and workers * room <= r:
+                return scratch
+            workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
+            room = max(room, -(-r // workers))
+        scratch = self._scratch[kind] = _Scratch(kind, workers, segments, chunks, room)
+        return scratch
 
 
 class NumbaKernels:
@@ -139,15 +161,13 @@ class NumbaKernels:
         out = np.empty(len(gradients))
         lengths = np.array([g.size for g in gradients], np.int64)
         codes = np.array([element_code(g, g.size, "gradient") for g in gradients], np.int64)
-        addresses = np.array([g.ctypes.data for g in gradients], np.int64)
+        addresses = np.array([address_of(g) for g in gradients], np.int64)
         tiles = np.zeros(len(gradients) + 1, np.int64)
         np.cumsum(-(-lengths // TILE), out=tiles[1:])
         parts = self._parts(int(lengths.sum()))
-        space = self._workspace.get
         self._run(
             sums_of_squares_alone, sums_of_squares_together, parts,
-            addresses, codes, lengths, tiles, space("narrow", np.float32, parts, 2, STRIP),
-            space("sums", np.float64, parts, SUM_LANES), np.zeros(1, np.int64), out,
+            addresses, codes, lengths, tiles, np.empty((parts, STRIP), np.float32), np.empty((parts, SUM_LANES)), np.zeros(1, np.int64), out,
         )  # fmt: skip
         return out
 
@@ -162,7 +182,7 @@ class NumbaKernels:
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         _check_positions(positions, array.size)
         out = np.empty(positions.size, array.dtype)
-        self._run(gather_alone, gather_together, self._parts(8 * positions.size), array, positions, out)
+        self._run(gather_alone, gather_together, self._parts(PLACE * positions.size), array, positions, out)
         return out
 
     def mask(  # noqa: D102
@@ -174,12 +194,12 @@ class NumbaKernels:
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
-        self._run(mask_alone, mask_together, self._parts(8 * k), u, v, positions, decoded, masking, kept.u, kept.v)
+        self._run(mask_alone, mask_together, self._parts(PLACE * k), u, v, positions, decoded, masking, kept.u, kept.v)
         return kept
 
     def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
         _check_positions(kept.positions, min(u.size, v.size))
-        parts = self._parts(8 * kept.positions.size)
+        parts = self._parts(PLACE * kept.positions.size)
         self._run(restore_alone, restore_together, parts, u, v, kept.positions, kept.u, kept.v)
 
     def scatter_add(  # noqa: D102
@@ -198,9 +218,9 @@ class NumbaKernels:
                 raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32, or all float64")
         if values.shape != positions.shape:
             raise LayoutError(f"{values.size} values were given for {positions.size} positions")
-        addresses = np.array([r.ctypes.data for r in results], np.int64)
+        addresses = np.array([address_of(r) for r in results], np.int64)
         lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
-        parts = self._parts(8 * positions.size)
+        parts = self._parts(PLACE * positions.size)
         done = np.zeros(parts, np.bool_)
         self._run(
             scatter_add_alone, scatter_add_together, parts,
@@ -228,13 +248,13 @@ class NumbaKernels:
         if parameter is None:
             weight_decay = 0.0
         parts = self._parts(n)
-        space = self._workspace.get
+        strips = (parts, STRIP if parameter is not None and weight_decay else 0)
         self._run(
             update_alone, update_together, parts, result, mean, u,
-            parameter.ctypes.data if parameter is not None and weight_decay else 0,
+            address_of(parameter) if parameter is not None and weight_decay else 0,
             element_code(parameter, n, "parameter") if parameter is not None and weight_decay else 0,
             float(momentum), bool(nesterov), float(weight_decay), float(scale),
-            space("narrow", np.float32, parts, STRIP), space("wide", result.dtype, parts, STRIP),
+            np.empty(strips, result.dtype),
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -244,7 +264,7 @@ class NumbaKernels:
 
     def _run(self, alone: Callable[..., None], together: Callable[..., None], parts: int, *arguments: Any) -> Any:
         """Call a kernel on ``parts`` threads. Numba's own setting, one for each Python thread, is left as it was."""
-        if parts == 1:
+        if parts == 1 and alone is not together:
             return alone(1, *arguments)
         before = numba.get_num_threads()
         numba.set_num_threads(parts)
@@ -258,31 +278,27 @@ class NumbaKernels:
     ) -> Selection:
         kind = _check_state(u, v)
         integers, reals = make_table(work, v.size)
-        segments, space = len(work), self._workspace.get
-        selecting = control is not None
+        segments, selecting = len(work), control is not None
         if control is None:
-            control = space("control", np.float64, segments, rules.COLUMNS)
-        elif control.shape != (segments, rules.COLUMNS):
-            raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS})")
-        chunks, room, count = prepare(integers, reals, control, selecting, space("like", kind, 1))
+            control = np.empty((segments, rules.COLUMNS))
+        elif control.shape != (segments, rules.COLUMNS) or not control.flags.c_contiguous:
+            raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS}), contiguous")
+        chunks, room, count, elements = prepare(integers, reals, control, selecting, np.empty(1, kind))
+        workers = self._parts(elements)
+        scratch = self._workspace.scratch(kind, workers, segments, chunks, room)
         positions, values = np.empty(count, np.int64), np.empty(count, kind)
-        workers = self._parts(int(integers[:, LENGTH].sum()))
-        taken, nonfinite = np.empty(segments, np.int64), np.zeros(workers, np.int64)
-        bins = space("bins", np.int64, workers, 2, BINS)
+        taken, nonfinite = np.empty(segments, np.int64), np.empty(workers, np.int64)
+        # Alone or together, not both: the two take long to compile.
         self._run(
-            pass_alone, pass_together, workers,
-            integers, reals, control, u, v, selecting, room,
-            space("chunk_segment", np.int64, chunks), space("starts", np.int64, chunks),
-            space("counts", np.int64, chunks), space("left", np.int64, segments), np.empty(1, np.int64),
-            space("positions", np.int32, workers * room), space("values", kind, workers * room),
-            space("spent", np.int64, workers, segments), space("narrow", np.float32, workers, STRIP),
-            space("wide", kind, workers, 2 * STRIP), bins, space("likes", kind, workers, 1), nonfinite,
-            taken, positions, values,
+            pass_together if self._threads > 1 else pass_alone, pass_together, workers,
+            integers, reals, control, u, v, selecting, room, chunks, scratch.chunks, scratch.left, scratch.tickets,
+            scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins,
+            scratch.likes, nonfinite, taken, positions, values,
         )  # fmt: skip
         if selecting:
-            unfinished = np.flatnonzero(taken == UNFINISHED)
-            if unfinished.size:
-                self._select_by_histogram(integers, control, unfinished, v, bins, positions, values, taken)
+            if taken.min(initial=0) == UNFINISHED:
+                unfinished = np.flatnonzero(taken == UNFINISHED)
+                self._select_by_histogram(integers, control, unfinished, v, scratch, workers, positions, values, taken)
             if int(taken.sum()) < count:
                 positions, values = _without_gaps(integers, taken, positions, values)
         return Selection(positions, bool(nonfinite.any()), values)
@@ -293,32 +309,34 @@ class NumbaKernels:
         control: np.ndarray,
         unfinished: np.ndarray,
         v: np.ndarray,
-        bins: np.ndarray,
+        scratch: _Scratch,
+        workers: int,
         positions: np.ndarray,
         values: np.ndarray,
         taken: np.ndarray,
     ) -> None:
         bits = bits_of(v)
-        workers = len(bins)
-        keys = np.zeros(len(integers), np.int64)
+        bins, likes = scratch.bins, scratch.likes
+        keys, wider = np.zeros(len(integers), np.int64), np.zeros(len(integers), np.int64)
         lengths = integers[unfinished, LENGTH]
         small = unfinished[lengths < LARGE]
         if small.size:
             parts = min(workers, small.size)
             self._run(
                 small_alone, small_together, parts,
-                v, bits, integers, small, bins, np.zeros(1, np.int64), positions, values, taken, keys,
+                v, bits, integers, small, bins, likes, np.zeros(1, np.int64), positions, values, taken, keys, wider,
             )  # fmt: skip
         tallies = np.empty((workers, 2), np.int64)
         for s in unfinished[lengths >= LARGE]:
             offset, length, k, out = (int(integers[s, column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
-            taken[s], keys[s] = self._run(
+            taken[s], keys[s], wider[s] = self._run(
                 large_alone, large_together, workers,
-                v, bits, offset, length, k, bins, tallies, positions, values, out,
+                v, bits, offset, length, k, bins, tallies, likes[0], positions, values, out,
             )  # fmt: skip
         magnitudes = keys.astype(bits.dtype).view(v.dtype)
         for s in unfinished:
-            rules.learn(control[s], int(integers[s, ENTRIES]), 0.0, 0, float(magnitudes[s]))
+            kth = float(magnitudes[s])
+            rules.learn(control[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(wider[s]), kth)
 
 
 def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:

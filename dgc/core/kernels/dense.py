@@ -39,7 +39,7 @@ def _squares(array, start, stop, sums):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _squares_of_tile(address, code, start, stop, narrow, sums):  # type: ignore[no-untyped-def]
+def _squares_of_tile(address, code, start, stop, strip, sums):  # type: ignore[no-untyped-def]
     sums[:] = 0
     if code == FLOAT32:
         _squares(carray(at_address(address), (stop,), types.float32), start, stop, sums)
@@ -48,15 +48,15 @@ def _squares_of_tile(address, code, start, stop, narrow, sums):  # type: ignore[
     else:
         for low in range(start, stop, STRIP):
             count = min(STRIP, stop - low)
-            widen(address, code, low, count, narrow[0], narrow[1])
-            _squares(narrow[1], 0, count, sums)
+            widen(address, code, low, count, strip)
+            _squares(strip, 0, count, sums)
     total = 0.0
     for lane in range(SUM_LANES):
         total += sums[lane]
     return total
 
 
-def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tickets, out):  # type: ignore[no-untyped-def]
+def _sums_of_squares(parts, addresses, codes, lengths, tiles, strips, sums, tickets, out):  # type: ignore[no-untyped-def]
     """Sum of squares over the finite entries of each array.
 
     Args:
@@ -65,7 +65,7 @@ def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tick
         codes: (S,) int64 element types.
         lengths: (S,) int64.
         tiles: (S + 1,) int64: array s has the tiles ``tiles[s]`` to ``tiles[s + 1]``, each TILE elements but the last.
-        narrow: (P, 2, STRIP) float32 scratch.
+        strips: (P, STRIP) float32 scratch.
         sums: (P, SUM_LANES) float64 scratch.
         tickets: (1,) int64, 0.
         out: (S,) float64.
@@ -83,7 +83,7 @@ def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tick
                 s += 1
             start = (tile - tiles[s]) * TILE
             partial[tile] = _squares_of_tile(
-                addresses[s], codes[s], start, min(start + TILE, lengths[s]), narrow[part], sums[part]
+                addresses[s], codes[s], start, min(start + TILE, lengths[s]), strips[part], sums[part]
             )
     for s in range(len(lengths)):
         total = 0.0
@@ -92,7 +92,7 @@ def _sums_of_squares(parts, addresses, codes, lengths, tiles, narrow, sums, tick
         out[s] = total
 
 
-def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, narrow, wide):  # type: ignore[no-untyped-def]
+def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):  # type: ignore[no-untyped-def]
     """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache.
 
     Args:
@@ -106,8 +106,7 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
         nesterov: bool.
         decay: see momentum; 0 for none.
         scale: see momentum.
-        narrow: (P, STRIP) float32 scratch.
-        wide: (P, STRIP) of the type, scratch.
+        strips: (P, STRIP) of the type, scratch; not used without weight decay.
     """
     n = result.size
     kind = result.dtype.type
@@ -116,27 +115,29 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
         part = np.int64(turn)
         first, last = n * part // parts, n * (part + 1) // parts
         for start in range(first, last, STRIP):
-            stop = min(start + STRIP, last)
+            count = min(STRIP, last - start)
+            # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+            r, g, w = result[start : start + count], mean[start : start + count], u[start : start + count]
             if decay != 0:
-                p = wide[part]
-                widen(address, code, start, stop - start, narrow[part], p)
-                for i in range(start, stop):
-                    result[i] = mean[i] + p[i - start] * d
+                p = strips[part]
+                widen(address, code, start, count, p)
+                for i in range(count):
+                    r[i] = g[i] + p[i] * d
             else:
-                for i in range(start, stop):
-                    result[i] = mean[i]
+                for i in range(count):
+                    r[i] = g[i]
             if momentum != 0:
-                for i in range(start, stop):
-                    u[i] = u[i] * m + result[i]
+                for i in range(count):
+                    w[i] = w[i] * m + r[i]
                 if nesterov:
-                    for i in range(start, stop):
-                        result[i] += m * u[i]
+                    for i in range(count):
+                        r[i] += m * w[i]
                 else:
-                    for i in range(start, stop):
-                        result[i] = u[i]
+                    for i in range(count):
+                        r[i] = w[i]
             if scale != 1:
-                for i in range(start, stop):
-                    result[i] *= c
+                for i in range(count):
+                    r[i] *= c
 
 
 sums_of_squares_alone = entry()(_sums_of_squares)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from dgc.core.kernels.control import WIDER
 from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.pick import BINS
-from dgc.core.kernels.sweep import magnitude_mask
+from dgc.core.kernels.sweep import key_of, magnitude_mask, value_of
 from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT
 from dgc.core.kernels.vector import LANES, count_bits, fetch_add, load, lowest_bit, reaching, threshold
 
@@ -131,7 +132,7 @@ def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):  
         i += step
 
 
-def _select_large(parts, v, bits, offset, length, k, bins, tallies, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def _select_large(parts, v, bits, offset, length, k, bins, tallies, like, out_positions, out_values, place):  # type: ignore[no-untyped-def]
     """Select one segment with all threads.
 
     Args:
@@ -143,12 +144,14 @@ def _select_large(parts, v, bits, offset, length, k, bins, tallies, out_position
         k: 0 < k.
         bins: (P, 2, BINS) int64 scratch.
         tallies: (P, 2) int64 scratch.
+        like: (1,) of v's type, scratch.
         out_positions: (·,) int64, filled from ``place`` on.
         out_values: (·,) of v's type, likewise.
         place: see out_positions.
 
     Returns:
-        How many entries were written, and the key of the k-th largest magnitude (0 when fewer are not zero).
+        How many entries were written, the key of the k-th largest magnitude (0 when fewer are not zero), and how many
+        entries reach WIDER times that magnitude.
     """
     for turn in prange(parts):
         part = np.int64(turn)
@@ -185,11 +188,19 @@ def _select_large(parts, v, bits, offset, length, k, bins, tallies, out_position
             before += (tallies[earlier, 1] if key > 0 else tallies[earlier, 0]) + min(left, equal)
             left -= min(left, equal)
         _write(v, bits, start, stop, key, left, out_positions, out_values, before)
-    return taken, key
+    wider = 0
+    if key > 0:
+        below = key_of(WIDER * value_of(key, like), like)
+        for turn in prange(parts):
+            part = np.int64(turn)
+            start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
+            tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, below)
+        wider = tallies[:parts, 0].sum()
+    return taken, key, wider
 
 
 @helper
-def _select_one(v, bits, offset, length, k, bins, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def _select_one(v, bits, offset, length, k, bins, like, out_positions, out_values, place):  # type: ignore[no-untyped-def]
     stop = offset + length
     nonzero, _ = _count(v, bits, offset, stop, 1)
     key, ties, taken = 0, 0, nonzero
@@ -204,10 +215,13 @@ def _select_one(v, bits, offset, length, k, bins, out_positions, out_values, pla
             low, high, wanted = _descend(bins, 1, low, high, shift, wanted)
         key, ties = low, wanted
     _write(v, bits, offset, stop, key, ties, out_positions, out_values, place)
-    return taken, key
+    wider = 0
+    if key > 0:
+        wider, _ = _count(v, bits, offset, stop, key_of(WIDER * value_of(key, like), like))
+    return taken, key, wider
 
 
-def _select_small(parts, v, bits, integers, which, bins, tickets, out_positions, out_values, taken, keys):  # type: ignore[no-untyped-def]
+def _select_small(parts, v, bits, integers, which, bins, likes, tickets, out_positions, out_values, taken, keys, wider):  # type: ignore[no-untyped-def]
     """Select several segments, each by one thread.
 
     Args:
@@ -217,11 +231,13 @@ def _select_small(parts, v, bits, integers, which, bins, tickets, out_positions,
         integers: (S, 13) the work table.
         which: (·,) int64 rows of it.
         bins: (P, 2, BINS) int64 scratch.
+        likes: (P, 1) of v's type, scratch.
         tickets: (1,) int64, 0.
         out_positions: (·,) int64; segment s fills it from its OUT on.
         out_values: (·,) of v's type, likewise.
         taken: (S,) int64, how many entries were written.
         keys: (S,) int64, the key of the k-th largest magnitude (0 when fewer are not zero).
+        wider: (S,) int64, how many entries reach WIDER times that magnitude.
     """
     for turn in prange(parts):
         part = np.int64(turn)
@@ -230,9 +246,9 @@ def _select_small(parts, v, bits, integers, which, bins, tickets, out_positions,
             if ticket >= which.size:
                 break
             s = which[ticket]
-            taken[s], keys[s] = _select_one(
+            taken[s], keys[s], wider[s] = _select_one(
                 v, bits, integers[s, OFFSET], integers[s, LENGTH], integers[s, ENTRIES], bins[part : part + 1],
-                out_positions, out_values, integers[s, OUT],
+                likes[part], out_positions, out_values, integers[s, OUT],
             )  # fmt: skip
 
 

@@ -17,6 +17,10 @@ import numba
 from llvmlite import binding
 
 
+SOURCES = ("candidates", "control", "dense", "histogram", "jit", "pick", "places", "sweep", "table", "threads", "vector")
+"""Modules whose functions or constants are compiled into kernels."""
+
+
 @cache
 def cache_directory() -> str:
     """Where compiled kernels are kept: one directory for each version of the sources and each kind of processor.
@@ -26,8 +30,8 @@ def cache_directory() -> str:
     both makes either harmless. NUMBA_CACHE_DIR, when set, says where this directory is made.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    for name in SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(repr(sorted(binding.get_host_cpu_features().items())).encode())
     digest.update(f"{os.environ.get('NUMBA_CPU_NAME')} {os.environ.get('NUMBA_CPU_FEATURES')}".encode())

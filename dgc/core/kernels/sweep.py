@@ -8,6 +8,7 @@ an update that is not finite before anything was stored; such a block is compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from numba import carray, types
 
 from dgc.core.kernels.jit import helper
 from dgc.core.kernels.table import (
-    BFLOAT16,
     DECAY,
     FLOAT16,
     FLOAT32,
@@ -35,7 +35,21 @@ from dgc.core.kernels.table import (
     PARAMETER_TYPE,
     SCALE,
 )
-from dgc.core.kernels.vector import LANES, add, at_address, load, lowest_bit, multiply, reaching, spread, store, threshold
+from dgc.core.kernels.vector import (
+    LANES,
+    add,
+    at_address,
+    bits_of,
+    load,
+    load_bfloat,
+    load_half,
+    lowest_bit,
+    multiply,
+    reaching,
+    spread,
+    store,
+    threshold,
+)
 
 STRIP = 4096
 """Elements of another type that are widened at a time: they stay in the first two caches."""
@@ -53,6 +67,20 @@ def magnitude_mask(itemsize: int) -> int:
 def infinity_key(itemsize: int) -> int:
     """Bits of infinity."""
     return 0x7F800000 if itemsize == 4 else 0x7FF0000000000000
+
+
+@helper
+def key_of(value: float, like: np.ndarray) -> int:
+    """Bits of a magnitude, rounded to the type of ``like``, (1,) scratch."""
+    like[0] = value
+    return np.int64(bits_of(like)[0])
+
+
+@helper
+def value_of(key: int, like: np.ndarray) -> float:
+    """The magnitude whose bits ``key`` is, in float64."""
+    bits_of(like)[0] = key
+    return np.float64(like[0])
 
 
 def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
@@ -157,50 +185,50 @@ def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, sca
 
 
 @helper
-def widen(address, code, start, count, narrow, out):  # type: ignore[no-untyped-def]
-    """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type.
-
-    ``narrow``, (STRIP,) float32, is scratch. All loops are free of branches, so that LLVM vectorises them.
-    """
+def widen(address, code, start, count, out):  # type: ignore[no-untyped-def]
+    """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type."""
+    # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+    out = out[:count]
     if code == FLOAT32:
-        single = carray(at_address(address), (start + count,), types.float32)
+        single = carray(at_address(address), (start + count,), types.float32)[start:]
         for i in range(count):
-            out[i] = single[start + i]
+            out[i] = single[i]
     elif code == FLOAT64:
-        double = carray(at_address(address), (start + count,), types.float64)
+        double = carray(at_address(address), (start + count,), types.float64)[start:]
         for i in range(count):
-            out[i] = double[start + i]
+            out[i] = double[i]
     else:
-        words = carray(at_address(address), (start + count,), types.uint16)
-        bits = narrow.view(np.uint32)
-        if code == BFLOAT16:
-            for i in range(count):
-                bits[i] = np.uint32(words[start + i]) << np.uint32(16)
+        words = carray(at_address(address), (start + count,), types.uint16)[start:]
+        whole = count // LANES * LANES
+        if code == FLOAT16:
+            for i in range(0, whole, LANES):
+                store(out, i, load_half(words, i))
+            for i in range(whole, count):
+                out[i] = _half(words[i])
         else:
-            widen_half(words, start, count, narrow, bits)
-        for i in range(count):
-            out[i] = narrow[i]
+            for i in range(0, whole, LANES):
+                store(out, i, load_bfloat(words, i))
+            bits = np.empty(1, np.uint32)
+            for i in range(whole, count):
+                bits[0] = np.uint32(words[i]) << np.uint32(16)
+                out[i] = bits.view(np.float32)[0]
 
 
 @helper
-def widen_half(words, start, count, narrow, bits):  # type: ignore[no-untyped-def]
-    """float16 bits -> float32, exactly, NaN and infinity included.
-
-    Shifted into place, the bits are the number times 2**-112, denormals included; infinity and NaN need the
-    exponent's remaining bits.
-    """
-    for i in range(count):
-        bits[i] = (np.uint32(words[start + i]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for i in range(count):
-        narrow[i] *= np.float32(2.0**112)
-    for i in range(count):
-        word = np.uint32(words[start + i])
-        special = np.uint32((word & np.uint32(0x7C00)) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
-        bits[i] |= special | (word & np.uint32(0x8000)) << np.uint32(16)
+def _half(word):  # type: ignore[no-untyped-def]
+    """The number whose float16 bits ``word`` is."""
+    exponent, fraction = (np.int64(word) >> 10) & 31, np.int64(word) & 1023
+    if exponent == 31:
+        value = np.nan if fraction else np.inf
+    elif exponent == 0:
+        value = fraction * 2.0**-24
+    else:
+        value = math.ldexp(float(1024 + fraction), exponent - 25)
+    return -value if word & 0x8000 else value
 
 
 @helper
-def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, narrow, wide, positions, values, n, full):  # type: ignore[no-untyped-def]
+def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):  # type: ignore[no-untyped-def]
     """Update elements ``start`` to ``stop`` of segment s; see ``sweep``. ``wide`` is (2 * STRIP,) scratch of v's type."""
     offset, length = integers[s, OFFSET], integers[s, LENGTH]
     form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
@@ -218,10 +246,10 @@ def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, narrow, wide, 
         g, g0, p, p0 = gradient, offset, parameter, offset
         if not g_direct:
             g, g0 = wide[:STRIP], offset + low
-            widen(integers[s, GRADIENT], integers[s, GRADIENT_TYPE], low, high - low, narrow, g)
+            widen(integers[s, GRADIENT], integers[s, GRADIENT_TYPE], low, high - low, g)
         if not p_direct:
             p, p0 = wide[STRIP:], offset + low
-            widen(integers[s, PARAMETER], integers[s, PARAMETER_TYPE], low, high - low, narrow, p)
+            widen(integers[s, PARAMETER], integers[s, PARAMETER_TYPE], low, high - low, p)
         n, met = _dispatch(
             form, decays, g, g0, p, p0, u, v, bits, offset + low, offset + high,
             m, decay, scale, key, positions, values, n, full,

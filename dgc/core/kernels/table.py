@@ -6,6 +6,7 @@ S segments; addresses stand for arrays, so that one compiled kernel serves every
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_char
 
 import numpy as np
 
@@ -27,8 +28,9 @@ FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
 NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
 """Forms of momentum."""
 
+_FLOAT32 = np.dtype(np.float32)
 _CODES = {
-    np.dtype(np.float32): FLOAT32,
+    _FLOAT32: FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
     # NumPy has no bfloat16: its bits travel as uint16.
@@ -47,6 +49,8 @@ def element_code(array: np.ndarray, length: int, what: str) -> int:
     flags = array.flags
     if not (flags.c_contiguous and flags.aligned):
         raise LayoutError(f"the {what} is a strided or unaligned view; pass a contiguous copy")
+    if array.dtype is _FLOAT32:
+        return FLOAT32
     code = _CODES.get(array.dtype)
     if code is not None:
         return code
@@ -55,6 +59,14 @@ def element_code(array: np.ndarray, length: int, what: str) -> int:
     raise LayoutError(
         f"the {what} has type {array.dtype}; allowed: float16, float32, float64, bfloat16 (also as its bits, uint16)"
     )
+
+
+def address_of(array: np.ndarray) -> int:
+    """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
+    try:
+        return addressof(c_char.from_buffer(array))
+    except (TypeError, ValueError, BufferError):  # read-only, empty, or a type that buffers do not know
+        return array.ctypes.data
 
 
 def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,33 +79,30 @@ def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.n
     Raises:
         LayoutError: an array or a segment is not what a kernel may touch.
     """
-    integers: list[int] = []
-    reals: list[float] = []
+    given: list[tuple[int, ...]] = []
+    reals: list[tuple[float, ...]] = []
     for w in work:
-        length = w.length
+        gradient, length = w.gradient, w.length
         if w.offset < 0 or length < 0 or w.offset + length > size:
             raise LayoutError(f"a segment at {w.offset} of {length} elements does not fit into {size}")
-        code = element_code(w.gradient, length, "gradient")
-        parameter = w.parameter if w.weight_decay else None
-        form = NO_MOMENTUM if w.momentum == 0 else NESTEROV if w.nesterov else HEAVY_BALL
-        integers += (
-            w.gradient.ctypes.data,
-            code,
-            0 if parameter is None else parameter.ctypes.data,
-            0 if parameter is None else element_code(parameter, length, "parameter"),
-            w.offset,
-            length,
-            w.k if w.k < length else length,
-            form,
-            0,
-            0,
-            0,
-            0,
-            0,
+        decay, at, code = w.weight_decay, 0, 0
+        if decay and w.parameter is not None:
+            at, code = address_of(w.parameter), element_code(w.parameter, length, "parameter")
+        m = w.momentum
+        given.append(
+            (
+                address_of(gradient),
+                element_code(gradient, length, "gradient"),
+                at,
+                code,
+                w.offset,
+                length,
+                min(w.k, length),
+                (NESTEROV if w.nesterov else HEAVY_BALL) if m else NO_MOMENTUM,
+            )
         )
-        reals += (w.momentum, w.weight_decay if parameter is not None else 0.0, w.scale, 0.0)
-    count = len(work)
-    return (
-        np.array(integers, np.int64).reshape(count, INTEGERS),
-        np.array(reals, np.float64).reshape(count, REALS),
-    )
+        reals.append((m, decay, w.scale, 0.0))
+    integers = np.zeros((len(work), INTEGERS), np.int64)
+    if given:
+        integers[:, : len(given[0])] = given
+    return integers, np.array(reals, np.float64).reshape(len(work), REALS)

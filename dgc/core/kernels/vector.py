@@ -89,13 +89,65 @@ def load(typing_context: Any, array: Any, index: Any) -> Any:
     return kind(array, types.intp), code
 
 
+def _words(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, index: ir.Value) -> ir.Value:
+    place = _place(context, builder, array_type, array, index)
+    words = builder.load(builder.bitcast(place, ir.VectorType(ir.IntType(16), LANES).as_pointer()))
+    words.align = 2
+    return builder.zext(words, ir.VectorType(_I32, LANES))
+
+
+@intrinsic
+def load_half(typing_context: Any, words: Any, index: Any) -> Any:
+    """``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exact.
+
+    Without the processor's own conversion, for which LLVM may call a routine that is not there. Denormals, of which
+    gradients are full, are converted as the integers that they are: as float32 denormals on the way they would take
+    a hundred times as long.
+    """
+    kind = Vector(types.float32)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        def same(value: int) -> ir.Constant:
+            return ir.Constant(bits.type, [value] * LANES)
+
+        bits = _words(context, builder, signature.args[0], *args)
+        floats = context.get_value_type(kind)
+        magnitude = builder.and_(bits, same(0x7FFF))
+        special = builder.icmp_signed(">=", magnitude, same(0x7C00))
+        exponent = builder.select(special, same(224 << 23), same(112 << 23))
+        normal = builder.add(builder.shl(magnitude, same(13)), exponent)
+        scaled = builder.fmul(builder.sitofp(magnitude, floats), ir.Constant(floats, [2.0**-24] * LANES))
+        is_normal = builder.icmp_signed(">=", magnitude, same(0x0400))
+        value = builder.select(is_normal, normal, builder.bitcast(scaled, bits.type))
+        sign = builder.shl(builder.and_(bits, same(0x8000)), same(16))
+        return builder.bitcast(builder.or_(value, sign), floats)
+
+    return kind(words, types.intp), code
+
+
+@intrinsic
+def load_bfloat(typing_context: Any, words: Any, index: Any) -> Any:
+    """``words[index : index + LANES]``, bfloat16 bits as uint16, as a float32 vector; exact."""
+    kind = Vector(types.float32)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        bits = _words(context, builder, signature.args[0], *args)
+        shift = ir.Constant(bits.type, [16] * LANES)
+        return builder.bitcast(builder.shl(bits, shift), context.get_value_type(kind))
+
+    return kind(words, types.intp), code
+
+
 @intrinsic
 def store(typing_context: Any, array: Any, index: Any, vector: Any) -> Any:
-    """``array[index : index + LANES] = vector``."""
+    """``array[index : index + LANES] = vector``, a float32 vector widened where the array is float64."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         place = _place(context, builder, signature.args[0], args[0], args[1])
-        done = builder.store(args[2], builder.bitcast(place, args[2].type.as_pointer()))
+        value, wanted = args[2], context.get_value_type(Vector(array.dtype))
+        if value.type != wanted:
+            value = builder.fpext(value, wanted)
+        done = builder.store(value, builder.bitcast(place, wanted.as_pointer()))
         done.align = array.dtype.bitwidth // 8
         return context.get_dummy_value()
 

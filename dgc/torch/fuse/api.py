@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import weakref
 from collections.abc import Callable
@@ -26,8 +25,8 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
 
     Call it last: after ``model.to(...)`` and after wrapping in a DistributedOptimizer.
 
-    A deep copy or unpickled copy of a fused optimizer is fused too, with the same arguments; its own parameters are
-    flattened at its first ``fuse_step``. A shallow copy and an optimizer that wraps this one are not fused.
+    A copy of a fused optimizer (``copy.deepcopy``, ``torch.load``, pickle) is fused too, with the same arguments; its
+    own parameters are flattened at its first ``fuse_step``. An optimizer that wraps this one is not fused.
 
     Args:
         optimizer: any torch optimizer, Horovod's DistributedOptimizer included. One that does not work element by
@@ -58,16 +57,18 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
 
 
 def is_fused_optimizer(optimizer: Optimizer) -> bool:
-    """Whether ``fuse_optimizer`` was applied to this object, or to the one it is a deep copy of."""
+    """Whether ``fuse_optimizer`` was applied to this object, or to the one it is a copy of."""
     return isinstance(getattr(optimizer, _RECORD, None), FuseRecord)
 
 
 def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Step ``optimizer`` with few kernel calls; afterwards parameters and state are as ``step(closure)`` leaves them.
 
-    May be mixed with ``step`` freely. Step hooks run once, with the optimizer's real groups. With a
-    DistributedOptimizer the closure runs first, then the gradients are averaged (unless inside
-    ``skip_synchronize()``), then the step hooks run, then the local update.
+    May be mixed with ``step`` freely. Where others call ``step`` (a GradScaler, a trainer), let them call this one:
+    ``optimizer.step = optimizer.fuse_step``.
+
+    Step hooks run once, with the optimizer's real groups. With a DistributedOptimizer the closure runs first, then the
+    gradients are averaged (unless inside ``skip_synchronize()``), then the step hooks run, then the local update.
 
     Args:
         optimizer: a fused optimizer.
@@ -86,11 +87,13 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
             "one, such as a DistributedOptimizer, must be fused itself."
         )
     seam = resolve(optimizer)
-    if not record.can_fuse(seam):
-        record.fused_sets = record.fused_params = 0
-        return optimizer.step(closure) if closure is not None else optimizer.step()
+    arguments = () if closure is None else (closure,)
     # Learning rate schedulers ask whether step() was called before them.
     optimizer._opt_called = True  # type: ignore[attr-defined]
+    if not record.can_fuse(seam):
+        record.fused_sets = record.fused_params = 0
+        # Not optimizer.step: that may be fuse_step itself, set by the user.
+        return type(optimizer).step(optimizer, *arguments)
 
     def update(_local: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = _evaluate(closure)
@@ -99,15 +102,19 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
         return loss if closure is not None else result
 
     hooked_update = Optimizer.profile_hook_step(update)
-    arguments = () if closure is None else (closure,)
-    if seam.before is None and seam.after is None:
+    if seam.before is None and seam.after is None and seam.failed is None:
         return hooked_update(seam.local, *arguments)
 
     def distributed(_optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = _evaluate(closure)
-        if seam.before is not None:
-            seam.before()
-        result = hooked_update(seam.local)
+        try:
+            loss = _evaluate(closure)
+            if seam.before is not None:
+                seam.before()
+            result = hooked_update(seam.local)
+        except Exception as error:
+            if seam.failed is not None:
+                seam.failed(error)
+            raise
         if seam.after is not None:
             seam.after()
         return loss if closure is not None else result
@@ -133,6 +140,8 @@ class _FuseStepMethod:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         functools.update_wrapper(self, fuse_step, updated=())
+        # As a bound method has it; schedulers use it when this takes the place of optimizer.step.
+        self.__func__ = fuse_step
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self._optimizer()
@@ -144,8 +153,7 @@ class _FuseStepMethod:
 class _Reduce:
     """``optimizer.__reduce_ex__``, on the instance: torch's pickling keeps groups and state and forgets the rest.
 
-    Both ``copy.deepcopy`` and ``pickle`` look this method up on the instance. Should they stop to, a copy would be an
-    ordinary optimizer.
+    ``copy`` and ``pickle`` look this method up on the instance. Should they stop to, a copy would be a plain optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -153,14 +161,15 @@ class _Reduce:
 
     def __call__(self, protocol: int) -> Any:
         optimizer = self._optimizer()
-        made, args, *rest = type(optimizer).__reduce_ex__(optimizer, protocol)
-        if made is not copyreg.__newobj__ or len(args) != 1:  # the class has its own way: leave it alone
+        cls: Any = type(optimizer)
+        made, args, *rest = cls.__reduce_ex__(optimizer, protocol)
+        if getattr(made, "__name__", None) != "__newobj__" or len(args) != 1:  # the class has a way of its own
             return made, args, *rest
         record = getattr(optimizer, _RECORD)
         return _restore, (args[0], record.options), *rest
 
 
-def _restore(cls: type[Optimizer], options: FuseOptions) -> Optimizer:
+def _restore(cls: Any, options: FuseOptions) -> Optimizer:
     optimizer = cls.__new__(cls)
     _install(optimizer, options)
     return optimizer

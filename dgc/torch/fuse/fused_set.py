@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.torch.fuse.memory import alias, are_parallel
+from dgc.torch.fuse.memory import alias, are_parallel, mark_written
 
 _PLAIN_VALUES = (type(None), bool, int, float, str)
 
@@ -255,7 +255,7 @@ class FusedSet:
         return True
 
     def _state_is_in_place(self, state: Mapping[Tensor, dict]) -> bool:
-        states = [state.get(p) for p in self.members]
+        states = [state.get(p, {}) for p in self.members]
         if not self.state:
             return not any(states)
         try:
@@ -280,7 +280,7 @@ class FusedSet:
         Returns:
             True if keys came or went.
         """
-        torch.autograd.graph.increment_version(self.members)
+        mark_written(self.members)
         changed = self.state.keys() != self._flat.keys() | self._scalars.keys() | self._values.keys()
         if not self.state and not changed:
             return False

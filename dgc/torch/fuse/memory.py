@@ -31,6 +31,18 @@ def alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]
     return out.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(stride))
 
 
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that ``tensors`` were written in place through an alias.
+
+    So a backward pass over values saved before the step is refused, as after a plain step.
+    """
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:  # older torch takes one tensor at a time
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether ``tensor`` fills one gapless piece of memory, each element once, whatever the order of its dimensions."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.data_ptr() == 0:
@@ -54,26 +66,32 @@ def is_fusable_weight(param: Tensor) -> bool:
     return type(param) in (torch.nn.Parameter, Tensor) and param.dim() > 0 and is_dense(param)
 
 
-def follows(tensor: Tensor, previous: Tensor, distance: int) -> bool:
-    """Whether ``tensor`` begins ``distance`` elements after ``previous`` in the same storage.
+def storage_end(tensor: Tensor) -> int:
+    """Address where the storage of ``tensor`` ends.
 
-    Equal addresses are not enough: two allocations can happen to be neighbours, and a view across both would leave
-    the first one's storage.
+    Equal addresses are not enough to call two tensors neighbours: two allocations can touch, and a view that starts in
+    the first may not reach into the second. What lies before the end of a living storage is that storage.
     """
-    if tensor.dtype != previous.dtype or tensor.data_ptr() - previous.data_ptr() != distance * tensor.itemsize:
-        return False
-    storage, before = tensor.untyped_storage(), previous.untyped_storage()
-    return storage.data_ptr() == before.data_ptr() and storage.nbytes() == before.nbytes()
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() + storage.nbytes()
 
 
 def are_parallel(tensors: Sequence[Tensor], weights: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-    """Whether ``tensors`` lie in one storage at the same offsets, and in the same element order, as their weights."""
+    """Whether ``tensors`` lie in one storage at the same offsets, and in the same element order, as their weights.
+
+    Args:
+        tensors: m tensors, shaped like the weights.
+        weights: m weights.
+        offsets: m + 1 positions of the weights, with the end of the last one.
+    """
     first = tensors[0]
-    return all(
-        tensor.stride() == weight.stride()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and (i == 0 or follows(tensor, first, offsets[i] - offsets[0]))
-        for i, (tensor, weight) in enumerate(zip(tensors, weights, strict=True))
+    begin, size = first.data_ptr() - offsets[0] * first.itemsize, first.itemsize
+    return (
+        [t.data_ptr() for t in tensors] == [begin + offset * size for offset in offsets[:-1]]
+        and begin + offsets[-1] * size <= storage_end(first)
+        and [t.stride() for t in tensors] == [w.stride() for w in weights]
+        and all(t.dtype == first.dtype for t in tensors)
+        and not any(t.is_conj() or t.is_neg() for t in tensors)
     )
 
 
@@ -89,27 +107,30 @@ def adjacent_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
     runs: list[list[Tensor]] = []
     for members in by_kind.values():
         members = _without_overlaps(sorted(members, key=torch.Tensor.data_ptr))
-        run: list[Tensor] = []
+        end, limit = 0, 0
         for param in members:
-            if run and not follows(param, run[-1], run[-1].numel()):
-                runs.append(run)
-                run = []
-            run.append(param)
-        runs.append(run)
-    return [run for run in runs if run]
+            begin = param.data_ptr()
+            stop = begin + param.numel() * param.itemsize
+            if begin == end and stop <= limit:
+                runs[-1].append(param)
+            else:
+                runs.append([param])
+                limit = storage_end(param)
+            end = stop
+    return runs
 
 
 def _without_overlaps(members: list[Tensor]) -> list[Tensor]:
     """Drop every one of ``members`` (one type, ascending addresses) that shares an element with another."""
-    kept, overlapping = list(members), set()
-    end, widest = 0, None
+    overlapping: set[int] = set()
+    end, widest = 0, members[0]
     for param in members:
         if param.data_ptr() < end:
             overlapping.update((id(param), id(widest)))
         stop = param.data_ptr() + param.numel() * param.itemsize
         if stop > end:
             end, widest = stop, param
-    return [param for param in kept if id(param) not in overlapping]
+    return [param for param in members if id(param) not in overlapping]
 
 
 def place_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> None:

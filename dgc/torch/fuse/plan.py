@@ -29,7 +29,6 @@ class GroupPlan:
         self._check_flatten = check_flatten
         self._params: list[Tensor] = []
         self._blocks: list[FlatBlock] = []
-        self._state: Mapping | None = None
         self._placed: dict[int, Tensor] = {}
         self._frozen: list[Tensor] = []
         self._idle: list[Tensor] = []
@@ -60,21 +59,24 @@ class GroupPlan:
     def prepare(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Make ``sets`` and ``rest`` right for the gradients, state and memory as they are now."""
         state = optimizer.state
-        if not self._holds(group["params"], state):
+        if not self._blocks_hold(group["params"]):
             self.place(group, optimizer)
+            self._stale = True
+        if self._stale or not self._sets_hold(state) or (self.sets and group.get("differentiable")):
             self._form_sets(group, state)
-            self._state = state
             self._stale = False
 
-    def _holds(self, params: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
+    def _blocks_hold(self, params: list[Tensor]) -> bool:
         return (
-            not self._stale
-            and state is self._state
-            and len(params) == len(self._params)
+            len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and all(block.is_in_place() for block in self._blocks)
             and not any(p.requires_grad for p in self._frozen)
-            and all(p.grad is None for p in self._idle)
+        )
+
+    def _sets_hold(self, state: Mapping[Tensor, dict]) -> bool:
+        return (
+            all(p.grad is None for p in self._idle)
             and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._lone)
             and all(fused.prepare(state) for fused in self.sets)
         )
@@ -82,12 +84,13 @@ class GroupPlan:
     def _form_blocks(self, params: list[Tensor]) -> None:
         """Find the runs of adjacent weights; a run that is as it was keeps its block and thereby its buffers."""
         known = {id(block.members[0]): block for block in self._blocks if block.is_in_place()}
-        blocks = []
+        blocks: list[FlatBlock] = []
         for run in adjacent_runs(p for p in params if is_fusable_weight(p)):
             if len(run) > 1:
                 block = known.get(id(run[0]))
-                same = block is not None and len(run) == len(block.members) and all(map(is_, run, block.members))
-                blocks.append(block if same else FlatBlock(run))
+                if block is None or len(run) != len(block.members) or not all(map(is_, run, block.members)):
+                    block = FlatBlock(run)
+                blocks.append(block)
         if self._check_flatten and self._do_flatten:
             self._warn_of_losses(params, blocks)
         self._params, self._blocks = list(params), blocks
@@ -107,7 +110,8 @@ class GroupPlan:
             )
 
     def _form_sets(self, group: Mapping[str, Any], state: Mapping[Tensor, dict]) -> None:
-        self.sets, self._idle, lone = [], [], []
+        self.sets, self._idle = [], []
+        lone: list[Tensor] = []
         blocks = [] if group.get("differentiable") else self._blocks
         for block in blocks:
             start = 0
@@ -137,20 +141,13 @@ class GroupPlan:
             return False
         if self._do_flatten:
             return True
-        pair = slice(i - 1, i + 1)
-        weights = block.members[pair]
-        return are_parallel([p.grad for p in weights], weights, block.offsets[pair])
+        weights = block.members[i - 1 : i + 1]
+        return are_parallel([p.grad for p in weights], weights, block.offsets[i - 1 : i + 2])
 
     def absorb(self, state: Mapping[Tensor, dict]) -> None:
         """Write the fused state back to the parameters, after the step."""
         changed = [fused.absorb(state) for fused in self.sets]
         for fused in self.sets:
             fused.remember_versions()
-        # Sets that were kept apart by what their state lacked may be one from now on.
-        pieces = len(self.sets) + len(self._lone)
-        grown = any(len(state.get(p, ())) != known for p, known in self._lone)
-        self._stale = pieces > 1 and (grown or any(changed))
-
-    def invalidate(self) -> None:
-        """Form the sets anew at the next step, whatever the checks say."""
-        self._stale = True
+        # Pieces that were kept apart by what their state lacked may be one from now on.
+        self._stale = any(changed) and len(self.sets) + len(self._lone) > 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -26,12 +26,15 @@ class StepSeam:
         update_class: the class whose ``step`` is the local update and nothing else.
         before: brings gradients and options up to date; runs after the closure and before the update.
         after: publishes the updated weights.
+        failed: called with an error of the closure, of ``before`` or of the update before it is raised, for other
+            ranks that wait for ``after``.
     """
 
     local: Optimizer
     update_class: type[Optimizer]
     before: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
+    failed: Callable[[Exception], None] | None = None
 
     @property
     def plain_step(self) -> Callable[..., Any]:
@@ -63,7 +66,7 @@ def resolve(optimizer: Optimizer) -> StepSeam:
         if inner.before is not None:
             inner.before()
 
-    return StepSeam(inner.local, inner.update_class, before, inner.after)
+    return replace(inner, before=before)
 
 
 def _describe(optimizer: Optimizer, cls: type) -> StepSeam:

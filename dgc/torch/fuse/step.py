@@ -84,9 +84,6 @@ class FuseRecord:
         self.fused_params = sum(len(fused.members) for fused in sets)
         new_state = {id(p) for p in local.state} if any(not fused.state for fused in sets) else None
         result = self._step_fused(local, seam.plain_step)
-        for plan in self._plans:
-            if plan is not None:
-                plan.absorb(local.state)
         if new_state is not None:
             _in_group_order(local, new_state)
         return result
@@ -105,23 +102,20 @@ class FuseRecord:
         local.param_groups = shown
         # A class that calls super().step() would run the hooks again, on parameters the user does not know.
         local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        done = False
         try:
-            result = plain_step(local)
-            done = True
+            return plain_step(local)
         finally:
+            # After an error too: what the step had done by then is done, as it is when a plain step fails.
             local.param_groups = groups
             local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks = hooks
             for fused in sets:
                 fused.state = state.pop(fused.weight, {})
-            if not done:
-                for plan in self._plans:
-                    if plan is not None:
-                        plan.invalidate()
-        for group, seen in zip(groups, shown, strict=True):
-            # Some optimizers keep counters among the options.
-            group.update((key, value) for key, value in seen.items() if key != "params")
-        return result
+            for plan in self._plans:
+                if plan is not None:
+                    plan.absorb(state)
+            for group, seen in zip(groups, shown, strict=True):
+                # Some optimizers keep counters among the options.
+                group.update((key, value) for key, value in seen.items() if key != "params")
 
 
 def _in_group_order(optimizer: Optimizer, known: set[int]) -> None:

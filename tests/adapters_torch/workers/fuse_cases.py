@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from worker_tools import case, run_cases
 
+import dgc.torch as dgc
 from dgc.core.errors import ConfigError
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 
@@ -213,6 +214,73 @@ def several_backward_passes_per_step():
                 loss_of(net, 10 * step + part).backward()
             update()
         assert_equal(plain_model, model)
+
+
+def compare_made_by(make, steps=8):
+    """Train twins whose optimizers ``make(model, prefix)`` builds, one of them fused; return that one."""
+    plain_model, model = make_model(), make_model()
+    plain, optimizer = make(plain_model, "plain"), fuse_optimizer(make(model, "fused"))
+    for step in range(steps):
+        for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
+            opt.zero_grad()
+            loss_of(net, step).backward()
+            update()
+        assert_equal(plain_model, model)
+    assert_ranks_agree(model)
+    return optimizer
+
+
+def named(model, prefix):
+    return [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
+
+
+@case
+def with_compressed_gradients():
+    def make(model, prefix):
+        return dgc.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+            named(model, prefix),
+            compression=dgc.Compression.dgc(sparsity=0.9, min_numel=16),
+        )
+
+    optimizer = compare_made_by(make)
+    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+
+
+@case
+def with_compressed_gradients_through_horovods_own_argument():
+    def make(model, prefix):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        compression = dgc.Compression.dgc(named(model, prefix), optimizer=inner, sparsity=0.9, min_numel=16)
+        return hvd.DistributedOptimizer(inner, named(model, prefix), compression=compression)
+
+    optimizer = compare_made_by(make)
+    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+
+
+def sharded(bucket_view):
+    def make(model, prefix):
+        inner = dgc.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucket_view
+        )
+        return hvd.DistributedOptimizer(inner, named(model, prefix))
+
+    return make
+
+
+@case
+def with_sharded_state():
+    optimizer = compare_made_by(sharded(False))
+    own = len(optimizer.optim.param_groups[0]["params"])
+    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, own)
+
+
+@case
+def with_sharded_state_in_bucket_views():
+    optimizer = compare_made_by(sharded(True))
+    own = len(optimizer.optim.param_groups[0]["params"])
+    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, own)
+    assert optimizer._views.intact()
 
 
 @case

@@ -36,7 +36,7 @@ def constructor_errors_come_before_any_waiting():
         (
             ValueError,
             "build one optimizer for each",
-            lambda: Zero([p, nn.Parameter(torch.zeros(2).double())], torch.optim.SGD),
+            lambda: Zero([p, q], torch.optim.SGD),
         ),
         (
             ValueError,
@@ -63,9 +63,7 @@ def constructor_errors_come_before_any_waiting():
     assert named.param_groups[0]["param_names"][0] == "0.weight"
     zero = Zero([p], torch.optim.SGD, lr=0.1)
     raises(TypeError, "must be a dict", lambda: zero.add_param_group([p]))
-    raises(
-        ValueError, "build one optimizer for each", lambda: zero.add_param_group({"params": [torch.zeros(2).double()]})
-    )
+    raises(ValueError, "build one optimizer for each", lambda: zero.add_param_group({"params": [q]}))
 
 
 @case

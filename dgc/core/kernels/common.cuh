@@ -1,0 +1,238 @@
+// What all CUDA sources share: types, tables, conversions, sums over a block.
+//
+// The sources are joined into one text and compiled at run time, once for float32 state and once for float64
+// (STATE_BITS). They use no header, so that the same text also compiles as C++ for a processor, where the tests run it.
+// Every sum and product is rounded by itself: compile with --fmad=false, or results differ from the other backends.
+//
+// n elements of a bucket's flat space, S segments, k entries. A key is the bits of |x|: keys order like magnitudes.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#if STATE_BITS == 64
+typedef double Real;
+#define KEY_BITS 63
+#define INFINITY_KEY 0x7ff0000000000000ull
+#define MANTISSA_BITS 52
+#else
+typedef float Real;
+#define KEY_BITS 31
+#define INFINITY_KEY 0x7f800000ull
+#define MANTISSA_BITS 23
+#endif
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define ALL_LANES 0xffffffffu
+#define TILE 4096        // elements of one segment that a block updates together
+#define SPAN 16          // tiles whose elements a block tallies together
+#define BIN_BITS 12
+#define BINS (1 << BIN_BITS)
+// The first histogram of a segment with a threshold spans two octaves above it; the last bin takes all that is beyond.
+#define NEAR_SHIFT (MANTISSA_BITS + 1 - BIN_BITS)
+#define FAR_SHIFT (KEY_BITS - BIN_BITS)
+
+enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum { NO_MOMENTUM, HEAVY_BALL, NESTEROV };
+// Where the entries to choose from are: in the candidates that the sweep collected, or in the whole segment.
+enum { CANDIDATES, WHOLE };
+// What became of a segment's selection.
+enum { CHOSEN, OUT_OF_RANGE, BEYOND_BINS };
+
+// One sparsified tensor in one step, as the host describes it.
+struct Segment {
+    const void* gradient;
+    const void* parameter;  // null without weight decay
+    i64 offset;             // in u and v
+    u64 key;                // the least key of a candidate, at least 1
+    double momentum, decay, scale;
+    int length, k;
+    int first_tile, tiles;
+    int room, most;  // where its candidates go, and how many there may be
+    int fewest;      // with fewer candidates (and a threshold) the whole segment is searched
+    int gradient_type, parameter_type, form, source;
+    int open;  // whether the threshold is above the smallest key, so that there may be more below
+};
+
+// What is known of a segment's selection: zero before the sweep, then narrowed down.
+struct Found {
+    u64 low;    // the k-th largest key is in [low, low + 2^width); the key itself when width is 0
+    int width;
+    int want;   // how many entries with keys of that range are among the k largest
+    int total;  // candidates; see dgc_count for segments that are searched as a whole
+    int taken;  // entries chosen
+    int base;   // where they begin in the output
+    int status;
+};
+
+struct Summary {
+    u64 largest;  // key
+    int count;    // entries chosen in all segments
+    int nonfinite;
+    int unfinished;
+    int unused;
+};
+
+// The candidates of one tile.
+struct Run {
+    int start, count;
+};
+
+static_assert(sizeof(Segment) == 104 && sizeof(Found) == 32 && sizeof(Summary) == 24 && sizeof(Run) == 8,
+              "the host's tables have these sizes");
+
+struct __align__(16) Four {
+    float x[4];
+};
+struct __align__(16) Two {
+    double x[2];
+};
+struct __align__(8) FourHalves {
+    u16 x[4];
+};
+
+__device__ __forceinline__ float float_of(u32 bits) {
+    union {
+        u32 i;
+        float f;
+    } both;
+    both.i = bits;
+    return both.f;
+}
+
+__device__ __forceinline__ u32 bits_of(float x) {
+    union {
+        float f;
+        u32 i;
+    } both;
+    both.f = x;
+    return both.i;
+}
+
+__device__ __forceinline__ u64 bits_of(double x) {
+    union {
+        double f;
+        u64 i;
+    } both;
+    both.f = x;
+    return both.i;
+}
+
+// The magnitude whose key this is.
+__device__ __forceinline__ Real real_of(u64 key) {
+#if STATE_BITS == 64
+    union {
+        u64 i;
+        double f;
+    } both;
+    both.i = key;
+    return both.f;
+#else
+    return float_of((u32)key);
+#endif
+}
+
+__device__ __forceinline__ u64 key_of(float x) { return bits_of(x) & 0x7fffffffu; }
+__device__ __forceinline__ u64 key_of(double x) { return bits_of(x) & 0x7fffffffffffffffull; }
+
+// float16 -> float32, exactly. Shifted into place the bits are the number times 2^-112, denormals included; infinity
+// and NaN need the exponent's remaining bits.
+__device__ __forceinline__ float from_half(u16 half) {
+    u32 magnitude = bits_of(float_of((half & 0x7fffu) << 13) * 5192296858534827628530496329220096.0f);
+    if ((half & 0x7c00u) == 0x7c00u) magnitude |= 0x7f800000u;
+    return float_of(magnitude | (half & 0x8000u) << 16);
+}
+
+// float32 -> float16, to nearest, ties to even.
+__device__ __forceinline__ u16 to_half(float x) {
+    const u32 bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+    u32 half;
+    if (magnitude > 0x7f800000u)
+        half = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+    else if (magnitude >= 0x477ff000u)
+        half = 0x7c00u;  // 65520 and more round to infinity
+    else if (magnitude >= 0x38800000u)
+        half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    else
+        // Below 2^-14 the results are multiples of 2^-24, which is what the last bit of 0.5 is worth.
+        half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    return (u16)(half | bits >> 16 & 0x8000u);
+}
+
+__device__ __forceinline__ float from_bfloat(u16 upper) { return float_of((u32)upper << 16); }
+
+// One element of an array of any float type, in the state's type.
+__device__ __forceinline__ Real load_one(const void* array, int type, i64 i) {
+    if (type == FLOAT32) return (Real)((const float*)array)[i];
+    if (type == FLOAT64) return (Real)((const double*)array)[i];
+    const u16 bits = ((const u16*)array)[i];
+    return (Real)(type == FLOAT16 ? from_half(bits) : from_bfloat(bits));
+}
+
+__device__ __forceinline__ bool aligned(const void* address, unsigned bytes) {
+    return ((u64)address & (bytes - 1)) == 0;
+}
+
+// Four elements from i on, i a multiple of 4: 16 bytes at a time (8 of the narrow types) where the address allows.
+__device__ __forceinline__ void load_four(const void* array, int type, i64 i, Real* out) {
+    if (type == FLOAT32 && aligned(array, 16)) {
+        const Four four = ((const Four*)array)[i / 4];
+        for (int j = 0; j < 4; j++) out[j] = (Real)four.x[j];
+    } else if (type == FLOAT64 && aligned(array, 16)) {
+        const Two low = ((const Two*)array)[i / 2], high = ((const Two*)array)[i / 2 + 1];
+        out[0] = (Real)low.x[0], out[1] = (Real)low.x[1], out[2] = (Real)high.x[0], out[3] = (Real)high.x[1];
+    } else if (type >= FLOAT16 && aligned(array, 8)) {
+        const FourHalves four = ((const FourHalves*)array)[i / 4];
+        for (int j = 0; j < 4; j++) out[j] = (Real)(type == FLOAT16 ? from_half(four.x[j]) : from_bfloat(four.x[j]));
+    } else {
+        for (int j = 0; j < 4; j++) out[j] = load_one(array, type, i + j);
+    }
+}
+
+__device__ __forceinline__ void store_four(Real* array, i64 i, const Real* from) {
+    if (!aligned(array, 16)) {
+        for (int j = 0; j < 4; j++) array[i + j] = from[j];
+        return;
+    }
+#if STATE_BITS == 64
+    Two low, high;
+    low.x[0] = from[0], low.x[1] = from[1], high.x[0] = from[2], high.x[1] = from[3];
+    ((Two*)array)[i / 2] = low;
+    ((Two*)array)[i / 2 + 1] = high;
+#else
+    Four four;
+    for (int j = 0; j < 4; j++) four.x[j] = from[j];
+    ((Four*)array)[i / 4] = four;
+#endif
+}
+
+#define STATE_TYPE (STATE_BITS == 64 ? FLOAT64 : FLOAT32)
+
+// The sum of the values of all threads before this one, and of all threads. Every thread of the block must call it.
+__device__ __forceinline__ u64 sum_before(u64 value, u64* total) {
+    __shared__ u64 sums[WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u64 inclusive = value;
+    for (int d = 1; d < 32; d *= 2) {
+        const u64 other = __shfl_up_sync(ALL_LANES, inclusive, d);
+        if (lane >= d) inclusive += other;
+    }
+    __syncthreads();  // a former call's sums have been read
+    if (lane == 31) sums[warp] = inclusive;
+    __syncthreads();
+    u64 before = 0, all = 0;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += sums[w];
+        all += sums[w];
+    }
+    *total = all;
+    return before + inclusive - value;
+}
+
+__device__ __forceinline__ u64 warp_sum(u64 value) {
+    for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(ALL_LANES, value, d);
+    return value;
+}

@@ -1,0 +1,387 @@
+"""The device backend: the operations of a bucket as sequences of CUDA kernels, run by a ``Runtime``.
+
+Letters: n elements of a bucket's flat space, S segments, k entries, P ranks. u, v, gradients, parameters and results are
+device arrays; positions, values and means cross as NumPy arrays. Nothing waits for the device but what has to hand
+numbers to the host, and that once: the methods say so. All work is on one stream, in order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels import control as rules
+from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.device_dense import DenseTensor, tensor_table
+from dgc.core.kernels.device_memory import Tables, Workspace
+from dgc.core.kernels.device_messages import Format
+from dgc.core.kernels.device_runtime import Runtime
+from dgc.core.kernels.device_select import Selector
+from dgc.core.kernels.device_tables import SUMMARY, TARGET, Geometry
+from dgc.core.kernels.source import THREADS
+
+_BLOCKS = 1024
+"""Blocks of a kernel that walks over entries: enough to fill a device."""
+
+
+@dataclass(slots=True)
+class Compressed:
+    """What :meth:`DeviceKernels.compress` leaves: entries sent, whether a non-finite one was met, what to put back."""
+
+    count: int
+    nonfinite: bool
+    kept: Kept | None
+
+
+class DeviceKernels:
+    """The protocol :class:`dgc.core.kernels.base.Kernels` on a device, and the operations of whole buckets.
+
+    Safe to call from several threads; they take turns.
+    """
+
+    on_device = True
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Take a runtime over; nothing is compiled yet."""
+        self.runtime = runtime
+        self.name = runtime.name
+        self._workspace = Workspace(runtime)
+        self._tables = Tables(runtime)
+        self._geometries: dict[tuple[int, ...], tuple[Geometry, Any, Any]] = {}
+        self._host: dict[str, np.ndarray] = {}
+        self._lock = threading.RLock()
+
+    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
+        return rules.new_control(segments)
+
+    # -- whole buckets -------------------------------------------------------------------------------------------
+
+    def compress(
+        self,
+        work: Sequence[SegmentWork],
+        u: Any,
+        v: Any,
+        control: np.ndarray,
+        form: Format | None,
+        payload: np.ndarray,
+        dense: Sequence[DenseTensor] = (),
+        vector: np.ndarray | None = None,
+        *,
+        masking: bool = True,
+    ) -> Compressed:
+        """Update u and v, select, write the message's payload, mask; and pack the dense tensors. Waits once.
+
+        Args:
+            work: the sparsified tensors; may be empty.
+            u: (n,) device array, in place.
+            v: (n',) device array, in place.
+            control: (S, COLUMNS) float64, in place.
+            form: of the message.
+            payload: (m,) uint8, page-locked, m a multiple of 8: receives the payload.
+            dense: tensors whose gradients go into the vector.
+            vector: (·,) page-locked, receives them; zero between them.
+            masking: whether u becomes 0 where v was sent.
+
+        Raises:
+            LayoutError: an array is not what a kernel may read.
+        """
+        with self._lock:
+            bits = 8 * np.dtype(u.dtype).itemsize
+            if work:
+                assert form is not None
+                selector = self._selector(work, u, v, control)
+                # The positions stay until the step is over: they are what a refused step puts back.
+                selected = selector.start(scratch=False)
+                sent = self._workspace.get("payload", np.uint8, payload.size)
+                k = selected.positions.size
+                kept = Kept(selected.positions, self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
+
+                def send() -> None:
+                    self._launch(
+                        "send", bits, min(_BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))),
+                        selected.positions, selected.values, selected.summary, np.int64(v.size), np.int32(form.indices),
+                        np.int32(form.values), sent, np.int64(payload.size // 8), u, v, kept.u, kept.v,
+                        np.int32(masking),
+                    )  # fmt: skip
+                    self.runtime.download(payload, sent)
+                    selector.download(self._pinned("result", selector.result_bytes))
+
+                send()
+            bad = self._pack(dense, vector, bits)
+            self._wait()
+            nonfinite = bool(bad is not None and bad["nonfinite"][0])
+            if not work:
+                return Compressed(0, nonfinite, None)
+            while not selector.settle():
+                send()
+                self._wait()
+            kept = Kept(kept.positions[: selector.count], kept.u[: selector.count], kept.v[: selector.count])
+            return Compressed(selector.count, nonfinite or selector.nonfinite, kept)
+
+    def receive(
+        self, results: Sequence[Any], offsets: np.ndarray, n: int, form: Format, messages: Sequence[tuple[np.ndarray, int]],
+        factor: float,
+    ) -> None:  # fmt: skip
+        """Set the results to the sum over all ranks' messages, in rank order, times ``factor``. Does not wait.
+
+        Args:
+            results: S device arrays of the state's type.
+            offsets: (S + 1,) int64, where each begins in the bucket.
+            n: elements of the bucket's sparsified part.
+            form: of the messages, which have been checked.
+            messages: per rank the payload, (m,) uint8 page-locked, which must stay until the next :meth:`compress`
+                returns, and its number of entries.
+            factor: see above.
+        """
+        if not results:
+            return
+        with self._lock:
+            bits = 8 * np.dtype(results[0].dtype).itemsize
+            self._over_tensors("clear", bits, [DenseTensor(result=r) for r in results])
+            (targets,) = self._tables.send(self._target_table(results, offsets))
+            for payload, count in messages:
+                if count == 0:
+                    continue
+                came = self._workspace.get("came", np.uint8, payload.size)
+                self.runtime.upload(came, payload)
+                self._launch(
+                    "receive", bits, form.blocks(n, count), came, np.int64(n), np.int32(form.indices),
+                    np.int32(form.values), np.int32(count), targets, np.int32(len(results)), np.float64(factor),
+                )  # fmt: skip
+
+    def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any = None) -> None:
+        """Momentum SGD on means (without a momentum: the means times ``scale``) into the results. Does not wait.
+
+        Args:
+            tensors: with result, vector, scale, and what the update takes.
+            vector: (·,) page-locked; must stay until the next :meth:`compress` returns.
+            u: (n,) device array, in place; needed when a tensor has momentum.
+        """
+        if not tensors:
+            return
+        with self._lock:
+            bits = 8 * vector.dtype.itemsize
+            means = self._workspace.get("vector", vector.dtype, vector.size)
+            self.runtime.upload(means, vector)
+            self._over_tensors("update", bits, tensors, means, means if u is None else u)
+
+    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> bool:
+        """Whether a result is not finite or beyond its ``limit``. Waits; only narrow types have a limit.
+
+        Args:
+            tensors: sparsified ones with ``vector`` -1, whose results are looked at as they are, and dense ones as for
+                :meth:`write`, which would come next.
+            vector: see :meth:`write`.
+            u: see :meth:`write`.
+        """
+        if not tensors:
+            return False
+        with self._lock:
+            means = self._workspace.get("vector", vector.dtype, vector.size)
+            self.runtime.upload(means, vector)
+            (summary,) = self._tables.send(np.zeros(1, SUMMARY))
+            self._over_tensors("exceeds", 8 * vector.dtype.itemsize, tensors, means, u, summary)
+            return self._flag(summary)
+
+    # -- the protocol --------------------------------------------------------------------------------------------
+
+    def sums_of_squares(self, gradients: Sequence[Any]) -> np.ndarray:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
+        with self._lock:
+            tensors = [DenseTensor(gradient=g) for g in gradients]
+            geometry, _, _ = self._geometry([t.length for t in tensors])
+            partial = self._workspace.get("partial", np.float64, geometry.tiles)
+            host = self._pinned("partial", 8 * geometry.tiles).view(np.float64)
+            self._over_tensors("squares", 32, tensors, partial)
+            if geometry.tiles:
+                self.runtime.download(host, partial)
+                self._wait()
+            ends = np.cumsum(geometry.tiles_of)
+            return np.array([host[e - c : e].sum() for e, c in zip(ends, geometry.tiles_of, strict=True)], np.float64)
+
+    def accumulate(self, work: Sequence[SegmentWork], u: Any, v: Any) -> bool:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
+        with self._lock:
+            selector = self._selector(work, u, v, None)
+            selector.start(scratch=True)
+            selector.download(self._pinned("result", selector.result_bytes))
+            self._wait()
+            selector.settle()
+            return selector.nonfinite
+
+    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray) -> Selection:
+        """See :class:`~dgc.core.kernels.base.Kernels`; the selection is on the host. Waits."""
+        with self._lock:
+            selector = self._selector(work, u, v, control)
+            selected = selector.start(scratch=True)
+            k = selected.positions.size
+            positions = self._pinned("positions", 4 * k).view(np.int32)
+            values = self._pinned("values", u.dtype.itemsize * k).view(u.dtype)
+            final = False
+            while not final:
+                if k:
+                    self.runtime.download(positions, selected.positions)
+                    self.runtime.download(values, selected.values)
+                selector.download(self._pinned("result", selector.result_bytes))
+                self._wait()
+                final = selector.settle()
+            count = selector.count
+            return Selection(positions[:count].astype(np.int64), selector.nonfinite, values[:count].copy())
+
+    def take(self, array: Any, positions: np.ndarray) -> np.ndarray:
+        """See :class:`~dgc.core.kernels.base.Kernels`; on the host. Waits."""
+        k = positions.size
+        if k == 0:
+            return np.empty(0, array.dtype)
+        _check_positions(positions, array.size)
+        with self._lock:
+            (places,) = self._tables.send(positions)
+            out = self._workspace.get("taken", array.dtype, k)
+            self._over_entries("gather", array, places, out, np.int64(k), k=k)
+            host = self._pinned("taken", out.nbytes).view(array.dtype)
+            self.runtime.download(host, out)
+            self._wait()
+            return host.copy()
+
+    def mask(self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:
+        """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
+        k = positions.size
+        if decoded.shape != (k,):
+            raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
+        _check_positions(positions, min(u.size, v.size))
+        with self._lock:
+            kept = Kept(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
+            if k:
+                places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
+                self._over_entries("mask", u, v, places, values, np.int64(k), np.int32(masking), kept.u, kept.v, k=k)
+                kept.positions = places.view(np.int64)
+            return kept
+
+    def restore(self, u: Any, v: Any, kept: Kept) -> None:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
+        k = kept.positions.size
+        wide = np.int32(np.dtype(kept.positions.dtype).itemsize == 8)
+        with self._lock:
+            self._over_entries("restore", u, v, kept.positions, wide, kept.u, kept.v, np.int64(k), k=k)
+
+    def scatter_add(
+        self, results: Sequence[Any], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+    ) -> None:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait.
+
+        Raises:
+            LayoutError: a position lies beyond the last segment.
+        """
+        k = positions.size
+        if k == 0 or not results:
+            return
+        _check_positions(positions, int(offsets[-1]))
+        kind = np.dtype(results[0].dtype)
+        with self._lock:
+            targets, places, numbers = self._tables.send(
+                self._target_table(results, offsets), positions, values.astype(kind, copy=False)
+            )
+            count = np.int32(len(results))
+            self._over_entries("scatter_add", targets, count, places, numbers, np.float64(factor), np.int64(k), k=k, u=results[0])
+
+    def dense_update(
+        self, result: Any, mean: np.ndarray, u: Any, parameter: Any, *, momentum: float, nesterov: bool,
+        weight_decay: float, scale: float,
+    ) -> None:  # fmt: skip
+        """See :class:`~dgc.core.kernels.base.Kernels`; ``mean`` is on the host. Does not wait."""
+        tensor = DenseTensor(
+            result=result, parameter=parameter if weight_decay else None, u=0, vector=0, momentum=momentum,
+            nesterov=nesterov, weight_decay=weight_decay, scale=scale,
+        )  # fmt: skip
+        with self._lock:
+            (means,) = self._tables.send(mean)
+            self._over_tensors("update", 8 * mean.dtype.itemsize, [tensor], means, u)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _launch(self, name: str, bits: int, grid: int, *arguments: Any) -> None:
+        self.runtime.launch(name, bits, grid, arguments)
+
+    def _over_entries(self, name: str, *arguments: Any, k: int, u: Any = None) -> None:
+        if k:
+            state = arguments[0] if u is None else u
+            blocks = min(_BLOCKS, -(-k // THREADS))
+            self._launch(name, 8 * np.dtype(state.dtype).itemsize, blocks, *arguments)
+
+    def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: Any) -> None:
+        geometry, tile_tensor, _ = self._geometry([t.length for t in tensors])
+        if geometry.tiles:
+            (table,) = self._tables.send(tensor_table(tensors, geometry, bits, self.runtime.address))
+            self._launch(name, bits, geometry.tiles, table, tile_tensor, *arguments)
+
+    def _pack(self, dense: Sequence[DenseTensor], vector: np.ndarray | None, bits: int) -> np.ndarray | None:
+        """Enqueue the dense tensors' way into the vector; returns the (1,) SUMMARY that will say what was met."""
+        if vector is None or vector.size == 0:
+            return None
+        packed = self._workspace.get("vector", vector.dtype, vector.size)
+        self.runtime.clear(packed)
+        (summary,) = self._tables.send(np.zeros(1, SUMMARY))
+        self._over_tensors("pack", bits, dense, packed, summary)
+        self.runtime.download(vector, packed)
+        met = self._pinned("packed", SUMMARY.itemsize)
+        self.runtime.download(met, summary)
+        return met.view(SUMMARY)
+
+    def _flag(self, summary: Any) -> bool:
+        met = self._pinned("flag", SUMMARY.itemsize)
+        self.runtime.download(met, summary)
+        self._wait()
+        return bool(met.view(SUMMARY)["nonfinite"][0])
+
+    def _target_table(self, results: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
+        table = np.zeros(len(results), TARGET)
+        table["result"] = [self.runtime.address(r) for r in results]
+        table["offset"] = offsets[:-1]
+        table["length"] = np.minimum([r.size for r in results], np.diff(offsets))
+        return table
+
+    def _selector(self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None) -> Selector:
+        if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
+            raise LayoutError(f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size}); both must be float32 or float64")
+        geometry = self._geometry([w.length for w in work])
+        return Selector(self.runtime, self._workspace, self._tables, geometry, work, u, v, control)
+
+    def _geometry(self, lengths: Sequence[int]) -> tuple[Geometry, Any, Any]:
+        """The tiles of these lengths, and their maps on the device; made once."""
+        key = tuple(lengths)
+        known = self._geometries.get(key)
+        if known is None:
+            geometry = Geometry(lengths)
+            maps = []
+            for array in (geometry.tile_segment, geometry.span_tile):
+                device = self.runtime.empty(array.size, array.dtype)
+                if array.size:
+                    host = self.runtime.host_array(array.size, array.dtype)
+                    host[:] = array
+                    self.runtime.upload(device, host)
+                maps.append(device)
+            # Page-locked sources must outlive their copies.
+            self._wait()
+            known = self._geometries[key] = (geometry, maps[0], maps[1])
+        return known
+
+    def _pinned(self, name: str, nbytes: int) -> np.ndarray:
+        """Page-locked scratch by name, (nbytes,) uint8."""
+        array = self._host.get(name)
+        if array is None or array.size < nbytes:
+            array = self._host[name] = self.runtime.host_array(max(64, nbytes + nbytes // 4), np.uint8)
+        return array[:nbytes]
+
+    def _wait(self) -> None:
+        self.runtime.synchronize(self.runtime.record())
+
+
+def _check_positions(positions: np.ndarray, size: int) -> None:
+    """Positions are ascending, so that the ends tell whether all are inside."""
+    if positions.size and not (0 <= positions[0] and positions[-1] < size):
+        raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")

@@ -1,0 +1,242 @@
+"""The order of kernels that updates one bucket and finds its k largest entries; see sweep.cu and select.cu.
+
+Letters: S segments, k entries in all. The host waits once, for the results; only when a threshold turned out to be
+useless (no candidates, too many) the segments concerned are searched as a whole, which costs a second wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.control import COLUMNS, WIDER
+from dgc.core.kernels.device_control import NEVER, learn, set_thresholds
+from dgc.core.kernels.device_memory import Tables, Workspace
+from dgc.core.kernels.device_runtime import Runtime
+from dgc.core.kernels.device_tables import (
+    BEYOND_BINS,
+    CANDIDATES,
+    CHOSEN,
+    FOUND,
+    SEGMENT,
+    SUMMARY,
+    WHOLE,
+    Geometry,
+    fill_segments,
+)
+from dgc.core.kernels.source import BIN_BITS, BINS, WARPS
+
+_I32 = np.int32
+
+
+@dataclass
+class Selected:
+    """A selection under way. ``positions`` (k,) int32 and ``values`` (k,) are device arrays, filled up to the count."""
+
+    positions: Any
+    values: Any
+    summary: Any
+    """The bytes of a SUMMARY on the device."""
+
+
+class Selector:
+    """One pass over one bucket: :meth:`start`, whatever else is to be enqueued, :meth:`download`, wait, :meth:`settle`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        workspace: Workspace,
+        tables: Tables,
+        geometry: tuple[Geometry, Any, Any],
+        work: Sequence[SegmentWork],
+        u: Any,
+        v: Any,
+        control: np.ndarray | None,
+    ) -> None:
+        """Fill the tables.
+
+        Args:
+            runtime: where to run.
+            workspace: scratch, shared with other passes on the same stream.
+            tables: carries the tables over.
+            geometry: of the segments' lengths, and its tile_segment and span_tile on the device.
+            work: the segments.
+            u: the state, as ``v``.
+            v: (n,) device array.
+            control: (S, COLUMNS) float64, or None to select nothing.
+
+        Raises:
+            LayoutError: an array or a segment is not what a kernel may touch.
+        """
+        if control is not None and control.shape != (len(work), COLUMNS):
+            raise LayoutError(f"control has shape {control.shape}; expected ({len(work)}, {COLUMNS})")
+        self._runtime, self._workspace, self._tables = runtime, workspace, tables
+        self._geometry, self._tile_segment, self._span_tile = geometry
+        self._u, self._v, self._control = u, v, control
+        self._dtype = np.dtype(v.dtype)
+        self._bits = 8 * self._dtype.itemsize
+        self.segments = np.zeros(len(work), SEGMENT)
+        fill_segments(self.segments, work, self._geometry, v.size, runtime.address)
+        self._used = set_thresholds(self.segments, control, self._dtype, WHOLE)
+        self._found = np.zeros(len(work), FOUND)
+        self._summary = np.zeros(1, SUMMARY)
+        self._host: np.ndarray = np.empty(0, np.uint8)
+        self._beyond_totals = np.zeros(len(work), np.int32)
+
+    @property
+    def k(self) -> int:
+        """Entries to select, at most."""
+        return int(self.segments["k"].sum(dtype=np.int64))
+
+    def start(self, scratch: bool) -> Selected:
+        """Enqueue the update of u and v, and with a control the selection.
+
+        Args:
+            scratch: whether the entries may lie in shared memory, to be read before the next pass.
+        """
+        get = self._workspace.get
+        self._room = int(self.segments["most"].sum(dtype=np.int64))
+        self._runs = get("runs", np.uint64, self._geometry.tiles)
+        self._positions = get("positions", np.int32, self._room)
+        self._values = get("values", self._dtype, self._room)
+        self._bins = get("bins", np.uint32, len(self.segments) * BINS, zeros=True)
+        self._sums = get("sums", np.uint64, self._geometry.tiles)
+        k = self.k if self._control is not None else 0
+        empty = get if scratch else lambda _, dtype, n: self._runtime.empty(n, dtype)
+        self.selected = Selected(empty("chosen", np.int32, k), empty("chosen_values", self._dtype, k), None)
+        self._send()
+        if self._geometry.tiles:
+            self._launch(
+                "sweep", self._geometry.tiles, self._device_segments, self._tile_segment, self._u, self._v, self._runs,
+                self._positions, self._values, self._bins, self._device_found, self.selected.summary,
+            )  # fmt: skip
+        if self._control is not None and len(self.segments):
+            self._select(begin=True)
+        return self.selected
+
+    def download(self, host: np.ndarray) -> None:
+        """Enqueue the copy of what is known of the segments. ``host``: (:attr:`result_bytes`,) uint8, page-locked."""
+        self._host = host
+        self._runtime.download(host, self._header[-host.size :])
+
+    @property
+    def result_bytes(self) -> int:
+        """Size of what :meth:`download` needs."""
+        return self._found.nbytes + SUMMARY.itemsize
+
+    def settle(self) -> bool:
+        """After a wait for the download: learn, or search whole segments, which needs another download and wait.
+
+        Returns:
+            Whether the selection is final.
+        """
+        found = self._host[: self._found.nbytes].view(FOUND)
+        self._summary[:] = self._host[self._found.nbytes :].view(SUMMARY)
+        if self._control is None:
+            return True
+        if self._summary["unfinished"][0]:
+            self._search_whole(found)
+            return False
+        self._learn(found)
+        return True
+
+    @property
+    def count(self) -> int:
+        """Entries selected, once settled."""
+        return int(self._summary["count"][0])
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether a non-finite entry was met, once a download has come."""
+        return bool(self._summary["nonfinite"][0])
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _launch(self, name: str, grid: int, *arguments: Any) -> None:
+        self._runtime.launch(name, self._bits, grid, arguments)
+
+    def _send(self) -> None:
+        """Bring the tables over, in one copy; found and summary lie side by side, to come back in one."""
+        header = np.concatenate(
+            [self.segments.view(np.uint8), self._found.view(np.uint8), self._summary.view(np.uint8)]
+        )
+        (self._header,) = self._tables.send(header)
+        segments, found = self.segments.nbytes, self._found.nbytes
+        self._device_segments = self._header[:segments]
+        self._device_found = self._header[segments : segments + found]
+        self.selected.summary = self._header[segments + found :]
+
+    def _select(self, begin: bool) -> None:
+        """Enqueue everything after the sweep; with ``begin`` the candidates have not been looked at yet."""
+        geometry, count = self._geometry, len(self.segments)
+        steps = -(-self._widest(begin) // BIN_BITS)
+        if begin:
+            self._locate(1)
+        for _ in range(steps if geometry.spans else 0):
+            self._launch(
+                "refine", geometry.spans, self._device_segments, self._tile_segment, self._span_tile, self._v,
+                self._values, self._bins, self._device_found,
+            )  # fmt: skip
+            self._locate(0)
+        if geometry.tiles:
+            warps = -(-geometry.tiles // WARPS)
+            tiles = _I32(geometry.tiles)
+            common = (self._device_segments, self._tile_segment, self._runs, self._v)
+            self._launch(
+                "count", warps, *common, self._values, self._device_found, self._sums, tiles, np.float64(WIDER),
+            )  # fmt: skip
+        self._launch("scan", count, self._device_segments, self._sums, self._device_found, self.selected.summary, _I32(count))
+        if geometry.tiles:
+            self._launch(
+                "emit", warps, *common, self._positions, self._values, self._device_found, self._sums, tiles,
+                self.selected.positions, self.selected.values, self.selected.summary,
+            )  # fmt: skip
+
+    def _locate(self, begin: int) -> None:
+        self._launch(
+            "locate", len(self.segments), self._device_segments, self._bins, self._device_found, self.selected.summary,
+            _I32(begin),
+        )  # fmt: skip
+
+    def _widest(self, begin: bool) -> int:
+        """Bits of a key that are still unknown after the first histogram, in the segment where they are most."""
+        sign, mantissa = self._bits - 1, 23 if self._bits == 32 else 52
+        if not begin or (self.segments["source"] == WHOLE).any():
+            return sign
+        active = self.segments["k"] > 0
+        if not active.any():
+            return 0
+        return sign - BIN_BITS if (self.segments["open"][active] == 0).any() else mantissa + 1 - BIN_BITS
+
+    def _search_whole(self, found: np.ndarray) -> None:
+        """Enqueue the selection again, the unfinished segments from all their entries."""
+        lost = found["status"] != CHOSEN
+        # Where only the range of the bins was exceeded, threshold and number of candidates still teach something.
+        beyond = found["status"] == BEYOND_BINS
+        self._beyond_totals = np.where(beyond, found["total"], 0)
+        self._found[:] = found
+        self._found["status"] = CHOSEN
+        self._found["low"][lost] = 0
+        self._found["width"][lost] = self._bits - 1
+        self._found["want"][lost] = self.segments["k"][lost]
+        self._found["total"][self.segments["source"] == WHOLE] = 0
+        self._found["total"][lost] = 0
+        self.segments["source"][lost] = WHOLE
+        self._summary["unfinished"] = 0
+        self._summary["largest"] = 0
+        self._send()
+        self._select(begin=False)
+
+    def _learn(self, found: np.ndarray) -> None:
+        candidates = self.segments["source"] == CANDIDATES
+        keys = found["low"].copy()
+        keys[candidates & (found["total"] < self.segments["k"])] = NEVER
+        beyond = self._beyond_totals > 0
+        totals = np.where(beyond, self._beyond_totals, found["total"])
+        assert self._control is not None
+        learn(self._control, self.segments["k"], self._used, totals, keys, ~candidates & ~beyond, self._dtype)

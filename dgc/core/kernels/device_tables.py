@@ -1,0 +1,196 @@
+"""The tables that the CUDA kernels read and write, as NumPy types; each mirrors a ``struct`` of the sources.
+
+S segments, or T tensors; a tile is TILE elements of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.source import SPAN, TILE
+from dgc.core.kernels.table import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, HEAVY_BALL, NESTEROV, NO_MOMENTUM
+
+CANDIDATES, WHOLE = range(2)
+"""Where a segment's entries come from."""
+CHOSEN, OUT_OF_RANGE, BEYOND_BINS = range(3)
+"""What became of a segment's selection."""
+
+SEGMENT = np.dtype(
+    [
+        ("gradient", np.uint64),
+        ("parameter", np.uint64),
+        ("offset", np.int64),
+        ("key", np.uint64),
+        ("momentum", np.float64),
+        ("decay", np.float64),
+        ("scale", np.float64),
+        ("length", np.int32),
+        ("k", np.int32),
+        ("first_tile", np.int32),
+        ("tiles", np.int32),
+        ("room", np.int32),
+        ("most", np.int32),
+        ("fewest", np.int32),
+        ("gradient_type", np.int32),
+        ("parameter_type", np.int32),
+        ("form", np.int32),
+        ("source", np.int32),
+        ("open", np.int32),
+    ]
+)
+FOUND = np.dtype(
+    [
+        ("low", np.uint64),
+        ("width", np.int32),
+        ("want", np.int32),
+        ("total", np.int32),
+        ("taken", np.int32),
+        ("base", np.int32),
+        ("status", np.int32),
+    ]
+)
+SUMMARY = np.dtype(
+    [
+        ("largest", np.uint64),
+        ("count", np.int32),
+        ("nonfinite", np.int32),
+        ("unfinished", np.int32),
+        ("unused", np.int32),
+    ]
+)
+RUN = np.dtype([("start", np.int32), ("count", np.int32)])
+TARGET = np.dtype([("result", np.uint64), ("offset", np.int64), ("length", np.int64)])
+TENSOR = np.dtype(
+    [
+        ("result", np.uint64),
+        ("gradient", np.uint64),
+        ("parameter", np.uint64),
+        ("u", np.int64),
+        ("vector", np.int64),
+        ("length", np.int64),
+        ("momentum", np.float64),
+        ("decay", np.float64),
+        ("scale", np.float64),
+        ("limit", np.float64),
+        ("gradient_type", np.int32),
+        ("parameter_type", np.int32),
+        ("form", np.int32),
+        ("first_tile", np.int32),
+    ]
+)
+SIZES = {SEGMENT: 104, FOUND: 32, SUMMARY: 24, RUN: 8, TARGET: 24, TENSOR: 96}
+assert all(dtype.itemsize == size for dtype, size in SIZES.items())
+
+_CODES = {
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float64): FLOAT64,
+    np.dtype(np.float16): FLOAT16,
+    # Neither NumPy nor CuPy knows bfloat16: its bits travel as uint16.
+    np.dtype(np.uint16): BFLOAT16,
+}
+
+
+def element_code(array: Any, length: int, what: str) -> int:
+    """Code of a 1-D device array's type, once it is known to be what a kernel may read at its address.
+
+    Raises:
+        LayoutError: another shape, not contiguous, or no float type.
+    """
+    if array.shape != (length,):
+        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
+    if not array.flags.c_contiguous:
+        raise LayoutError(f"the {what} is a strided view; pass a contiguous copy")
+    code = _CODES.get(array.dtype)
+    if code is None:
+        raise LayoutError(
+            f"the {what} has type {array.dtype}; allowed: float16, float32, float64, and uint16 as the bits of bfloat16"
+        )
+    return code
+
+
+def momentum_form(momentum: float, nesterov: bool) -> int:
+    """Which update a tensor gets."""
+    return NO_MOMENTUM if momentum == 0 else NESTEROV if nesterov else HEAVY_BALL
+
+
+class Geometry:
+    """How segments or tensors of given lengths fall into tiles and spans; the same at every step of a bucket.
+
+    Attributes:
+        tiles: their number.
+        spans: number of groups of up to SPAN tiles of one segment.
+        first_tile: (S,) int32.
+        tiles_of: (S,) int32.
+        tile_segment: (tiles,) int32, each tile's segment.
+        span_tile: (spans,) int32, each span's first tile.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """Lay out the tiles.
+
+        Raises:
+            LayoutError: 2**31 elements or more in one segment.
+        """
+        if any(not 0 <= n < 2**31 for n in lengths):
+            raise LayoutError(f"a tensor of {max(lengths)} elements cannot be compressed; the limit is 2**31 - 1")
+        count = np.array(lengths, np.int64).reshape(-1)
+        self.tiles_of = (-(-count // TILE)).astype(np.int32)
+        ends = np.cumsum(self.tiles_of, dtype=np.int64)
+        self.tiles = int(ends[-1]) if len(ends) else 0
+        self.first_tile = (ends - self.tiles_of).astype(np.int32)
+        self.tile_segment = np.repeat(np.arange(len(count), dtype=np.int32), self.tiles_of)
+        within = np.arange(self.tiles, dtype=np.int32) - self.first_tile[self.tile_segment]
+        self.span_tile = np.flatnonzero(within % SPAN == 0).astype(np.int32)
+        self.spans = len(self.span_tile)
+
+
+def fill_segments(
+    table: np.ndarray, work: Sequence[SegmentWork], geometry: Geometry, size: int, address: Any
+) -> None:
+    """Write everything of a bucket's work that does not depend on the thresholds.
+
+    Args:
+        table: (S,) of SEGMENT.
+        work: the segments.
+        geometry: of their lengths.
+        size: elements of v; segments must lie inside.
+        address: the runtime's function from device array to address.
+
+    Raises:
+        LayoutError: an array or a segment is not what a kernel may touch.
+    """
+    rows = []
+    for w, first, tiles in zip(work, geometry.first_tile.tolist(), geometry.tiles_of.tolist(), strict=True):
+        length = w.length
+        if w.offset < 0 or length < 0 or w.offset + length > size:
+            raise LayoutError(f"a segment at {w.offset} of {length} elements does not fit into {size}")
+        parameter = w.parameter if w.weight_decay else None
+        rows.append(
+            (
+                address(w.gradient),
+                0 if parameter is None else address(parameter),
+                w.offset,
+                0,
+                w.momentum,
+                0.0 if parameter is None else w.weight_decay,
+                w.scale,
+                length,
+                max(0, min(w.k, length)),
+                first,
+                tiles,
+                0,
+                0,
+                0,
+                element_code(w.gradient, length, "gradient"),
+                0 if parameter is None else element_code(parameter, length, "parameter"),
+                momentum_form(w.momentum, w.nesterov),
+                WHOLE,
+                0,
+            )
+        )
+    table[:] = np.array(rows, SEGMENT)

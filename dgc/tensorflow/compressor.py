@@ -1,0 +1,213 @@
+"""The object behind ``compression=``: a Horovod ``Compressor`` that remembers what it has not sent yet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.core.compressor_base import CompressorBase
+from dgc.core.errors import ConfigError, LayoutError
+from dgc.tensorflow.adoption import KERAS3, Adoption, family
+from dgc.tensorflow.engine import Engine, loss_scale_of
+from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
+from dgc.tensorflow.horovod_transport import make_transport
+from dgc.tensorflow.tensors import raw_variable
+
+
+class _Ops:
+    """Horovod's reduce ops, looked up only when somebody asks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_horovod(initialized=False), name)
+
+
+class DGCCompressor(CompressorBase):
+    """Deep Gradient Compression for one model and one optimizer.
+
+    Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
+    (:mod:`dgc.tensorflow.stock`). Way B, the wrappers of this package, cross to its engine once per step.
+    With one process nothing is adopted, and the optimizer keeps its momentum.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Check the options; the variables come with :meth:`bind`.
+
+        Raises:
+            TypeError: an option is unknown.
+            ConfigError: an option is out of range.
+        """
+        super().__init__(options, _Ops())
+        self._loss_scale = loss_scale_of(self._adapter.get("loss_scale", 1.0))
+        self._adoption: Adoption | None = None
+        self._bound_to: list[Any] | None = None
+        self._pending_state: tuple[Any, bool] | None = None
+        self._way: str | None = None
+        self._stock: Any = None
+
+    # -- binding -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine | None:
+        """The bound engine; None before :meth:`bind`, with one process, or outside the process set."""
+        return self._engine
+
+    @property
+    def adoption(self) -> Adoption | None:
+        """What was taken from which optimizer; None before :meth:`adopt` and where there is nothing to exchange."""
+        return self._adoption
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the compressor belongs to a model already."""
+        return self._bound_to is not None
+
+    def process_set(self, other: Any = None) -> Any:
+        """The process set of the exchange: the option's or ``other``, which must not contradict each other.
+
+        Raises:
+            ConfigError: two different ones.
+        """
+        own = self._adapter.get("process_set")
+        hvd = import_horovod(initialized=False)
+        if other is not None and own is not None and other is not own and other is not hvd.global_process_set:
+            raise ConfigError("the compressor and the wrapper name different process sets; give it in one place")
+        return own or other or hvd.global_process_set
+
+    def adopt(self, optimizer: Any, process_set: Any = None) -> None:
+        """Take the momentum out of the optimizer, before it makes its variables. Talks to nobody.
+
+        Raises:
+            ConfigError: momentum would be applied twice, or another optimizer was adopted before.
+        """
+        if self._adoption is not None:
+            if optimizer is not None and self._adoption.optimizer is not optimizer:
+                raise ConfigError(
+                    "this compressor already belongs to another optimizer; residuals cannot be shared: build one "
+                    "compressor for each model and optimizer"
+                )
+            self._adoption.take()
+            return
+        if is_alone(self.process_set(process_set)) is False:
+            self._adoption = Adoption(optimizer, self.config)
+
+    def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
+        """Attach to a model's variables; collective over the process set.
+
+        Args:
+            variables: the model's trainable variables.
+            optimizer: whose momentum is adopted, if :meth:`adopt` was not called before.
+            process_set: of the wrapper; None means the option's, or all ranks.
+
+        Raises:
+            ConfigError: bound to another model before, elastic Horovod, or a part of what is needed is missing.
+            LayoutError: ranks disagree about the variables.
+        """
+        ours = [raw_variable(v) for v in variables]
+        if self._bound_to is not None:
+            self._require_same_model(ours)
+            return
+        import_horovod()
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
+        chosen = self.process_set(process_set)
+        self._bound_to = ours
+        if is_alone(chosen):
+            return
+        self.adopt(optimizer, process_set)
+        assert self._adoption is not None
+        transport = make_transport(self._adapter.get("transport", "auto"), member_set(chosen))
+        self._engine = Engine(list(variables), self.config, transport, self._adoption, self._loss_scale)
+        if self._pending_state is not None:
+            (state, resize), self._pending_state = self._pending_state, None
+            super().load_state_dict(state, resize)
+
+    def use_way(self, way: str) -> None:
+        """Remember whether stock Horovod or a wrapper drives this compressor.
+
+        Raises:
+            ConfigError: both do.
+        """
+        if self._way not in (None, way):
+            raise ConfigError(
+                "this compressor is used by Horovod's own classes and by those of dgc.tensorflow at the same time; "
+                "gradients would be exchanged twice: use one of them"
+            )
+        self._way = way
+
+    def load_state_dict(self, state: Any, resize: bool = False) -> None:
+        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+
+        Args:
+            state: what ``state_dict`` returned on this rank; with ``resize=True`` a list of all old ranks' states.
+            resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
+
+        Raises:
+            LayoutError: the state belongs to another model, rank or number of ranks.
+        """
+        if self._bound_to is None:
+            self._pending_state = (state, resize)
+            return
+        super().load_state_dict(state, resize)
+
+    # -- Horovod's Compressor ------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Called by stock Horovod while it builds a graph: see :class:`dgc.tensorflow.stock.Stock`."""
+        if self._stock is None:
+            from dgc.tensorflow.stock import Stock
+
+            self.use_way("stock")
+            self._stock = Stock(self)
+        return self._stock.compress(tensor)
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Called by stock Horovod with the reduced stand-in; returns the exchanged gradient."""
+        return tensor if ctx is None else self._stock.decompress(tensor, ctx)
+
+    def __hash__(self) -> int:
+        """By identity. Horovod asks when it builds an optimizer: the moment to refuse one that never calls us."""
+        _refuse_stock_keras3()
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        """By identity."""
+        return self is other
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _require_same_model(self, ours: list[Any]) -> None:
+        assert self._bound_to is not None
+        known = {id(v) for v in self._bound_to}
+        foreign = [v for v in ours if id(v) not in known]
+        if not foreign:
+            return
+        error = LayoutError(
+            f"{foreign[0].name!r} is no variable of the model that this compressor was built for; residuals cannot be "
+            "shared: build one compressor for each model and optimizer, and a new one when variables are added"
+        )
+        if self._engine is not None:
+            self._engine.fail(error)
+        raise error
+
+
+def _refuse_stock_keras3() -> None:
+    """Horovod's optimizer for Keras 3 never exchanges anything, and says nothing about it."""
+    frame = sys._getframe(2)
+    for _ in range(8):
+        owner = frame.f_locals.get("self")
+        in_horovod = frame.f_code.co_filename.endswith(os.path.join("horovod", "_keras", "__init__.py"))
+        if in_horovod and owner is not None and family(owner) == KERAS3:
+            raise ConfigError(
+                "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
+                "rank would train a model of its own. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
+                "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

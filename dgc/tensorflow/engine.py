@@ -1,0 +1,277 @@
+"""One model's variables on one rank, bound to exchanges of the core. Ways A and B both stand on this.
+
+Every variable has one index: its place among the variables that the compressor was built for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.agreement import agree_or_raise, require_agreement
+from dgc.core.config import DGCConfig
+from dgc.core.errors import ConfigError, DGCError, LayoutError
+from dgc.core.exchange import LossScale
+from dgc.core.layout import make_layout
+from dgc.core.stats import Stats
+from dgc.core.transport import Transport
+from dgc.tensorflow.adoption import Adoption
+from dgc.tensorflow.group import Group
+from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+
+DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
+"""The kinds of gradient that a variable may have."""
+
+
+class Engine:
+    """Variables, adopted momentum, and the exchanges of one compressor. Construction is collective.
+
+    Attributes:
+        variables: those that the compressor was built for, in registration order.
+        names: their names.
+        transport: moves the bytes.
+        adoption: momentum, and the optimizer that it was taken from.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        config: DGCConfig,
+        transport: Transport,
+        adoption: Adoption,
+        loss_scale: LossScale,
+    ) -> None:
+        """Agree with the other ranks.
+
+        Raises:
+            DGCError: variables, shapes, types or options differ between ranks, or construction failed on a rank.
+        """
+        self.variables = [raw_variable(v) for v in variables]
+        self.transport = transport
+        self.adoption = adoption
+        self._config = config
+        self._loss_scale = loss_scale
+        self._index = {id(v): i for i, v in enumerate(self.variables)}
+        self._groups: list[Group] = []
+        self._group_of: dict[int, Group] = {}
+        self._kinds: tuple[str, ...] | None = None
+
+        def build() -> dict[str, str]:
+            self.names = unique_names(variables)
+            layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
+            adoption.cover(len(self.variables))
+            options = zip(adoption.hyper.momentum, adoption.hyper.nesterov, adoption.hyper.weight_decay, strict=True)
+            return {
+                name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
+                for (name, text), (m, n, w) in zip(layout.describe().items(), options, strict=True)
+            }
+
+        agree_or_raise(transport, config.describe, "options of the compressor")
+        agree_or_raise(transport, build, "variables", LayoutError, "Build the same model and optimizer on every rank.")
+
+    # -- which gradients there are -------------------------------------------------------------------------------
+
+    def index_of(self, variable: Any) -> int | None:
+        """The variable's index, or None if the compressor was not built for it."""
+        return self._index.get(id(raw_variable(variable)))
+
+    def settle(self, kinds: Sequence[str]) -> None:
+        """Fix, together with the other ranks, which variables have gradients; afterwards only compare.
+
+        Args:
+            kinds: for each variable of the model, what its gradient is: DENSE, SPARSE or NONE.
+
+        Raises:
+            LayoutError: the ranks differ, or a variable's gradient is of another kind than in the first step.
+            ConfigError: momentum was adopted and there are sparse gradients, to which nobody would apply it.
+        """
+        kinds = tuple(kinds)
+        if self._kinds is None:
+            require_agreement(
+                self.transport,
+                dict(zip(self.names, kinds, strict=True)),
+                "kinds of gradients",
+                LayoutError,
+                "Every rank must compute the same loss from the same variables.",
+            )
+            self._refuse_sparse_momentum(kinds)
+            self._kinds = kinds
+            return
+        for name, before, now in zip(self.names, self._kinds, kinds, strict=True):
+            if before == now:
+                continue
+            self.fail(
+                LayoutError(
+                    f"the gradient of {name!r} was {before!r} in the first step and is {now!r} now; the set of "
+                    "gradients must stay: freeze or unfreeze variables before the first step, or build a new compressor"
+                )
+            )
+
+    def group(self, indices: Sequence[int]) -> Group:
+        """The group of exactly these variables; made when it is asked for the first time.
+
+        Raises:
+            LayoutError: a variable was in another group before.
+        """
+        indices = tuple(indices)
+        known = self._group_of.get(indices[0])
+        if known is not None and known.indices == indices:
+            return known
+        taken = [i for i in indices if i in self._group_of]
+        if taken:
+            self.fail(
+                LayoutError(
+                    f"{self.names[taken[0]]!r} is exchanged together with other variables than in the first step; the "
+                    "set of gradients and Horovod's groups must stay, or build a new compressor"
+                )
+            )
+        made = Group(
+            indices,
+            [self.names[i] for i in indices],
+            [self.variables[i] for i in indices],
+            self._config,
+            self.transport,
+            self._loss_scale,
+        )
+        self._groups.append(made)
+        self._group_of.update(dict.fromkeys(indices, made))
+        self._absorb_slots(made)
+        return made
+
+    def needs_parameters(self) -> bool:
+        """Whether a step must bring the variables' values along, for weight decay."""
+        return any(self.adoption.hyper.weight_decay)
+
+    def fail(self, error: DGCError) -> None:
+        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
+
+        Raises:
+            DGCError: always.
+        """
+        # With several groups nobody knows which one the others are in; a rank that raises ends the job anyway.
+        if len(self._groups) == 1:
+            self._groups[0].fail(error)
+        raise error
+
+    # -- saving, ending ------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """The counters of all groups together."""
+        groups = [g.exchange.stats for g in self._groups]
+        if len(groups) == 1:
+            return groups[0]
+        joined = Stats()
+        for stats in groups:
+            joined.steps = max(joined.steps, stats.steps)
+            joined.refused_steps = max(joined.refused_steps, stats.refused_steps)
+            joined.last.add(stats.last)
+            joined.total.add(stats.total)
+        return joined
+
+    def residual_norm(self) -> float:
+        """L2 norm of all residuals of this rank."""
+        return float(np.sqrt(sum(g.exchange.state.residual_norm() ** 2 for g in self._groups)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: that of :meth:`dgc.core.exchange.Exchange.state_dict`, of all groups in one.
+
+        Raises:
+            LayoutError: called in the middle of a step.
+        """
+        states = [g.exchange.state_dict() for g in self._groups]
+        place = {"rank": self.transport.rank, "size": self.transport.size}
+        if not states:
+            return {"format": 1, "step": 0, "parameters": {}, "groups": [], **place}
+        parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
+        groups = [
+            {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self._groups, states, strict=True)
+        ]
+        names = {"kinds": list(self._kinds or ()), "names": self.names}
+        return {**states[0], "parameters": parameters, "groups": groups, **names}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over a state of this rank; call it on all ranks.
+
+        Raises:
+            LayoutError: it belongs to another model, rank or number of ranks.
+        """
+        saved = self._renamed(saved)
+        names = {name: i for i, name in enumerate(self.names)}
+        unknown = [name for name in saved["parameters"] if name not in names]
+        if unknown:
+            raise LayoutError(
+                f"the saved compressor state has a variable {unknown[0]!r} that the model has not; it belongs to "
+                "another model: build the compressor for the model that was saved, or call reset() to begin with empty "
+                "residuals"
+            )
+        # Without groups the state comes from another framework or from resize, where everything was one group.
+        whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
+        if saved.get("kinds"):
+            self._kinds = tuple(saved["kinds"])
+        for entry in saved.get("groups", whole):
+            if not entry["names"]:
+                continue
+            group = self.group([names[name] for name in entry["names"]])
+            own = {name: saved["parameters"][name] for name in entry["names"]}
+            group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
+            group.rate = entry["rate"]
+
+    def reset(self) -> None:
+        """Forget residuals, momentum, the step and the statistics."""
+        for group in self._groups:
+            group.exchange.reset()
+            group.rate = None
+
+    def close(self) -> None:
+        """End the communication threads and the transport."""
+        for group in self._groups:
+            group.exchange.close()
+        self.transport.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state under this model's names: Keras names a loaded model's variables differently, in the same order."""
+        before = saved.get("names", self.names)
+        if before == self.names or len(before) != len(self.names):
+            return saved
+        sizes = {n: int(np.prod(v.shape)) for n, v in zip(before, self.variables, strict=True)}
+        if any(sizes.get(name) != entry["u"].size for name, entry in saved["parameters"].items()):
+            return saved
+        now = dict(zip(before, self.names, strict=True))
+        groups = [{**g, "names": [now[n] for n in g["names"]]} for g in saved["groups"]]
+        return {**saved, "parameters": {now[n]: e for n, e in saved["parameters"].items()}, "groups": groups}
+
+    def _absorb_slots(self, group: Group) -> None:
+        members = [self.variables[i] for i in group.indices]
+        self.adoption.absorb_slots(members, lambda place, u, rate: group.absorb(group.indices[place], u, rate))
+
+    def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
+        if SPARSE not in kinds or not self.adoption.momentum:
+            return
+        raise ConfigError(
+            f"{self.names[kinds.index(SPARSE)]!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own "
+            "way, but the optimizer's momentum was taken into the compressor; pass sparse_as_dense=True, or momentum=0 "
+            "to the compressor to leave momentum in the optimizer"
+        )
+
+
+def loss_scale_of(value: Any) -> LossScale:
+    """A number, a function, or a Keras LossScaleOptimizer, as the core takes it.
+
+    Raises:
+        ConfigError: something else.
+    """
+    for name in ("dynamic_scale", "loss_scale"):
+        if hasattr(value, name):
+            return lambda: float(getattr(value, name))
+    if callable(value):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ConfigError(
+        f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the LossScaleOptimizer"
+    )

@@ -1,0 +1,132 @@
+"""Variables that are exchanged together, in one crossing from TensorFlow to the core: gradients in, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.arrays import choose_kernels
+from dgc.core.bucket_step import Hyper
+from dgc.core.config import DGCConfig
+from dgc.core.errors import DGCError, LayoutError
+from dgc.core.exchange import Exchange, LossScale
+from dgc.core.layout import make_layout
+from dgc.core.transport import Transport
+from dgc.tensorflow.tensors import ResultPool, as_array, describe, largest_finite, raw_variable
+
+
+class Group:
+    """An exchange of the core over some of a model's variables.
+
+    Way B has one group of all variables. In way A Horovod decides which gradients are at hand together.
+
+    Attributes:
+        indices: places of the group's variables in the model.
+        exchange: the core's exchange; its parameters are in the order of ``indices``.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        names: Sequence[str],
+        variables: Sequence[Any],
+        config: DGCConfig,
+        transport: Transport,
+        loss_scale: LossScale,
+    ) -> None:
+        """Allocate the state. All ranks must have agreed on the variables before.
+
+        Args:
+            indices: places of the group's variables.
+            names: of these variables.
+            variables: these variables.
+            config: the options.
+            transport: shared with the other groups, which run one after the other.
+            loss_scale: a number, or a function that is asked once per step.
+
+        Raises:
+            LayoutError: a variable cannot be exchanged.
+        """
+        self.indices = tuple(indices)
+        self.names = list(names)
+        layout = make_layout([describe(n, v) for n, v in zip(names, variables, strict=True)], config)
+        self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
+        shapes = [p.shape for p in layout.parameters]
+        wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
+        self._pool = ResultPool(shapes, wide)
+        self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
+        self.rate: float | None = None
+        """The learning rate that u is in units of, where the adopted velocity contains one."""
+
+    def run(
+        self,
+        gradients: Sequence[np.ndarray],
+        parameters: Sequence[np.ndarray | None],
+        hyper: Hyper,
+        learning_rate: float | None,
+    ) -> tuple[list[np.ndarray], bool]:
+        """Exchange one step.
+
+        Args:
+            gradients: in the order of ``indices``, of the variables' shapes.
+            parameters: values of the variables, or None where no weight decay needs them.
+            hyper: the options of all variables of the model.
+            learning_rate: that of this step, where the adopted velocity contains it.
+
+        Returns:
+            The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
+
+        Raises:
+            DGCError: this or another rank failed.
+        """
+        self.exchange.hyper = Hyper(
+            [hyper.momentum[i] for i in self.indices],
+            [hyper.nesterov[i] for i in self.indices],
+            [hyper.weight_decay[i] for i in self.indices],
+        )
+        if learning_rate is not None:
+            self._follow(learning_rate)
+        results = []
+        for place, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+            wanted = self.exchange.layout.parameters[place].shape
+            if tuple(gradient.shape) != wanted:
+                self.exchange.fail(
+                    LayoutError(
+                        f"the gradient of {self.names[place]!r} is {tuple(gradient.shape)}, the variable was {wanted} "
+                        "when the compressor was built; build a new compressor when variables change"
+                    ),
+                    place,
+                )
+            result = self._pool.take(place)
+            self.exchange.submit(
+                place,
+                as_array(gradient * np.float32(1.0000001)),
+                result.reshape(-1),
+                None if parameter is None else as_array(parameter),
+                self._limits[place],
+            )
+            results.append(result)
+        return results, self.exchange.finish()
+
+    def fail(self, error: DGCError) -> None:
+        """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it.
+
+        Raises:
+            DGCError: always.
+        """
+        self.exchange.fail(error)
+
+    def absorb(self, index: int, u: np.ndarray, learning_rate: float | None) -> None:
+        """Take over a momentum buffer of a dense run, in units of ``learning_rate``."""
+        self.exchange.state.momentum_buffer(self.indices.index(index))[...] = u
+        self.rate = learning_rate
+
+    def _follow(self, learning_rate: float) -> None:
+        """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
+        if self.rate is not None and learning_rate not in (0.0, self.rate):
+            for bucket in self.exchange.state.buckets:
+                bucket.u *= bucket.u.dtype.type(self.rate / learning_rate)
+        if learning_rate or self.rate is None:
+            self.rate = learning_rate

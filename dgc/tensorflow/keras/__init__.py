@@ -1,0 +1,24 @@
+"""Deep Gradient Compression for Keras: one call for Keras 3 and for legacy Keras (``tf_keras``).
+
+Use::
+
+    import dgc.tensorflow.keras as dgc
+
+    optimizer = dgc.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression=dgc.Compression.dgc())
+    model.compile(optimizer=optimizer, loss=...)
+    model.fit(..., callbacks=[dgc.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+import tensorflow as tf
+
+from dgc.tensorflow.compression import Compression
+from dgc.tensorflow.keras import callbacks
+from dgc.tensorflow.keras.optimizer import DistributedOptimizer
+
+# What is saved with a model must be known to Keras before the model is loaded.
+if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
+    from dgc.tensorflow.keras import legacy  # noqa: F401
+else:
+    from dgc.tensorflow.keras import keras3  # noqa: F401
+
+__all__ = ["Compression", "DistributedOptimizer", "callbacks"]

@@ -1,0 +1,231 @@
+"""Callbacks for both Keras, under Horovod's names; and the one that keeps each rank's residuals."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
+from dgc.tensorflow.tensors import raw_variable
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "CompressionCheckpoint",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+
+class BroadcastGlobalVariablesCallback(_Callback):
+    """Gives all ranks the weights and the optimizer's variables of one rank, before the first step if they exist.
+
+    It also turns off XLA where Keras chose it by itself (with a GPU), since no exchange can be compiled.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
+        """Broadcast from ``root_rank``.
+
+        Args:
+            root_rank: whose values everybody gets.
+            device: accepted for Horovod's sake.
+            local_variables: a variable or several that stay as they are on each rank.
+        """
+        super().__init__()
+        self._root_rank = root_rank
+        single = local_variables is not None and not isinstance(local_variables, (list, tuple))
+        locals_ = [local_variables] if single else list(local_variables or ())
+        self._local = {id(raw_variable(v)) for v in locals_}
+        self.broadcast_done = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave ``var`` as it is on each rank."""
+        self._local.add(id(raw_variable(var)))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast at once if the model is built.
+
+        Raises:
+            ConfigError: ``compile(jit_compile=True)``.
+        """
+        _turn_off_xla(self.model)
+        if getattr(self.model, "built", False) and self.model.variables:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first step of a model that had no variables before."""
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done or is_alone():
+            return
+        hvd = import_horovod()
+        optimizer = self.model.optimizer
+        build = getattr(optimizer, "build", None)
+        if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+            build(self.model.trainable_variables)
+        listed = optimizer.variables
+        listed = listed() if callable(listed) and not isinstance(listed, list) else listed
+        # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
+        chosen = {id(raw_variable(v)): raw_variable(v) for v in [*self.model.variables, *listed]}
+        hvd.broadcast_variables([v for k, v in chosen.items() if k not in self._local], root_rank=self._root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(_Callback):
+    """Replaces each epoch's metrics by their mean over all ranks; place it before callbacks that read them."""
+
+    def __init__(self, device: str = "") -> None:
+        """``device`` is accepted for Horovod's sake."""
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average in place."""
+        if not logs or is_alone():
+            return
+        hvd = import_horovod()
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
+        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+
+
+class LearningRateScheduleCallback(_Callback):
+    """Multiplies the learning rate by a function of the epoch.
+
+    Horovod's ``momentum_correction`` is not needed: the compressor keeps the adopted momentum in step with every
+    change of the learning rate. It is accepted and has no effect.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Set the learning rate to ``initial_lr * multiplier(epoch)`` in epochs [start_epoch, end_epoch).
+
+        Args:
+            initial_lr: the learning rate at multiplier 1.
+            multiplier: a function of the epoch, or the base of an exponential decay.
+            start_epoch: first epoch in which the callback acts.
+            end_epoch: first epoch in which it no longer acts; None for never.
+            staircase: change at epochs only, instead of at every step.
+            momentum_correction: without effect.
+            steps_per_epoch: needed with ``staircase=False`` where Keras does not know it.
+
+        Raises:
+            ConfigError: ``initial_lr`` is None.
+        """
+        super().__init__()
+        if initial_lr is None:
+            raise ConfigError("initial_lr is None; give the learning rate that the multiplier applies to")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase, self.steps_per_epoch = staircase, steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set(self._epoch)
+            return
+        self._set(self._epoch + batch / self._steps())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log the learning rate as ``lr``."""
+        if logs is not None:
+            logs["lr"] = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+
+    def _set(self, epoch: float) -> None:
+        self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+
+    def _steps(self) -> int:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
+            raise ConfigError("Keras does not know the number of steps per epoch; pass steps_per_epoch=")
+        return int(steps)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+
+    Source: Goyal et al. 2017, arXiv 1706.02677, section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """Warm up over ``warmup_epochs``.
+
+        Args:
+            initial_lr: the learning rate after the warm-up (the one for all ranks together).
+            warmup_epochs: its length.
+            momentum_correction: without effect, see :class:`LearningRateScheduleCallback`.
+            steps_per_epoch: needed where Keras does not know it.
+            verbose: print the final learning rate on rank 0.
+        """
+        hvd = import_horovod()
+
+        def multiplier(epoch: float) -> float:
+            # One step ahead, so that each epoch ends at a round number.
+            epoch += 1.0 / self._steps()
+            return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._verbose = verbose and hvd.rank() == 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log the learning rate."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self._verbose:
+            rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+            tf.get_logger().info("Epoch %d: the learning-rate warm-up ends at %g.", epoch + 1, rate)
+
+
+def _turn_off_xla(model: Any) -> None:
+    if not getattr(model, "jit_compile", False):
+        return
+    resolve = getattr(model, "_resolve_auto_jit_compile", None)
+    if resolve is None or not resolve():
+        raise ConfigError(
+            "compile(jit_compile=True): XLA cannot compile the exchange of gradients (Horovod's neither); pass "
+            "jit_compile=False"
+        )
+    # Keras does not tell whether the user or "auto" chose XLA.
+    model.jit_compile = False
+    warnings.warn("XLA is turned off for this model: it cannot compile the exchange of gradients", stacklevel=2)

@@ -1,0 +1,120 @@
+"""Saving and restoring each rank's compressor beside the model's own checkpoint."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.core.agreement import agree_or_raise
+from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.state_file import load_state, save_state
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+ITERATIONS = "optimizer_iterations"
+
+
+class CompressionCheckpoint(_Callback):
+    """Writes this rank's residuals at the end of each epoch, and takes them up again when training begins.
+
+    A model's checkpoint is the same on all ranks and is written by one; residuals differ and every rank writes its own.
+    When training begins, the file that belongs to the model's state is the one with the optimizer's number of
+    iterations. A model that was not restored begins with empty residuals.
+    """
+
+    def __init__(self, filepath: str, save_freq: str | int = "epoch", restore: bool = True) -> None:
+        """Keep the states in files.
+
+        Args:
+            filepath: may contain ``{epoch}``, as in ``ModelCheckpoint``; each rank adds ``.rank<r>.npz``.
+            save_freq: "epoch", or a number of steps.
+            restore: take up a saved state when training begins.
+
+        Raises:
+            ConfigError: ``save_freq`` is something else.
+        """
+        super().__init__()
+        if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0):
+            raise ConfigError(f"save_freq is {save_freq!r}; allowed: 'epoch' or a number of steps >= 1")
+        self._filepath = str(filepath)
+        self._save_freq = save_freq
+        self._restore = restore
+        self._epoch = 0
+        self._steps = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore, if there is something to restore.
+
+        Raises:
+            LayoutError: a rank's file is missing, or belongs to another model or number of ranks.
+        """
+        optimizer = self.model.optimizer
+        optimizer = optimizer if hasattr(optimizer, "bind") else getattr(optimizer, "inner_optimizer", optimizer)
+        self._owner = optimizer
+        if not hasattr(optimizer, "bind"):
+            raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
+        if self._restore and self._iterations() > 0:
+            optimizer.bind(self.model.trainable_variables)
+            self._load()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write this rank's file."""
+        if self._save_freq == "epoch":
+            self.save()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Write this rank's file every ``save_freq`` steps."""
+        self._steps += 1
+        if self._save_freq != "epoch" and self._steps % int(self._save_freq) == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write this rank's file now."""
+        engine = self._engine
+        if engine is None:
+            return
+        state = {**engine.state_dict(), ITERATIONS: self._iterations()}
+        save_state(self._path(self._filepath.format(epoch=self._epoch + 1)), state)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Any:
+        compression = self._owner.compression
+        return None if compression is None else compression.engine
+
+    def _path(self, prefix: str) -> str:
+        return f"{prefix}.rank{self._engine.transport.rank}.npz"
+
+    def _iterations(self) -> int:
+        return int(tf.convert_to_tensor(self.model.optimizer.iterations))
+
+    def _load(self) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        found: dict[str, Any] = {}
+
+        def find() -> dict[str, Any]:
+            pattern = self._path(glob.escape(self._filepath).replace("{epoch", "\0").split("\0")[0] + "*")
+            if "{epoch" not in self._filepath:
+                pattern = self._path(glob.escape(self._filepath))
+            for path in sorted(glob.glob(pattern), key=lambda p: Path(p).stat().st_mtime, reverse=True):
+                state = load_state(path)
+                if state.get(ITERATIONS) == self._iterations():
+                    found.update(state)
+                    return {"iterations": self._iterations()}
+            raise LayoutError(
+                f"no file {pattern} belongs to a model of {self._iterations()} iterations; restore the model and the "
+                "compressor from the same moment, or pass restore=False to begin with empty residuals"
+            )
+
+        agree_or_raise(engine.transport, find, "checkpoints of the compressor", LayoutError)
+        self._owner.compression.load_state_dict(found)

@@ -1,0 +1,279 @@
+"""The distributed optimizers for Keras 3: they hold the user's optimizer and hand it reduced gradients.
+
+Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is where they are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.utils import tracking
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.adoption import momentum_config
+from dgc.tensorflow.crossing import ACCUMULATED, APPLY
+from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.settings import Settings
+
+PACKAGE = "dgc"
+
+
+def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
+    """Put ``optimizer`` into the distributed optimizer that fits.
+
+    Under the policy mixed_float16 Keras puts every optimizer that is no LossScaleOptimizer into one when it compiles,
+    which then decides on each rank alone whether to call us; so ours is one itself.
+
+    Raises:
+        ConfigError: it is distributed already.
+    """
+    if isinstance(optimizer, (DistributedOptimizer, DistributedLossScaleOptimizer)):
+        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if isinstance(optimizer.inner_optimizer, DistributedOptimizer):
+            raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        return DistributedLossScaleOptimizer(
+            optimizer.inner_optimizer,
+            settings,
+            initial_scale=optimizer.initial_scale,
+            dynamic_growth_steps=optimizer.dynamic_growth_steps,
+            name=name,
+        )
+    if keras.config.dtype_policy().name == "mixed_float16":
+        return DistributedLossScaleOptimizer(optimizer, settings, name=name)
+    return DistributedOptimizer(optimizer, settings, name=name)
+
+
+class _Distributed:
+    """What both distributed optimizers share."""
+
+    inner_optimizer: Any
+    _settings: Settings
+
+    def _prepare(self) -> None:
+        """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
+        settings = self._settings
+        if is_alone(settings.process_set) is not False:
+            return
+        steps = self.inner_optimizer.gradient_accumulation_steps
+        if steps:
+            # Its own accumulation would follow the exchange: every small step would travel.
+            settings.accumulate(steps)
+            self.inner_optimizer.gradient_accumulation_steps = None
+        settings.adopt(self.inner_optimizer)
+
+    @property
+    def compression(self) -> Any:
+        """The compressor: statistics, state and residuals of this rank."""
+        return self._settings.compression
+
+    def bind(self, variables: Sequence[Any]) -> None:
+        """Attach the compressor to the model before the first step; collective."""
+        self._prepare()
+        if self.compression is not None:
+            self.compression.bind(list(variables), self.inner_optimizer, self._settings.process_set)
+
+    @property
+    def iterations(self) -> Any:
+        """Steps that the user's optimizer has made."""
+        inner, taken = self.inner_optimizer, self._settings.accumulation_steps
+        return inner.iterations // taken if taken else inner.iterations
+
+    def _config(self) -> dict[str, Any]:
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        adoption = None if self.compression is None else self.compression.adoption
+        inner["config"] = momentum_config(inner["config"], adoption)
+        if self._settings.accumulation_steps:
+            inner["config"]["gradient_accumulation_steps"] = self._settings.accumulation_steps
+        return {"name": self.name, "inner_optimizer": inner, "settings": self._settings.to_config()}  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with empty residuals."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
+        return cls(inner, Settings.from_config(config.pop("settings")), **config)  # type: ignore[call-arg]
+
+    def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
+        self._prepare()
+        return self._settings.reducer.reduce(grads, variables, self.inner_optimizer)
+
+    def _count_pass(self) -> None:
+        self.inner_optimizer._iterations.assign_add(1)
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
+    """Exchanges gradients, then lets the user's optimizer apply them."""
+
+    _complete = False
+
+    def __init__(self, inner_optimizer: Any, settings: Settings, name: str | None = None) -> None:
+        """Hold ``inner_optimizer``; see :func:`wrap`."""
+        super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
+        self.inner_optimizer = inner_optimizer
+        self._settings = settings
+        self._prepare()
+        self._complete = True
+
+    @tracking.no_automatic_dependency_tracking
+    def build(self, variables: Any) -> None:
+        """Make the user's optimizer's variables."""
+        if self.built:
+            return
+        self._prepare()
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the user's optimizer and our own counters; the compressor's state is not among them."""
+        return self._variables + self.inner_optimizer.variables
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Exchange ``grads`` and update the variables.
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
+        """
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+            self.built = True
+        inner = self.inner_optimizer
+        scale = inner.loss_scale_factor
+        grads = _scaled(list(grads), None if scale is None else 1.0 / scale)
+        reduced, verdict = self._reduce(grads, variables)
+        reduced = _scaled(reduced, scale)
+        if self._settings.reducer.passes == 1:
+            inner.apply(reduced, variables)
+        else:
+            tf.cond(
+                tf.equal(verdict, ACCUMULATED),
+                lambda: _nothing(self._count_pass()),
+                lambda: _nothing(inner.apply(reduced, variables)),
+            )
+        self._iterations.assign_add(1)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The user's optimizer's."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    def scale_loss(self, loss: Any) -> Any:
+        """By the user's optimizer's fixed loss scale, if it has one."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        """Never None: setting an attribute to the value it has would pass by the setter below unseen."""
+        return (self.inner_optimizer.loss_scale_factor or 1.0) if self._complete else None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # Keras' LossScaleOptimizer does this to the optimizer that it wraps.
+        if self._complete:
+            raise ConfigError(
+                "a LossScaleOptimizer around the distributed optimizer decides on each rank alone whether to step, and "
+                "one rank's overflow would hang the job. Call keras.mixed_precision.set_dtype_policy('mixed_float16') "
+                "before you make the distributed optimizer, or wrap the other way round: "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer))"
+            )
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """As in the user's optimizer (moving averages)."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""
+        return self._config()
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
+    """A LossScaleOptimizer that exchanges first and decides by what all ranks saw."""
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        settings: Settings,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+    ) -> None:
+        """Hold ``inner_optimizer``; see :func:`wrap`."""
+        super().__init__(
+            inner_optimizer,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+            name=name or f"distributed_{inner_optimizer.name}",
+        )
+        self._settings = settings
+        settings.refuse_loss_scale()
+        self._prepare()
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value.
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
+        """
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self._prepare()
+                self.build(variables)
+            self.built = True
+        grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
+        reduced, verdict = self._reduce(grads, variables)
+
+        def finite() -> int:
+            self.inner_optimizer.apply(reduced, variables)
+            grown = tf.equal(tf.convert_to_tensor(self.step_counter), self.dynamic_growth_steps - 1)
+            scale, counter = tf.convert_to_tensor(self.dynamic_scale), tf.convert_to_tensor(self.step_counter)
+            self.dynamic_scale.assign(tf.where(grown, scale * 2.0, scale))
+            self.step_counter.assign(tf.where(grown, tf.zeros_like(counter), counter + 1))
+            return 0
+
+        def overflow() -> int:
+            self._stateful_handle_non_finite_grads()
+            return 0
+
+        branches = {APPLY: finite, ACCUMULATED: lambda: _nothing(self._count_pass())}
+        tf.switch_case(verdict, [branches[ACCUMULATED], branches[APPLY], overflow])
+
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""
+        return {
+            **self._config(),
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+
+
+def _scaled(gradients: list[Any], factor: Any) -> list[Any]:
+    if factor is None:
+        return gradients
+
+    def scaled(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
+        return gradient * tf.cast(factor, gradient.dtype)
+
+    return [scaled(g) for g in gradients]
+
+
+def _nothing(_: Any) -> int:
+    return 0

@@ -1,0 +1,138 @@
+"""The distributed optimizers for legacy Keras (``tf_keras``): the user's optimizer itself, of a derived class.
+
+Legacy Keras calls ``aggregate_gradients`` before anything depends on the gradients' values, its LossScaleOptimizer
+included, so that is where they are exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.adoption import LEGACY_V2, family, momentum_config
+from dgc.tensorflow.crossing import ACCUMULATED
+from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.settings import Settings
+
+
+def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
+    """Make ``optimizer`` distributed, in place.
+
+    Raises:
+        ConfigError: it is distributed already, or it is a LossScaleOptimizer and gradients are to be accumulated.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(inner, _Distributed):
+        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+    if inner is not optimizer and settings.reducer.passes > 1:
+        raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
+    if is_alone(settings.process_set) is False:
+        settings.adopt(inner)
+    inner.__class__ = _distributed_class(type(inner))
+    inner._dgc_settings = settings
+    inner._dgc_name = name
+    return optimizer
+
+
+class _Distributed:
+    """Mixed into the class of the user's optimizer."""
+
+    _dgc_settings: Settings
+
+    @property
+    def compression(self) -> Any:
+        """The compressor: statistics, state and residuals of this rank."""
+        return self._dgc_settings.compression
+
+    def bind(self, variables: Any) -> None:
+        """Attach the compressor to the model before the first step; collective."""
+        if self.compression is not None:
+            self.compression.bind(list(variables), self, self._dgc_settings.process_set)
+
+    @tf.autograph.experimental.do_not_convert
+    def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        """Exchange this rank's gradients (``tf_keras.optimizers``).
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
+        """
+        return self._exchange(grads_and_vars)[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        """The same for ``tf_keras.optimizers.legacy``."""
+        return self._exchange(grads_and_vars)[0]
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+        """Exchange the gradients and apply them; with ``backward_passes_per_step`` only once in so many calls."""
+        grads_and_vars = list(grads_and_vars)
+        apply = functools.partial(super().apply_gradients, **options)  # type: ignore[misc]
+        already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
+        if self._dgc_settings.reducer.passes == 1 or already:
+            return apply(grads_and_vars, *args)
+        skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"
+        reduced, verdict = self._exchange(grads_and_vars)
+        with tf.init_scope():
+            make = self._create_all_weights if family(self) == LEGACY_V2 else self.build  # type: ignore[attr-defined]
+            make([v for _, v in grads_and_vars])
+
+        def update() -> tf.Tensor:
+            apply(reduced, *args, **{skip: skip == "skip_gradients_aggregation"})
+            return tf.convert_to_tensor(self.iterations)
+
+        def count() -> tf.Tensor:
+            self.iterations.assign_add(1)
+            return tf.convert_to_tensor(self.iterations)
+
+        return tf.cond(tf.equal(verdict, ACCUMULATED), count, update)
+
+    def _exchange(self, grads_and_vars: Any) -> tuple[list[tuple[Any, Any]], tf.Tensor]:
+        grads, variables = zip(*list(grads_and_vars), strict=True)
+        if is_alone(self._dgc_settings.process_set) is False:
+            self._dgc_settings.adopt(self)
+        reduced, verdict = self._dgc_settings.reducer.reduce(list(grads), list(variables), self)
+        return list(zip(reduced, variables, strict=True)), verdict
+
+    def get_config(self) -> dict[str, Any]:
+        """The user's optimizer's, with the adopted momentum where the user had it, and our settings beside it."""
+        config = super().get_config()  # type: ignore[misc]
+        adoption = None if self.compression is None else self.compression.adoption
+        legacy = bool(config.get("is_legacy_optimizer", family(self) == LEGACY_V2))
+        inner = momentum_config(config, adoption)
+        return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": legacy}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with empty residuals."""
+        base = cls.__mro__[2]
+        inner = dict(config["inner"])
+        inner.pop("is_legacy_optimizer", None)
+        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)
+
+
+@functools.cache
+def _distributed_class(base: type) -> type:
+    """A class derived from an optimizer's, known to Keras' loading by its name."""
+    derived = type(f"Distributed{base.__name__}", (_Distributed, base), {"__module__": __name__})
+    package = "dgc.legacy" if LEGACY_V2 in _families(base) else "dgc"
+    return tf_keras.saving.register_keras_serializable(package=package)(derived)
+
+
+def _families(cls: type) -> set[str]:
+    return {LEGACY_V2} if any(c.__name__ == "OptimizerV2" for c in cls.__mro__) else set()
+
+
+def _register_all() -> None:
+    """A model can be loaded before any optimizer was wrapped, so Keras must know the names from the beginning."""
+    for module in (tf_keras.optimizers, tf_keras.optimizers.legacy):
+        for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
+            if hasattr(module, name):
+                _distributed_class(getattr(module, name))
+
+
+_register_all()

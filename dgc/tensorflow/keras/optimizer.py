@@ -1,0 +1,65 @@
+"""``DistributedOptimizer`` for whichever Keras the optimizer belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, family
+from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.tape import refuse_grouping
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a Keras optimizer exchange gradients before it applies them.
+
+    Arguments are those of ``horovod.tensorflow.keras.DistributedOptimizer``. With ``compression=Compression.dgc(...)``
+    gradients travel compressed, and the momentum of an SGD moves into the compressor. ``compression=None`` averages
+    them with Horovod, also under Keras 3, where Horovod's own optimizer does not.
+
+    Returns:
+        For Keras 3 an optimizer around the given one; for legacy Keras the given one itself. Its ``compression``
+        attribute is the compressor.
+
+    Raises:
+        ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
+    """
+    hvd = import_horovod(initialized=False)
+    refuse_grouping(num_groups, groups)
+    if op is not None and op == hvd.Adasum:
+        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+    kind = family(optimizer)
+    if kind not in (KERAS3, LEGACY, LEGACY_V2):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
+            "tf.compat.v1.train"
+        )
+    settings = Settings(
+        compression,
+        op=op,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+    )
+    if kind == KERAS3:
+        from dgc.tensorflow.keras.keras3 import wrap
+    else:
+        from dgc.tensorflow.keras.legacy import wrap
+    return wrap(optimizer, settings, name)

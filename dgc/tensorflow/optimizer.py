@@ -1,0 +1,104 @@
+"""``DistributedOptimizer``: Horovod's name for all optimizers of TensorFlow; for Keras see ``dgc.tensorflow.keras``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.adoption import V1, family
+from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.tape import refuse_grouping
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make an optimizer exchange gradients before it applies them.
+
+    Arguments are those of ``horovod.tensorflow.DistributedOptimizer``. Keras optimizers go to
+    :func:`dgc.tensorflow.keras.DistributedOptimizer`; one of ``tf.compat.v1.train`` is made distributed in place: its
+    ``compute_gradients`` returns reduced gradients.
+
+    Raises:
+        ConfigError: arguments that do not fit together, or momentum applied twice.
+    """
+    hvd = import_horovod(initialized=False)
+    if family(optimizer) != V1:
+        # Keras takes a second to import, and whoever gets here has it.
+        from dgc.tensorflow.keras.optimizer import DistributedOptimizer as for_keras
+
+        return for_keras(
+            optimizer,
+            name=name,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    refuse_grouping(num_groups, groups)
+    if op is not None and op == hvd.Adasum:
+        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+    if backward_passes_per_step != 1:
+        raise ConfigError(
+            "backward_passes_per_step > 1 is not supported for optimizers of tf.compat.v1.train; use a Keras optimizer"
+        )
+    if isinstance(optimizer, _Distributed):
+        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
+    settings = Settings(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
+    if is_alone(process_set) is False:
+        settings.adopt(optimizer)
+    optimizer.__class__ = _distributed_class(type(optimizer))
+    optimizer._dgc_settings = settings
+    return optimizer
+
+
+class _Distributed:
+    """Mixed into the class of the user's optimizer."""
+
+    _dgc_settings: Any
+
+    @property
+    def compression(self) -> Any:
+        """The compressor: statistics, state and residuals of this rank."""
+        return self._dgc_settings.compression
+
+    @tf.autograph.experimental.do_not_convert
+    def compute_gradients(self, *args: Any, **options: Any) -> list[tuple[Any, Any]]:
+        """Compute this rank's gradients and exchange them.
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed.
+        """
+        grads_and_vars = super().compute_gradients(*args, **options)  # type: ignore[misc]
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        reduced, _ = self._dgc_settings.reducer.reduce(list(gradients), list(variables), self)
+        return list(zip(reduced, variables, strict=True))
+
+
+@functools.cache
+def _distributed_class(base: type) -> type:
+    return type(base.__name__, (_Distributed, base), {})

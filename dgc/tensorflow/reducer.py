@@ -1,0 +1,208 @@
+"""Way B's one step, behind the tape and all optimizers: gradients of this rank in, reduced gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.core.errors import ConfigError, DGCError
+from dgc.tensorflow.adoption import learning_rate
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross
+from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.group import Group
+from dgc.tensorflow.horovod import import_horovod
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+class Reducer:
+    """Reduces the gradients of one model, all of them in one crossing to the core.
+
+    Attributes:
+        compression: the compressor.
+        passes: gradients of this many steps are added up before they are exchanged.
+    """
+
+    def __init__(
+        self,
+        compression: DGCCompressor,
+        *,
+        op: Any = None,
+        process_set: Any = None,
+        sparse_as_dense: bool = False,
+        passes: int = 1,
+        average_passes: bool = False,
+    ) -> None:
+        """Check what fits together. Talks to nobody.
+
+        Args:
+            compression: a compressor that no stock Horovod class uses.
+            op: Horovod's Average or Sum; None for the compressor's own.
+            process_set: the ranks that exchange; None for the compressor's own.
+            sparse_as_dense: turn ``tf.IndexedSlices`` into tensors and compress them too.
+            passes: ``backward_passes_per_step``.
+            average_passes: divide the added gradients by ``passes``.
+
+        Raises:
+            ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
+        """
+        if not isinstance(passes, int) or passes < 1:
+            raise ConfigError(f"backward_passes_per_step is {passes!r}; allowed: a whole number >= 1")
+        self.compression = compression
+        self.passes = passes
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._factor = 1.0 / passes if average_passes else 1.0
+        self._sums: list[np.ndarray] = []
+        self._passed = 0
+        compression.use_way("wrapper")
+        if op is not None:
+            compression.use_op(op)
+        compression.process_set(process_set)
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], optimizer: Any = None
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Exchange one step's gradients, now or in the graph being built.
+
+        Args:
+            gradients: one per variable; None where the loss does not depend on it.
+            variables: the same ones, in the same order, in every step.
+            optimizer: whose momentum is adopted and whose learning rate counts.
+
+        Returns:
+            The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see :mod:`.crossing`).
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed.
+        """
+        gradients, variables = list(gradients), list(variables)
+        self.compression.bind(variables, optimizer, self._process_set)
+        engine = self.compression.engine
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        if engine is None and self.passes == 1:
+            return gradients, _verdict_of(gradients)
+        places = self._places(engine, variables)
+        kinds = [NONE] * (len(variables) if engine is None else len(engine.variables))
+        for place, gradient in zip(places, gradients, strict=True):
+            kinds[place] = _kind(gradient)
+        if engine is not None:
+            self._retake_momentum(engine)
+            engine.settle(kinds)
+        if self.passes > 1 and SPARSE in kinds:
+            raise ConfigError(
+                "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
+                "sparse_as_dense=True"
+            )
+        return self._cross(engine, gradients, variables, places)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _cross(
+        self, engine: Engine | None, gradients: list[Gradient], variables: list[Any], places: list[int]
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        # Sorted by registration, so that a caller who orders variables differently means the same group.
+        dense = sorted((place, i) for i, place in enumerate(places) if _kind(gradients[i]) == DENSE)
+        positions = [i for _, i in dense]
+        group = engine.group([place for place, _ in dense]) if engine is not None and dense else None
+        rate, parameters = None, []
+        if engine is not None and group is not None:
+            if engine.adoption.velocity_has_learning_rate:
+                rate = learning_rate(engine.adoption.optimizer)
+            parameters = [variables[i] for i in positions] if engine.needs_parameters() else []
+
+        def step(
+            arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]
+        ) -> tuple[list[np.ndarray], int]:
+            return self._step(engine, group, arrays, rate, values)
+
+        reduced: list[Gradient] = list(gradients)
+        verdict = tf.constant(APPLY, tf.int32)
+        if dense:
+            given = [tf.convert_to_tensor(gradients[i]) for i in positions]
+            results, verdict = cross(step, given, rate, parameters)
+            for i, result in zip(positions, results, strict=True):
+                reduced[i] = result
+        sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+        if sparse and engine is not None:
+            reduced, verdict = self._reduce_sparse(reduced, sparse, verdict)
+        return reduced, verdict
+
+    def _reduce_sparse(
+        self, reduced: list[Gradient], sparse: list[int], verdict: tf.Tensor
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sparse gradients travel Horovod's own way: every rank gets all ranks' slices."""
+        hvd = import_horovod()
+        op = hvd.Average if self.compression.config.op == "average" else hvd.Sum
+        process_set = self.compression.process_set(self._process_set)
+        for i in sparse:
+            reduced[i] = hvd.allreduce(reduced[i], op=op, process_set=process_set)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])
+        return reduced, tf.where(finite, verdict, tf.constant(REFUSED, tf.int32))
+
+    def _step(
+        self,
+        engine: Engine | None,
+        group: Group | None,
+        arrays: list[np.ndarray],
+        rate: float | None,
+        values: list[np.ndarray],
+    ) -> tuple[list[np.ndarray], int]:
+        if self.passes > 1:
+            arrays = self._accumulate(arrays)
+            if self._passed:
+                return arrays, ACCUMULATED
+        if engine is None or group is None:
+            return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
+        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate)
+        return results, REFUSED if refused else APPLY
+
+    def _accumulate(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Add up gradients on this rank; after the last pass ``_passed`` is 0 again and the sums are complete."""
+        if not self._sums:
+            self._sums = [np.zeros(a.shape, np.float64 if a.dtype == np.float64 else np.float32) for a in arrays]
+        if self._passed == 0:
+            for total in self._sums:
+                total.fill(0)
+        for total, array in zip(self._sums, arrays, strict=True):
+            np.add(total, array, out=total, casting="same_kind")
+        self._passed = (self._passed + 1) % self.passes
+        if self._passed == 0 and self._factor != 1.0:
+            for total in self._sums:
+                total *= total.dtype.type(self._factor)
+        # Never the sums themselves: TensorFlow keeps what it is given, and they go on changing.
+        return [total.copy() for total in self._sums]
+
+    def _places(self, engine: Engine | None, variables: list[Any]) -> list[int]:
+        if engine is None:
+            return list(range(len(variables)))
+        places = [engine.index_of(v) for v in variables]
+        assert None not in places, "bind() has refused foreign variables"
+        return [p for p in places if p is not None]
+
+    def _retake_momentum(self, engine: Engine) -> None:
+        try:
+            engine.adoption.take()
+        except DGCError as error:
+            engine.fail(error)
+
+
+def _kind(gradient: Gradient) -> str:
+    if gradient is None:
+        return NONE
+    return SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
+
+
+def _verdict_of(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """APPLY or REFUSED for gradients that nobody else shares."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    if not values:
+        return tf.constant(APPLY, tf.int32)
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    return tf.where(finite, tf.constant(APPLY, tf.int32), tf.constant(REFUSED, tf.int32))

@@ -1,0 +1,123 @@
+"""What a distributed optimizer was told, in a form that is saved with the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.dense import DenseReducer
+from dgc.tensorflow.reducer import Reducer
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
+
+
+class Settings:
+    """The arguments of ``DistributedOptimizer`` beside the optimizer, and the reducer that they describe.
+
+    Attributes:
+        reducer: reduces the gradients.
+        process_set: the ranks that exchange; None for all.
+        accumulation_steps: Keras' ``gradient_accumulation_steps`` when the reducer does it; else None.
+    """
+
+    def __init__(
+        self,
+        compression: Any = None,
+        *,
+        op: Any = None,
+        process_set: Any = None,
+        sparse_as_dense: bool = False,
+        passes: int = 1,
+        average_passes: bool = False,
+        lost: tuple[str, ...] = (),
+    ) -> None:
+        """Build the reducer.
+
+        Args:
+            compression: ours, Horovod's or None.
+            op: Horovod's reduce op; None for the compressor's own, or Average.
+            process_set: the ranks that exchange.
+            sparse_as_dense: compress sparse gradients as tensors.
+            passes: ``backward_passes_per_step``.
+            average_passes: divide the added gradients by ``passes``.
+            lost: names of options that were in use when the model was saved but could not be saved with it.
+
+        Raises:
+            ConfigError: arguments that do not fit together.
+        """
+        kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
+        self.process_set = process_set
+        self.accumulation_steps: int | None = None
+        self._lost = tuple(lost)
+        self._arguments = {"sparse_as_dense": sparse_as_dense, "passes": passes, "average_passes": average_passes}
+        self._op = op
+        self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)
+
+    @property
+    def compression(self) -> DGCCompressor | None:
+        """The compressor; None for Horovod's dense exchange."""
+        return self.reducer.compression
+
+    def adopt(self, optimizer: Any) -> None:
+        """Take the optimizer's momentum out of it, before it makes its variables.
+
+        Raises:
+            ConfigError: momentum twice, or options of the saved model are missing.
+        """
+        if self._lost:
+            raise ConfigError(
+                f"the model was saved with {', '.join(self._lost)}, which cannot be saved; compile it again with a new "
+                "DistributedOptimizer before you train it further"
+            )
+        if self.compression is not None:
+            self.compression.adopt(optimizer, self.process_set)
+
+    def accumulate(self, steps: int) -> None:
+        """Take over Keras' gradient accumulation, which averages.
+
+        Raises:
+            ConfigError: ``backward_passes_per_step`` accumulates too.
+        """
+        if self.reducer.passes != 1:
+            raise ConfigError(
+                "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
+            )
+        self.accumulation_steps = steps
+        self.reducer = type(self.reducer)(
+            self.compression,
+            op=self._op,
+            process_set=self.process_set,
+            **{**self._arguments, "passes": steps, "average_passes": True},
+        )
+
+    def refuse_loss_scale(self) -> None:
+        """The distributed loss-scale optimizer hands over unscaled gradients.
+
+        Raises:
+            ConfigError: the compressor has a ``loss_scale`` of its own.
+        """
+        if self.compression is not None and self.compression.given_options.get("loss_scale", 1.0) != 1.0:
+            raise ConfigError(
+                "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
+                "compressor"
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain values that :meth:`from_config` understands."""
+        config: dict[str, Any] = {**self._arguments, "op": None, "options": None, "lost": list(self._lost)}
+        if self.process_set is not None:
+            config["lost"].append("process_set")
+        if self.compression is not None:
+            options = self.compression.given_options
+            config["options"] = {k: v for k, v in options.items() if isinstance(v, _PLAIN) and k != "op"}
+            config["options"]["op"] = self.compression.config.op
+            config["lost"] += [k for k, v in options.items() if not isinstance(v, _PLAIN) and k != "op"]
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Settings:
+        """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
+        config = dict(config)
+        options = config.pop("options")
+        return cls(None if options is None else DGCCompressor(options), **config)

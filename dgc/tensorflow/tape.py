@@ -1,0 +1,131 @@
+"""``DistributedGradientTape``: Horovod's, with all gradients of a step handed to the core together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.core.errors import ConfigError
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.reducer import Reducer
+from dgc.tensorflow.tensors import raw_variable
+
+
+@tf.autograph.experimental.do_not_convert
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """A tape whose ``gradient()`` returns gradients reduced over all ranks.
+
+    Arguments are those of ``horovod.tensorflow.DistributedGradientTape``. With ``compression=Compression.dgc(...)``
+    the gradients travel compressed; any other compression is handed to Horovod as it is. Build the compressor once,
+    outside the training step; a tape may be wrapped anew in each step.
+
+    Raises:
+        ConfigError: ``op=Adasum``, another op than the compressor's, ``groups``, or a compressor that has neither an
+            optimizer to take momentum from nor a momentum of its own.
+    """
+    hvd = import_horovod()
+    if not isinstance(compression, DGCCompressor):
+        return hvd.DistributedGradientTape(
+            gradtape,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression or hvd.Compression.none,
+            sparse_as_dense=sparse_as_dense,
+            op=hvd.Average if op is None else op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set or hvd.global_process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    refuse_grouping(num_groups, groups)
+    if compression.adoption is None and compression.config.momentum is None and not is_alone(process_set):
+        raise ConfigError(
+            "a tape does not know the optimizer: pass it to the compressor, Compression.dgc(optimizer=optimizer), so "
+            "that its momentum is taken over; or pass momentum=0 for plain error feedback"
+        )
+    reducer = Reducer(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
+    distributed = copy.copy(gradtape)
+    cls = type(gradtape)
+    distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
+    distributed._dgc_reducer = reducer
+    distributed._dgc_local = set()
+    distributed._dgc_scale_local = scale_local_gradients
+    return distributed
+
+
+def refuse_grouping(num_groups: Any, groups: Any) -> None:
+    """``groups`` is Horovod's way to send several gradients together; the core has its own.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    if num_groups or groups is not None:
+        raise ConfigError(
+            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
+            "(bucket_bytes= of the compressor sets their size)"
+        )
+
+
+class _DistributedTape:
+    """Mixed into the class of the user's tape."""
+
+    _dgc_reducer: Reducer
+    _dgc_local: set[int]
+    _dgc_scale_local: bool
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._dgc_local.add(id(raw_variable(source)))
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
+    ) -> Any:
+        """Compute the gradients of ``target`` and reduce them over all ranks.
+
+        Args:
+            target: the loss.
+            sources: variables, in any nesting.
+            output_gradients: as in ``tf.GradientTape.gradient``.
+            use_generic_names: accepted for Horovod's sake.
+            **options: as in ``tf.GradientTape.gradient``.
+
+        Raises:
+            DGCError: ranks or steps differ, or a rank failed.
+        """
+        local = super().gradient(target, sources, output_gradients, **options)  # type: ignore[misc]
+        variables = tf.nest.flatten(sources)
+        # Without composites, tf.IndexedSlices and None are leaves like the variables.
+        gradients = tf.nest.flatten(local, expand_composites=False)
+        shared = [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._dgc_local]
+        reduced, _ = self._dgc_reducer.reduce([gradients[i] for i in shared], [variables[i] for i in shared])
+        results = list(gradients)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
+        engine = self._dgc_reducer.compression.engine
+        if engine is not None and self._dgc_scale_local:
+            for i in set(range(len(variables))) - set(shared):
+                results[i] = _divided(results[i], engine.transport.size)
+        return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
+
+
+def _divided(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient / tf.cast(size, gradient.dtype)

@@ -1,0 +1,101 @@
+"""TensorFlow's tensors and variables as the core sees them: flat NumPy views where the memory allows it.
+
+n = elements of a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from dgc.core.errors import LayoutError
+from dgc.core.layout import Parameter
+
+ALIGNMENT = 64
+"""Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
+
+
+def raw_variable(variable: Any) -> Any:
+    """The ``tf.Variable`` inside a Keras 3 variable, or the variable itself."""
+    # `.value` of a Keras variable may be a cast copy under mixed precision; `_value` is the variable.
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def variable_name(variable: Any) -> str:
+    """A variable's path or name, without TensorFlow's output number."""
+    name = getattr(variable, "path", None) or variable.name
+    return name.removesuffix(":0")
+
+
+def unique_names(variables: Sequence[Any]) -> list[str]:
+    """A name for each variable; where several share one (plain ``tf.Variable``s), their order tells them apart."""
+    names, seen = [], dict[str, int]()
+    for variable in variables:
+        name = variable_name(variable)
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+def describe(name: str, variable: Any) -> Parameter:
+    """A variable as the core lists it.
+
+    Raises:
+        LayoutError: a dimension is open.
+    """
+    raw = raw_variable(variable)
+    if not raw.shape.is_fully_defined():
+        raise LayoutError(f"variable {name!r} has the shape {raw.shape}; a compressed variable needs a fixed one")
+    return Parameter(name, tuple(int(d) for d in raw.shape), raw.dtype.name)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """The values as (n,): a view of an eager CPU tensor or of an array, a copy from a GPU, float32 for bfloat16."""
+    array = np.asarray(value)
+    if array.dtype == ml_dtypes.bfloat16:
+        array = array.astype(np.float32)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def largest_finite(dtype: tf.DType) -> float | None:
+    """The largest finite value of a type narrower than float32; None for the others."""
+    return float(dtype.max) if dtype in (tf.float16, tf.bfloat16) else None
+
+
+class ResultPool:
+    """Arrays that are handed to TensorFlow as tensors without a copy, and used again once it has let go of them.
+
+    Fresh memory of 100 MB costs as much as copying it, in page faults.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> None:
+        """Remember what to make.
+
+        Args:
+            shapes: of each result.
+            dtypes: NumPy type of each result.
+        """
+        self._shapes = list(shapes)
+        self._dtypes = [np.dtype(d) for d in dtypes]
+        self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
+
+    def take(self, index: int) -> np.ndarray:
+        """An array of result ``index``'s shape that nobody else holds."""
+        blocks = self._blocks[index]
+        for place in range(len(blocks)):
+            # The list's own reference and getrefcount's argument; a view, ours or TensorFlow's, would be a third.
+            if sys.getrefcount(blocks[place]) == 2:
+                return self._view(blocks[place], index)
+        numel = int(np.prod(self._shapes[index], dtype=np.int64))
+        blocks.append(np.empty(numel * self._dtypes[index].itemsize + ALIGNMENT, np.uint8))
+        return self._view(blocks[-1], index)
+
+    def _view(self, block: np.ndarray, index: int) -> np.ndarray:
+        start = -block.ctypes.data % ALIGNMENT
+        return block[start : start + block.size - ALIGNMENT].view(self._dtypes[index]).reshape(self._shapes[index])

@@ -1,0 +1,117 @@
+"""Which entries of this rank's parameters an update changed, bit for bit.
+
+n elements of a rank's shard, k changed entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ARRAY_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_LONGEST_PAUSE = 64
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Entries with new values.
+
+    Attributes:
+        positions: (k,) int64, ascending, in the shard's flat space.
+        values: (k,) integers whose bits are the new values.
+    """
+
+    positions: np.ndarray
+    values: np.ndarray
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """(numel,) integers with the tensor's bits in logical order; its memory if it is contiguous, else a copy."""
+    return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+
+
+def bits_dtype(itemsize: int) -> np.dtype:
+    """The NumPy type of :func:`bits_of` for elements of ``itemsize`` bytes."""
+    return np.dtype(_ARRAY_BITS[itemsize])
+
+
+class ChangeTracker:
+    """Remembers the shard before an update and compares afterwards.
+
+    That costs a copy of the shard and two passes over it, wasted when an update touches everything (Adam after a few
+    steps). So it looks at the gradients first, and after each step that turned out dense it pauses twice as long.
+    Bits are compared, not values: -0.0 replaces 0.0, and a NaN arrives as it is.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Track (owned) parameters; their order is that of the flat space."""
+        self._parameters = parameters
+        self._starts = np.cumsum([0] + [p.numel() for p in parameters])
+        self._before: dict[int, torch.Tensor] = {}
+        self._watched: list[int] | None = None
+        self._pause = 1
+        self._skip = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements n of the shard."""
+        return int(self._starts[-1])
+
+    def before_update(self, *, gradients_known: bool) -> None:
+        """Take a copy, unless the update will most likely change more than half of the shard.
+
+        Args:
+            gradients_known: False when a closure is going to compute them.
+        """
+        self._watched = None
+        if self._skip:
+            self._skip -= 1
+            return
+        # What is frozen and has no old gradient either stays as it is; anything else may change, gradient or not.
+        candidates = [
+            i for i, p in enumerate(self._parameters) if p.numel() and (p.requires_grad or p.grad is not None)
+        ]
+        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self.numel:
+            self._before.clear()
+            return
+        for i in candidates:
+            bits = bits_of(self._parameters[i])
+            kept = self._before.get(i)
+            if kept is None or kept.shape != bits.shape or kept.device != bits.device:
+                self._before[i] = bits.clone()
+            else:
+                kept.copy_(bits)
+        self._watched = candidates
+
+    def after_update(self) -> Changes | None:
+        """What changed since :meth:`before_update`; None when that is unknown or more than half of the shard."""
+        if self._watched is None:
+            return None
+        positions, values, count = [], [], 0
+        for i in self._watched:
+            bits = bits_of(self._parameters[i])
+            changed = (bits != self._before[i]).nonzero().view(-1)
+            count += changed.numel()
+            if 2 * count > self.numel:
+                self._before.clear()
+                self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+                return None
+            values.append(bits[changed].cpu().numpy())
+            positions.append(changed.cpu().numpy() + self._starts[i])
+        self._pause = 1
+        if not positions:
+            return Changes(np.empty(0, np.int64), np.empty(0, np.int32))
+        return Changes(np.concatenate(positions), np.concatenate(values))
+
+
+def _touched(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    if gradient.is_sparse:
+        width = gradient.numel() // max(1, gradient.shape[0])
+        return gradient._nnz() * width
+    return int(torch.count_nonzero(gradient))

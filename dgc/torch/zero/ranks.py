@@ -1,0 +1,176 @@
+"""The ranks among which an optimizer is sharded, and the few collectives that it needs of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc.core.agreement import ERROR_KEY, require_agreement
+from dgc.core.errors import TransportError
+from dgc.core.transport import Transport
+from dgc.torch.horovod import gather_values, import_horovod, member_set
+from dgc.torch.horovod_transport import HorovodTransport
+from dgc.torch.stand_in import JOINED
+from dgc.torch.transports import make_transport
+
+_instances = itertools.count()
+
+_PIECE = 2**30
+"""Elements per broadcast: MPI counts are int32."""
+
+_HISTORY_BYTES = 64 * 2**20
+"""Bytes per broadcast of optimizer state: what a rank that does not want it needs for a moment."""
+
+
+class Ranks:
+    """A Horovod process set with names of its own for its tensors.
+
+    Whole parameters go through Horovod's broadcast, everything else through the transport. A rank that called
+    ``hvd.join()`` answers Horovod's allreduces and nothing else, and the others would wait for it for ever; so each
+    step begins with an allreduce, which runs beside the update.
+    """
+
+    def __init__(self, process_set: Any) -> None:
+        """Agree on names. Collective over the ranks of ``process_set``.
+
+        Raises:
+            ConfigError: Horovod is not ready, or this process is not in ``process_set``.
+        """
+        self._hvd = import_horovod()
+        self.members = member_set(process_set)
+        answers = gather_values([next(_instances), self._hvd.rank()], "zero.number", self.members)
+        # A rank may have made optimizers for other process sets before; the largest number is new to all members.
+        self._prefix = f"dgc.zero.{self.members.process_set_id}.{max(number for number, _ in answers)}"
+        self._roots = [rank for _, rank in answers]
+        self.channel = HorovodTransport(self.members)
+        self.transport: Transport = self.channel
+        self._roll: int | None = None
+        self.rank = self.channel.rank
+        self.size = self.channel.size
+
+    def use_transport(self, choice: str | Transport) -> None:
+        """Choose what carries the sparse messages. Collective."""
+        if self.size > 1 and choice != "horovod":
+            self.transport = make_transport(choice, self.members)
+
+    def call_roll(self) -> None:
+        """Begin to count the ranks that take this step."""
+        if self.size > 1:
+            self._roll = self._hvd.allreduce_async(
+                torch.ones(1), name=f"{self._prefix}.roll", op=self._hvd.Sum, process_set=self.members
+            )
+
+    def check_roll(self) -> None:
+        """Wait for the count.
+
+        Raises:
+            TransportError: a rank has joined, or Horovod failed.
+        """
+        if self._roll is None:
+            return
+        handle, self._roll = self._roll, None
+        try:
+            present = round(float(self._hvd.synchronize(handle)))
+        except RuntimeError as error:
+            raise TransportError(f"Horovod could not count the ranks: {error}") from error
+        if present != self.size:
+            raise TransportError(f"only {present} of {self.size} ranks take this step: {JOINED}")
+
+    def gather_status(self, status: Sequence[int]) -> np.ndarray:
+        """Every rank's few integers, (P, len(status)) int64."""
+        own = np.array(status, np.int64)
+        table = np.empty((self.size, own.nbytes), np.uint8)
+        self.transport.allgather(own.view(np.uint8), table)
+        return table.view(np.int64)
+
+    def explain_failure(self, error: BaseException | None) -> None:
+        """After a status that told of a failure: every rank learns which rank failed, and why.
+
+        Args:
+            error: this rank's own, if it failed; it is the caller's to raise.
+
+        Raises:
+            RemoteError: on the ranks that did not fail.
+        """
+        own = {} if error is None else {ERROR_KEY: [type(error).__name__, str(error)]}
+        try:
+            require_agreement(self.transport, own, "the ranks' steps")
+        except Exception:
+            if error is None:
+                raise
+
+    def broadcast(self, tensors: Sequence[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
+        """Start broadcasts of (name, owner, tensor), in place; call the result to wait for them.
+
+        Raises:
+            TransportError: Horovod refused, for instance because a rank has joined.
+        """
+        pending: list[tuple[int, torch.Tensor | None, torch.Tensor]] = []
+        for name, owner, tensor in tensors:
+            data = tensor.detach()
+            flat = data if data.is_contiguous() else data.contiguous()
+            target = None if data.is_contiguous() else data
+            # Horovod knows no bfloat16 on every backend, and bytes are bytes.
+            carried = flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
+            for i, piece in enumerate(carried.view(-1).split(_PIECE)):
+                handle = self._start(piece, owner, f"{name}.{i}")
+                pending.append((handle, target, flat))
+
+        def wait() -> None:
+            for handle, target, flat in pending:
+                self._finish(handle)
+                if target is not None:
+                    target.copy_(flat)
+
+        return wait
+
+    def collect(self, data: torch.Tensor | None, error: BaseException | None, to: int) -> list[torch.Tensor] | None:
+        """Bring every rank's bytes to rank ``to``, one rank after the other.
+
+        Args:
+            data: (m,) uint8, m of each rank's own; None if making it failed.
+            error: why it failed.
+            to: who gets them.
+
+        Returns:
+            On rank ``to``, all ranks' bytes in rank order; elsewhere None.
+
+        Raises:
+            RemoteError: another rank failed.
+        """
+        lengths = self.gather_status([-1 if data is None else data.numel()])[:, 0]
+        if (lengths < 0).any():
+            self.explain_failure(error)
+            assert error is not None
+            raise error
+        assert data is not None
+        found = []
+        for owner, length in enumerate(lengths.tolist()):
+            parts = []
+            for start in range(0, length, _HISTORY_BYTES) if owner != to else ():
+                count = min(_HISTORY_BYTES, length - start)
+                piece = data[start : start + count] if owner == self.rank else torch.empty(count, dtype=torch.uint8)
+                self._finish(self._start(piece, owner, "state"))
+                parts.append(piece)
+                if self.rank != to:
+                    parts.clear()
+            found.append(data if owner == to else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
+        return found if self.rank == to else None
+
+    def _start(self, tensor: torch.Tensor, owner: int, name: str) -> int:
+        try:
+            return self._hvd.broadcast_async_(
+                tensor, root_rank=self._roots[owner], name=f"{self._prefix}.{name}", process_set=self.members
+            )
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"Horovod could not broadcast {name} of rank {owner}: {error}") from error
+
+    def _finish(self, handle: int) -> None:
+        try:
+            self._hvd.synchronize(handle)
+        except RuntimeError as error:
+            raise TransportError(f"Horovod could not broadcast: {error}") from error

@@ -1,0 +1,43 @@
+"""Process sets on 3 real ranks, and scripts of a single process."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import run_cases, run_mpi
+
+WORKERS = Path(__file__).parent / "workers"
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+ALONE = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import models as m
+import numpy as np
+import dgc.tensorflow as dgc
+from worker_tools import report
+
+plain = m.make_model()
+plain.compile(optimizer=m.keras.optimizers.SGD(0.05, momentum=0.9), loss=m.loss_function)
+m.fit(plain, 5)
+compression = dgc.Compression.dgc(**m.SPARSE)
+model = m.compile_model(compression, learning_rate=0.05)
+m.fit(model, 5)
+for a, b in zip(m.values(model), m.values(plain), strict=True):
+    np.testing.assert_array_equal(a, b)
+assert compression.engine is None
+assert model.optimizer.inner_optimizer.momentum == 0.9
+report("done")
+"""
+
+
+@pytest.mark.mpi
+def test_only_the_members_of_a_process_set_exchange():
+    environment = {**QUIET, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    cases = run_cases(3, WORKERS / "process_set_cases.py", launcher="horovodrun", timeout=200, env=environment)
+    cases.check("only_the_members_of_a_process_set_exchange")
+
+
+def test_a_single_process_keeps_its_momentum_and_exchanges_nothing():
+    result = run_mpi(1, ALONE, WORKERS, launcher="single", timeout=150, env=QUIET)
+    assert result.values == ["done"]

@@ -1,0 +1,211 @@
+"""What must fail, on all ranks, with a message that says what to do. Each case ends with all ranks alive."""
+
+import functools
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+keras = m.keras
+
+
+def loss_of(model, step=0):
+    x, y = (tf.constant(t) for t in m.batch(step))
+    return m.loss_function(y, model(x))
+
+
+def tape_step(model, compression, variables=None, library=dgc, loss=None, **options):
+    variables = m.raw(model.trainable_variables) if variables is None else variables
+    with tf.GradientTape() as tape:
+        value = loss_of(model) if loss is None else loss()
+    return library.DistributedGradientTape(tape, compression=compression, **options).gradient(value, variables)
+
+
+@case
+def layouts_that_differ_between_ranks():
+    model = m.make_model(width=32 + 8 * hvd.rank())
+    text = m.assert_raises(
+        lambda: tape_step(model, dgc.Compression.dgc(momentum=0.0)), "on rank 0", "on rank 1", "Build the same model"
+    )
+    assert "(20, 32)" in text
+    assert "(20, 40)" in text
+
+
+@case
+def options_that_differ_between_ranks():
+    compression = dgc.Compression.dgc(momentum=0.0, sparsity=0.9 if hvd.rank() else 0.99)
+    m.assert_raises(lambda: tape_step(m.make_model(), compression), "'sparsity'", "0.99", "on rank 1")
+
+
+@case
+def momentum_that_differs_between_ranks():
+    inner = keras.optimizers.SGD(0.1, momentum=0.5 if hvd.rank() else 0.9)
+    compression = dgc.Compression.dgc(optimizer=inner)
+    m.assert_raises(lambda: tape_step(m.make_model(), compression), "momentum=0.9", "momentum=0.5")
+
+
+@case
+def momentum_twice():
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner, momentum=0.9), "momentum would be applied twice")
+    assert inner.momentum == 0.9
+
+
+@case
+def momentum_that_comes_back_is_adopted_again_in_eager_mode():
+    model = m.make_model()
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=inner)
+    tape_step(model, compression)
+    inner.momentum = 0.5
+    tape_step(model, compression)
+    assert compression.adoption.momentum == 0.5
+    assert inner.momentum == 0
+
+
+@case
+def a_tape_without_an_optimizer():
+    m.assert_raises(lambda: tape_step(m.make_model(), dgc.Compression.dgc()), "Compression.dgc(optimizer=optimizer)")
+
+
+@case
+def one_compressor_for_two_models():
+    for library in (dgc, hvd):
+        first, second = m.make_model(1), m.make_model(2)
+        variables = m.raw(first.trainable_variables)
+        compression = dgc.Compression.dgc(variables, momentum=0.0)
+        tape_step(first, compression, library=library)
+        m.assert_raises(lambda: tape_step(second, compression, library=library), "one compressor for each model")  # noqa: B023
+    m.compile_model(compression := dgc.Compression.dgc())
+    m.assert_raises(lambda: m.compile_model(compression), "one compressor for each model")
+
+
+@case
+def stock_and_wrapper_at_once():
+    model = m.make_model()
+    compression = dgc.Compression.dgc(m.raw(model.trainable_variables), momentum=0.0)
+    tape_step(model, compression)
+    m.assert_raises(lambda: tape_step(model, compression, library=hvd), "exchanged twice")
+
+
+@case
+def xla():
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.0)
+    compiled = tf.function(lambda: tape_step(model, compression)[0], jit_compile=True)
+    m.assert_raises(compiled, "jit_compile=False")
+    model = m.compile_model(dgc.Compression.dgc(), jit_compile=True)
+    m.assert_raises(lambda: m.fit(model, 2), "jit_compile=False")
+    m.assert_raises(
+        lambda: m.fit(model, 2, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)]), "jit_compile=False"
+    )
+
+
+@case
+def a_variable_that_gets_a_gradient_later():
+    variables = [tf.Variable(tf.ones([40, 40])), tf.Variable(tf.ones([40, 40]))]
+    for graph in (False, True):
+        for only_one_rank in (False, True):
+            compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSE)
+
+            def step(both, compression=compression):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variables[0] ** 2) + (tf.reduce_sum(variables[1] ** 2) if both else 0.0)
+                return dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+
+            run = tf.function(step) if graph else step
+            run(False)
+            run(False)
+            both = hvd.rank() == 0 if only_one_rank else True
+            m.assert_raises(lambda: run(both), "was 'none' in the first step and is 'dense' now")  # noqa: B023
+
+
+@case
+def gradients_that_differ_between_ranks_in_the_first_step():
+    variables = [tf.Variable(tf.ones([40, 40])), tf.Variable(tf.ones([40, 40]))]
+
+    def loss():
+        return tf.reduce_sum(variables[0] ** 2) + (tf.reduce_sum(variables[1] ** 2) if hvd.rank() else 0.0)
+
+    for library in (dgc, hvd):
+        compression = dgc.Compression.dgc(variables, momentum=0.0)
+        step = functools.partial(tape_step, None, compression, variables, library, loss)
+        m.assert_raises(step, "kinds of gradients", "on rank 1")
+
+
+@case
+def sparse_gradients_with_adopted_momentum():
+    table, inner = tf.Variable(tf.ones([50, 8])), keras.optimizers.SGD(0.1, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=inner)
+    m.assert_raises(
+        lambda: tape_step(None, compression, [table], loss=lambda: tf.reduce_sum(tf.gather(table, [1, 2]))),
+        "sparse gradients",
+        "sparse_as_dense=True",
+    )
+
+
+@case
+def ops_that_do_not_fit():
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+    m.assert_raises(lambda: tape_step(model, dgc.Compression.dgc(momentum=0.0), op=hvd.Adasum), "Adasum")
+    told = dgc.Compression.dgc(momentum=0.0, op=hvd.Sum)
+    m.assert_raises(lambda: tape_step(model, told, op=hvd.Average), "pass the same to both")
+    stock = dgc.Compression.dgc(variables, momentum=0.0)
+    m.assert_raises(lambda: tape_step(model, stock, library=hvd, op=hvd.Sum), "op=hvd.Sum")
+
+
+@case
+def groups_in_the_wrapper_and_unknown_options():
+    model = m.make_model()
+    m.assert_raises(lambda: tape_step(model, dgc.Compression.dgc(momentum=0.0), groups=1), "bucket_bytes")
+    m.assert_raises(lambda: dgc.Compression.dgc(sparcity=0.9), "unknown option", "sparsity", kinds=(TypeError,))
+    m.assert_raises(lambda: dgc.Compression.dgc(sparsity=1.0), "[0, 1)")
+    m.assert_raises(lambda: dgc.Compression.dgc(m.raw(model.trainable_variables)), "optimizer=")
+
+
+@case
+def an_open_shape():
+    variable = tf.Variable(tf.ones([40, 40]), shape=tf.TensorShape([None, 40]))
+    compression = dgc.Compression.dgc(momentum=0.0)
+    m.assert_raises(
+        lambda: tape_step(None, compression, [variable], loss=lambda: tf.reduce_sum(variable**2)), "needs a fixed one"
+    )
+
+
+@case
+def a_state_of_another_rank_or_model():
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.0)
+    tape_step(model, compression)
+    state = compression.state_dict()
+    m.assert_raises(lambda: compression.load_state_dict({**state, "rank": 1 - hvd.rank()}), "belongs to rank")
+    m.assert_raises(lambda: compression.load_state_dict({**state, "size": 4}), "resize=True")
+    other = dgc.Compression.dgc(momentum=0.0)
+    tape_step(None, other, [v := tf.Variable(tf.ones([40, 40]))], loss=lambda: tf.reduce_sum(v**2))
+    m.assert_raises(lambda: other.load_state_dict(state), "another model")
+
+
+@case
+def horovods_keras_3_optimizer_diverges_and_is_refused_with_our_compressor():
+    if m.LEGACY:
+        raise SkipCase("works with legacy Keras")
+    model = m.compile_model(dgc.Compression.none, wrapper=False)
+    m.fit(model, 10)
+    assert m.replicas_differ(m.values(model)), "Horovod averages under Keras 3 now: the refusal can go"
+    m.assert_raises(lambda: m.compile_model({}, wrapper=False), "does not average gradients under Keras 3")
+
+
+@case
+def afterwards_all_ranks_still_agree():
+    total = hvd.allreduce(tf.ones(1), op=hvd.Sum, name="alive")
+    assert np.asarray(total)[0] == hvd.size()
+
+
+if __name__ == "__main__":
+    run_cases()

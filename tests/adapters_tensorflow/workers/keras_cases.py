@@ -1,0 +1,236 @@
+"""Keras' fit on real ranks; the same cases under Keras 3 and, with TF_USE_LEGACY_KERAS=1, under legacy Keras."""
+
+import os
+import tempfile
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+keras = m.keras
+ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
+
+
+def shared_folder():
+    """A folder that all ranks of this job see."""
+    name = np.frombuffer(tempfile.mkdtemp(prefix="dgc-keras-").encode().ljust(200), np.uint8)
+    return hvd.broadcast(tf.constant(name), 0, name="folder").numpy().tobytes().decode().strip()
+
+
+def barrier():
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+@case
+def fit_equals_dense_across_a_schedule():
+    for optimizer in ("momentum", "nesterov"):
+        model = m.compile_model(None, optimizer=optimizer)
+        m.fit(model)
+        dense = m.values(model)
+        for key, options in (("before", m.BEFORE_RAMPUP), ("zero", m.SPARSITY_0)):
+            compression = dgc.Compression.dgc(**options)
+            model = m.compile_model(compression, optimizer=optimizer)
+            m.fit(model, callbacks=[ROOT(0)])
+            m.assert_close(m.values(model), dense, m.TOLERANCE[key])
+            assert compression.stats.steps == 20
+
+
+@case
+def stock_fit_equals_dense_across_a_schedule():
+    if not m.LEGACY:
+        raise SkipCase("Horovod's Keras optimizer works with legacy Keras only")
+    model = m.compile_model(dgc.Compression.none, wrapper=False)
+    m.fit(model)
+    dense = m.values(model)
+    for key, options, extra in (
+        ("before", m.BEFORE_RAMPUP, {}),
+        ("zero", m.SPARSITY_0, {}),
+        ("zero", m.SPARSITY_0, {"groups": 1}),
+    ):
+        model = m.compile_model(dict(options), wrapper=False, **extra)
+        m.fit(model)
+        m.assert_close(m.values(model), dense, m.TOLERANCE[key])
+    model = m.compile_model(dict(m.SPARSE), wrapper=False, groups=1)
+    m.fit(model, 50)
+    m.assert_replicas(m.values(model))
+
+
+@case
+def replicas_stay_bit_identical_for_50_steps_at_99_percent():
+    compression = dgc.Compression.dgc(**m.SPARSE)
+    model = m.compile_model(compression)
+    m.fit(model, 50)
+    m.assert_replicas(m.values(model))
+    assert compression.stats.total.density < 0.011
+    assert compression.stats.steps == 50
+
+
+@case
+def run_eagerly_is_the_same():
+    found = []
+    for eagerly in (False, True):
+        model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), run_eagerly=eagerly)
+        m.fit(model, 6)
+        found.append(m.values(model))
+    m.assert_close(found[0], found[1], 1e-5)
+
+
+@case
+def accumulated_passes_equal_one_large_batch():
+    dense = m.compile_model(None, learning_rate=0.05)
+    x, y = m.dataset(10)
+    dense.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    compression = dgc.Compression.dgc(**m.SPARSITY_0)
+    model = m.compile_model(
+        compression, learning_rate=0.05, backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    m.fit(model, 10)
+    m.assert_close(m.values(model), m.values(dense), 1e-5)
+    assert compression.stats.steps == 5
+    assert int(model.optimizer.iterations) == 10
+
+
+@case
+def keras_gradient_accumulation_equals_one_large_batch():
+    if m.LEGACY:
+        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
+    dense = m.compile_model(None, learning_rate=0.05)
+    x, y = m.dataset(10)
+    dense.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    compression = dgc.Compression.dgc(**m.SPARSITY_0)
+    model = m.make_model()
+    inner = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
+    model.compile(optimizer=dgck.DistributedOptimizer(inner, compression=compression), loss=m.loss_function)
+    m.fit(model, 10)
+    m.assert_close(m.values(model), m.values(dense), 1e-5)
+    assert compression.stats.steps == 5
+    assert int(model.optimizer.iterations) == 5
+
+
+@case
+def other_optimizers_keep_their_state_and_get_error_feedback():
+    compression = dgc.Compression.dgc(**m.SPARSE)
+    model = m.make_model()
+    model.compile(
+        optimizer=dgck.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=compression), loss=m.loss_function
+    )
+    m.fit(model)
+    m.assert_replicas(m.values(model))
+    assert compression.adoption.momentum == 0
+
+
+@case
+def the_root_s_weights_and_averaged_metrics_reach_everybody():
+    model = m.make_model(seed=1 + hvd.rank())
+    compression = dgc.Compression.dgc(**m.SPARSE)
+    m.compile_model(compression, model=model)
+    assert m.replicas_differ(m.values(model))
+    history = m.fit(model, 6, callbacks=[ROOT(0), dgck.callbacks.MetricAverageCallback()])
+    m.assert_replicas(m.values(model))
+    m.assert_replicas([np.asarray(history["loss"], np.float64)])
+
+
+@case
+def warm_up_and_schedule_callbacks_equal_dense():
+    def run(compression):
+        model = m.compile_model(compression, learning_rate=0.05)
+        x, y = m.dataset(6)
+        model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=4,
+            shuffle=False,
+            verbose=0,
+            callbacks=[
+                dgck.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=2),
+                dgck.callbacks.LearningRateScheduleCallback(0.05, 0.5, start_epoch=2),
+            ],
+        )
+        rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
+        return m.values(model), rate
+
+    dense, rate = run(None)
+    assert abs(rate - 0.025) < 1e-7, rate
+    found, _ = run(dgc.Compression.dgc(**m.SPARSITY_0))
+    m.assert_close(found, dense, m.TOLERANCE["zero"])
+
+
+@case
+def a_saved_and_reloaded_run_continues_identically_on_each_rank():
+    folder = shared_folder()
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), optimizer="nesterov", learning_rate=0.05)
+    checkpoint = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    m.fit(model, 12, callbacks=[checkpoint])
+    # The optimizer's schedule position, velocity and our residuals must all be there for the next line to hold.
+    path = os.path.join(folder, "model.keras")
+    if hvd.rank() == 0:
+        model.save(path)
+    barrier()
+    again = keras.models.load_model(path)
+    assert type(again.optimizer).__name__ == type(model.optimizer).__name__
+    m.fit(model, 10, first=12)
+    restoring = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    m.fit(again, 10, first=12, callbacks=[restoring])
+    for a, b in zip(m.values(model), m.values(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wanted, found = model.optimizer.compression.state_dict(), again.optimizer.compression.state_dict()
+    for entry, other in zip(wanted["parameters"].values(), found["parameters"].values(), strict=True):
+        for key, array in entry.items():
+            np.testing.assert_array_equal(array, other[key])
+
+
+@case
+def without_the_residuals_a_reloaded_run_is_refused_or_differs():
+    folder = shared_folder()
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
+    m.fit(model, 12)
+    path = os.path.join(folder, "model.keras")
+    if hvd.rank() == 0:
+        model.save(path)
+    barrier()
+    again = keras.models.load_model(path)
+    m.assert_raises(
+        lambda: m.fit(again, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "nothing"))]),
+        "restore the model and the compressor from the same moment",
+    )
+    m.fit(model, 10, first=12)
+    m.fit(again, 10, first=12)
+    assert any((a != b).any() for a, b in zip(m.values(model), m.values(again), strict=True))
+
+
+@case
+def evaluate_and_predict_talk_to_nobody():
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE))
+    m.fit(model, 3)
+    if hvd.rank() == 0:
+        x, y = m.batch(0)
+        assert np.isfinite(model.evaluate(x, y, verbose=0))
+        assert model.predict(x, verbose=0).shape == (8, 3)
+    barrier()
+
+
+@case
+def a_dense_run_s_momentum_becomes_u():
+    folder = shared_folder()
+    plain = m.make_model()
+    plain.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss=m.loss_function)
+    # The same data on all ranks, so that a run without Horovod is a dense run.
+    m.fit(plain, 6, rank=0)
+    path = os.path.join(folder, f"dense{hvd.rank()}.keras")
+    plain.save(path)
+    model = keras.models.load_model(path)
+    distributed = dgck.DistributedOptimizer(model.optimizer, compression=dgc.Compression.dgc(**m.SPARSITY_0))
+    model.compile(optimizer=distributed, loss=m.loss_function)
+    m.fit(model, 6, first=6, rank=0)
+    m.fit(plain, 6, first=6, rank=0)
+    m.assert_close(m.values(model), m.values(plain), 1e-5)
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,226 @@
+"""Custom training loops on real ranks: tape and optimizer, eager and in a tf.function, wrapper and stock Horovod."""
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+
+WAYS = {
+    "wrapper in a graph": ("wrapper", True, {}),
+    "wrapper eager": ("wrapper", False, {}),
+    "stock in a graph": ("stock", True, {}),
+    "stock eager": ("stock", False, {}),
+    "stock, one group": ("stock", True, {"groups": 1}),
+    "stock, two groups": ("stock", True, {"groups": 2}),
+}
+
+
+KINDS = {"before": m.BEFORE_RAMPUP, "zero": m.SPARSITY_0}
+
+
+def _equality(optimizer, ways, kinds=("before", "zero")):
+    dense, _ = m.train_loop("dense", optimizer=optimizer)
+    for name in ways:
+        way, graph, hvd_options = WAYS[name]
+        for key in kinds:
+            options = KINDS[key]
+            found, compression = m.train_loop(way, options, optimizer=optimizer, graph=graph, hvd_options=hvd_options)
+            m.assert_close(found, dense, m.TOLERANCE[key])
+            m.assert_replicas(found)
+            assert compression.stats.steps == 20
+
+
+@case
+def a_tape_equals_dense_across_learning_rate_changes():
+    _equality("momentum", ["wrapper in a graph", "stock in a graph"])
+    _equality("momentum", ["wrapper eager", "stock eager", "stock, one group", "stock, two groups"], ["zero"])
+
+
+@case
+def nesterov_equals_dense_across_learning_rate_changes():
+    _equality("nesterov", ["wrapper in a graph", "stock, one group"])
+
+
+@case
+def without_momentum_a_tape_equals_dense():
+    _equality("plain", ["wrapper in a graph"])
+
+
+@case
+def decoupled_weight_decay_stays_in_the_optimizer():
+    _equality("decoupled decay", ["wrapper eager"])
+
+
+@case
+def replicas_stay_bit_identical_for_50_steps_at_99_percent():
+    for name in ("wrapper in a graph", "wrapper eager", "stock in a graph", "stock, one group"):
+        way, graph, hvd_options = WAYS[name]
+        found, compression = m.train_loop(way, m.SPARSE, graph=graph, hvd_options=hvd_options, steps=50)
+        m.assert_replicas(found)
+        assert compression.stats.total.density < 0.011
+        assert compression.residual_norm > 0
+
+
+@case
+def all_ways_select_the_same_entries():
+    options = {**m.SPARSE, "values": "float32"}
+    exact, _ = m.train_loop("wrapper", options, steps=10)
+    for name in ("wrapper eager", "stock in a graph", "stock, one group"):
+        way, graph, hvd_options = WAYS[name]
+        found, _ = m.train_loop(way, options, graph=graph, hvd_options=hvd_options, steps=10)
+        m.assert_close(found, exact, 1e-5)
+
+
+@case
+def the_ramp_up_begins_in_the_middle_of_a_run():
+    found, _ = m.train_loop("wrapper", {**m.SPARSITY_0, "rampup_begin_step": 9}, optimizer="nesterov")
+    dense, _ = m.train_loop("dense", optimizer="nesterov")
+    m.assert_close(found, dense, m.TOLERANCE["zero"])
+
+
+@case
+def op_sum_adds_the_ranks():
+    options = {**m.SPARSITY_0, "op": hvd.Sum, "momentum": 0.0}
+    for way in ("wrapper", "stock"):
+        model = m.make_model()
+        variables = m.raw(model.trainable_variables)
+        compression = dgc.Compression.dgc(variables, optimizer=None, **options)
+        library = dgc if way == "wrapper" else hvd
+        x, y = (tf.constant(t) for t in m.batch(0))
+        with tf.GradientTape(persistent=True) as tape:
+            loss = m.loss_function(y, model(x))
+        mine = tape.gradient(loss, variables)
+        summed = library.DistributedGradientTape(tape, compression=compression, op=hvd.Sum).gradient(loss, variables)
+        for i, (a, b) in enumerate(zip(summed, mine, strict=True)):
+            wanted = hvd.allreduce(b, op=hvd.Sum, name=f"sum{way}{i}")
+            np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-7)
+
+
+@case
+def an_optimizer_of_tf_compat_v1_equals_dense():
+    def run(compression, nesterov):
+        model = m.make_model()
+        inner = tf.compat.v1.train.MomentumOptimizer(0.05, 0.9, use_nesterov=nesterov)
+        if compression is None:
+            distributed = hvd.DistributedOptimizer(inner)
+        else:
+            distributed = dgc.DistributedOptimizer(inner, compression=compression)
+        for step in range(20):
+            x, y = (tf.constant(t) for t in m.batch(step))
+            distributed.minimize(lambda: m.loss_function(y, model(x)), var_list=m.raw(model.trainable_variables))  # noqa: B023
+        return m.values(model)
+
+    for nesterov in (False, True):
+        dense = run(None, nesterov)
+        for key, options in (("before", m.BEFORE_RAMPUP), ("zero", m.SPARSITY_0)):
+            m.assert_close(run(dgc.Compression.dgc(**options), nesterov), dense, m.TOLERANCE[key])
+
+
+@case
+def sparse_gradients_travel_horovods_way_or_dense():
+    def run(sparse_as_dense, momentum, compression_options):
+        m.keras.utils.set_random_seed(3)
+        table = tf.Variable(tf.random.normal([50, 8]), name="table")
+        weight = tf.Variable(tf.random.normal([8, 300]) * 0.1, name="weight")
+        inner = m.keras.optimizers.SGD(0.1, momentum=momentum)
+        compression = None
+        if compression_options is not None:
+            compression = dgc.Compression.dgc(optimizer=inner, **compression_options)
+        for step in range(5):
+            ids = tf.constant(np.random.default_rng([step, hvd.rank()]).integers(0, 50, 16))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.tanh(tf.gather(table, ids) @ weight) ** 2)
+            library = hvd if compression is None else dgc
+            given = dgc.Compression.none if compression is None else compression
+            tape = library.DistributedGradientTape(tape, compression=given, sparse_as_dense=sparse_as_dense)
+            gradients = tape.gradient(loss, [table, weight])
+            if compression is not None:
+                assert isinstance(gradients[0], tf.IndexedSlices) is not sparse_as_dense
+            inner.apply_gradients(zip(gradients, [table, weight], strict=True))
+        return [table.numpy(), weight.numpy()]
+
+    for as_dense, momentum in ((False, 0.0), (True, 0.9)):
+        dense = run(True, momentum, None)
+        found = run(as_dense, momentum, m.SPARSITY_0)
+        m.assert_close(found, dense, 1e-5)
+        m.assert_replicas(found)
+
+
+@case
+def float16_bfloat16_and_float64_variables():
+    for dtype, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2), ("float64", 1e-12)):
+        for graph in (False, True):
+            start = tf.cast(tf.random.stateless_normal([40, 30], [1, 2]), dtype)
+            variable = tf.Variable(start, name=f"v_{dtype}_{graph}")
+            compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSITY_0)
+            mine = tf.cast(tf.random.stateless_normal([40, 30], [3, hvd.rank()]), dtype)
+
+            def one_step(variable=variable, compression=compression, mine=mine):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(variable * mine)
+                return dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variable)
+
+            result = (tf.function(one_step) if graph else one_step)()
+            assert result.dtype == dtype
+            wanted = hvd.allreduce(tf.cast(mine, tf.float64), op=hvd.Average, name=f"wanted{dtype}{graph}")
+            np.testing.assert_allclose(tf.cast(result, tf.float64), wanted, rtol=tolerance, atol=tolerance)
+
+
+@case
+def a_non_finite_gradient_refuses_the_step_everywhere():
+    variable = tf.Variable(tf.ones([40, 30]))
+    other = tf.Variable(tf.ones([7]))
+    compression = dgc.Compression.dgc(momentum=0.9, **m.SPARSE)
+    for step in range(4):
+        bad = step == 2 and hvd.rank() == 1
+        factor = tf.constant(np.inf if bad else 1.0, tf.float32)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * factor) + tf.reduce_sum(other)
+        gradients = dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable, other])
+        finite = all(np.isfinite(g).all() for g in gradients)
+        assert finite is (step != 2), (step, finite)
+    assert compression.stats.refused_steps == 1
+    assert compression.state_dict()["step"] == 3
+
+
+@case
+def a_state_saved_in_the_middle_continues_bit_for_bit():
+    for way in ("wrapper", "stock"):
+        model = m.make_model()
+        inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
+        variables = m.raw(model.trainable_variables)
+
+        def start(way=way, inner=inner, variables=variables):
+            if way == "stock":
+                return dgc.Compression.dgc(variables, optimizer=inner, **m.SPARSE)
+            return dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+
+        def steps(compression, first, last, way=way, inner=inner, variables=variables, model=model):
+            for step in range(first, last):
+                inner.learning_rate = m.rate(step)
+                x, y = (tf.constant(t) for t in m.batch(step))
+                with tf.GradientTape() as tape:
+                    loss = m.loss_function(y, model(x))
+                tape = (dgc if way == "wrapper" else hvd).DistributedGradientTape(tape, compression=compression)
+                inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+        first = start()
+        steps(first, 0, 9)
+        saved, weights = first.state_dict(), [v.numpy() for v in variables]
+        steps(first, 9, 15)
+        wanted = m.values(model)
+        for variable, value in zip(variables, weights, strict=True):
+            variable.assign(value)
+        inner.momentum = 0.9
+        second = start()
+        second.load_state_dict(saved)
+        steps(second, 9, 15)
+        for a, b in zip(m.values(model), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+if __name__ == "__main__":
+    run_cases()

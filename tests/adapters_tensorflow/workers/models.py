@@ -1,0 +1,163 @@
+"""Models, data and short training runs that the TensorFlow worker cases share, all seeded by step and rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+hvd.init()
+
+keras = tf.keras
+LEGACY = keras.optimizers.SGD.__module__.startswith("tf_keras")
+
+BEFORE_RAMPUP = {"rampup_begin_step": 1000}
+SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "min_numel": 64}
+SPARSE = {"sparsity": 0.99, "min_numel": 64}
+TOLERANCE = {"before": 1e-6, "zero": 1e-5}
+
+OPTIMIZERS = {
+    "plain": {"momentum": 0.0},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decoupled decay": {"momentum": 0.9, "weight_decay": 0.01},
+}
+
+loss_function = keras.losses.MeanSquaredError()
+
+
+def make_model(seed=1, width=64, dtype=None):
+    keras.utils.set_random_seed(seed)
+    # Biases away from 0: a relative bound on a tensor that hardly left 0 would measure rounding only.
+    options = {"bias_initializer": keras.initializers.RandomNormal(stddev=0.5, seed=seed)}
+    if dtype:
+        options["dtype"] = dtype
+    layers = [
+        keras.layers.Dense(width, activation="tanh", **options),
+        keras.layers.Dense(width, activation="tanh", **options),
+        keras.layers.Dense(3, **options),
+    ]
+    model = keras.Sequential(layers)
+    model.build((None, 20))
+    return model
+
+
+def batch(step, rank=None, size=8):
+    generator = np.random.default_rng([step, hvd.rank() if rank is None else rank])
+    return generator.standard_normal((size, 20)).astype("f"), generator.standard_normal((size, 3)).astype("f")
+
+
+def dataset(steps, rank=None, size=8):
+    parts = [batch(s, rank, size) for s in range(steps)]
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def rate(step):
+    """Two changes within 20 steps, up and down."""
+    return 0.05 if step < 7 else 0.01 if step < 13 else 0.08
+
+
+def schedule():
+    return keras.optimizers.schedules.PiecewiseConstantDecay([6, 12], [0.05, 0.01, 0.08])
+
+
+def raw(variables):
+    return [getattr(v, "_value", v) for v in variables]
+
+
+def values(model):
+    return [np.asarray(v).copy() for v in raw(model.trainable_variables)]
+
+
+def train_loop(way, options=None, *, optimizer="momentum", graph=True, steps=20, hvd_options=None):
+    """A custom loop. ``way``: "dense" (Horovod averages), "stock" (Horovod's tape with our compressor), "wrapper"."""
+    model = make_model()
+    inner = keras.optimizers.SGD(0.05, **OPTIMIZERS[optimizer])
+    variables = raw(model.trainable_variables)
+    compression = None
+    if way == "stock":
+        compression = dgc.Compression.dgc(variables, optimizer=inner, **(options or {}))
+    if way == "wrapper":
+        compression = dgc.Compression.dgc(optimizer=inner, **(options or {}))
+
+    def one_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_function(y, model(x))
+        library = dgc if way == "wrapper" else hvd
+        given = dgc.Compression.none if compression is None else compression
+        tape = library.DistributedGradientTape(tape, compression=given, **(hvd_options or {}))
+        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+    if graph:
+        one_step = tf.function(one_step)
+    for step in range(steps):
+        inner.learning_rate = rate(step)
+        x, y = batch(step)
+        one_step(tf.constant(x), tf.constant(y))
+    return values(model), compression
+
+
+def compile_model(compression, *, optimizer="momentum", model=None, learning_rate=None, wrapper=True, **arguments):
+    """A compiled model; ``wrapper=False`` takes Horovod's own Keras optimizer."""
+    model = model or make_model()
+    compile_arguments = {k: arguments.pop(k) for k in ("jit_compile", "run_eagerly") if k in arguments}
+    inner = keras.optimizers.SGD(schedule() if learning_rate is None else learning_rate, **OPTIMIZERS[optimizer])
+    if wrapper:
+        distributed = dgck.DistributedOptimizer(inner, compression=compression, **arguments)
+    else:
+        import horovod.tensorflow.keras as hvd_keras
+
+        if isinstance(compression, dict):
+            compression = dgc.Compression.dgc(model.trainable_variables, optimizer=inner, **compression)
+        distributed = hvd_keras.DistributedOptimizer(inner, compression=compression, **arguments)
+    model.compile(optimizer=distributed, loss=loss_function, **compile_arguments)
+    return model
+
+
+def fit(model, steps=20, first=0, callbacks=(), rank=None):
+    x, y = dataset(first + steps, rank)
+    x, y = x[8 * first :], y[8 * first :]
+    history = model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return history.history
+
+
+def assert_close(found, wanted, tolerance):
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        difference = np.abs(a.astype(np.float64) - b).max()
+        assert difference <= tolerance * np.abs(b).max(), f"tensor {i}: {difference} against {np.abs(b).max()}"
+
+
+def assert_replicas(arrays):
+    for i, array in enumerate(arrays):
+        row = tf.constant(np.ascontiguousarray(array).reshape(1, -1))
+        everybody = np.asarray(hvd.allgather(row, name=f"replicas{i}"))
+        assert (everybody.view(np.uint8) == everybody[:1].view(np.uint8)).all(), f"tensor {i} differs between ranks"
+
+
+def replicas_differ(arrays):
+    try:
+        assert_replicas(arrays)
+    except AssertionError:
+        return True
+    return False
+
+
+def assert_raises(action, *parts, kinds=(Exception,)):
+    """``action`` must fail with a message that contains ``parts``; returns the message."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            action()
+        except kinds as error:
+            text = str(error)
+            for part in parts:
+                assert part in text, f"{part!r} is not in: {text}"
+            return text
+    raise AssertionError(f"nothing was raised; expected {parts}")

@@ -1,0 +1,55 @@
+"""Two of three ranks exchange gradients; the third trains alone."""
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+
+
+@case
+def only_the_members_of_a_process_set_exchange():
+    pair = hvd.add_process_set([0, 2])
+    for transport in ("auto", "horovod"):
+        model = m.make_model()
+        inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
+        options = {**m.SPARSITY_0, "transport": transport}
+        compression = dgc.Compression.dgc(optimizer=inner, process_set=pair, **options)
+        variables = m.raw(model.trainable_variables)
+        for step in range(4):
+            x, y = (tf.constant(t) for t in m.batch(step))
+            with tf.GradientTape() as tape:
+                loss = m.loss_function(y, model(x))
+            mine = tf.GradientTape()
+            with mine:
+                again = m.loss_function(y, model(x))
+            own = mine.gradient(again, variables)
+            tape = dgc.DistributedGradientTape(tape, compression=compression, process_set=pair)
+            found = tape.gradient(loss, variables)
+            if step == 0 and hvd.rank() != 1:
+                wanted = [
+                    hvd.allreduce(g, op=hvd.Average, process_set=pair, name=f"{transport}{i}")
+                    for i, g in enumerate(own)
+                ]
+                for a, b in zip(found, wanted, strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+            if hvd.rank() == 1:
+                for a, b in zip(found, own, strict=True):
+                    np.testing.assert_array_equal(a, b)
+            inner.apply_gradients(zip(found, model.trainable_variables, strict=True))
+        if hvd.rank() == 1:
+            assert compression.engine is None
+            assert inner.momentum == 0.9
+        else:
+            assert compression.stats.steps == 4
+            assert inner.momentum == 0
+            first = hvd.broadcast(variables[0], 0, process_set=pair, name=f"first{transport}")
+            np.testing.assert_array_equal(first, variables[0])
+    # A rank that ends shuts Horovod, and MPI with it, down on all others.
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,126 @@
+"""The device backend's runtime on a processor: NumPy arrays for device memory, the kernels' own text compiled by g++."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from dgc.core.kernels.source import THREADS, kernel_names, source
+
+SHIM = Path(__file__).with_name("host_cuda.h")
+
+
+def compiler():
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@cache
+def library(state_bits, text=None):
+    """Compile the sources (or ``text`` in their place) for the processor; kept between runs by content."""
+    entries = "\n".join(
+        f'extern "C" void run_{name}(unsigned grid, unsigned block, void** arguments, unsigned seed) '
+        f"{{ host::launch(dgc_{name}, grid, block, arguments, seed); }}"
+        for name in kernel_names()
+    )
+    whole = f"#include <algorithm>\n#define STATE_BITS {state_bits}\n{SHIM.read_text()}\n{text or source()}\n{entries}\n"
+    folder = Path(tempfile.gettempdir()) / f"dgc-host-kernels-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    built = folder / f"{hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()}.so"
+    if not built.exists():
+        unit = built.with_suffix(f".{os.getpid()}.cpp")
+        unit.write_text(whole)
+        draft = built.with_suffix(f".{os.getpid()}.draft")
+        subprocess.run(
+            [compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
+             "-U_FORTIFY_SOURCE", str(unit), "-o", str(draft)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        draft.replace(built)
+    return ctypes.CDLL(str(built))
+
+
+class HostRuntime:
+    """Does at once what a device does later. ``seed`` other than 0 shuffles the order of blocks and threads.
+
+    Memory that nobody wrote is filled with a pattern, so that reading it shows. Counts waits and launches.
+    """
+
+    name = "host"
+
+    def __init__(self, seed=0, text=None):
+        self.seed = seed
+        self.waits = 0
+        self.launches = []
+        self.waited_for = []
+        self._text = text
+
+    def current(self):
+        return contextlib.nullcontext()
+
+    def empty(self, n, dtype):
+        array = np.empty(n, dtype)
+        array.view(np.uint8)[...] = 0xA5
+        return array
+
+    def zeros(self, n, dtype):
+        return np.zeros(n, dtype)
+
+    def clear(self, array):
+        array[...] = 0
+
+    def host_array(self, n, dtype):
+        return np.zeros(n, dtype)
+
+    def address(self, array):
+        return array.ctypes.data
+
+    def view(self, address, n, dtype, owner):
+        if n == 0:
+            return np.empty(0, dtype)
+        memory = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
+        array = np.frombuffer(memory, dtype)
+        self.owners = getattr(self, "owners", [])
+        self.owners.append(owner)
+        return array
+
+    def upload(self, device, host):
+        assert device.dtype == host.dtype
+        device[...] = host
+
+    def download(self, host, device):
+        assert device.dtype == host.dtype
+        host[...] = device
+
+    def record(self):
+        return len(self.launches)
+
+    def synchronize(self, event):
+        self.waits += 1
+
+    def wait_for(self, event):
+        self.waited_for.append(event)
+
+    def release_to(self, stream):
+        self.released_to = stream
+
+    def launch(self, name, state_bits, grid, arguments):
+        self.launches.append(name)
+        boxes = [
+            ctypes.c_void_p(a.ctypes.data)
+            if isinstance(a, np.ndarray)
+            else ctypes.create_string_buffer(a.tobytes(), a.nbytes)
+            for a in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(boxes))(*[ctypes.addressof(b) for b in boxes])
+        getattr(library(state_bits, self._text), f"run_{name}")(
+            ctypes.c_uint(grid), ctypes.c_uint(THREADS), pointers, ctypes.c_uint(self.seed)
+        )
