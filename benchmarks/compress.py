@@ -314,9 +314,7 @@ def main() -> None:
     rows: list[Row] = []
     for density in options.densities:
         for threads in options.threads:
-            new = measure(
-                shapes, density, threads, options.cases, options.repeats, options.warm, not options.no_topk
-            )
+            new = measure(shapes, density, threads, options.cases, options.repeats, options.warm, not options.no_topk)
             for r in new:
                 print(
                     f"{r.density:8.1%} {r.threads:7} {r.case:<14} {r.milliseconds:9.2f} {r.ratio:7.2f} "

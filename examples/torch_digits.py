@@ -152,9 +152,8 @@ def traffic(compression: object, args: argparse.Namespace, model: nn.Module, ste
         last = total = dense = 0
     elif isinstance(compression, dgc.DGCCompressor):
         # Beside our messages, Horovod's own wrapper (way a) reduces one float32 in the place of each gradient.
-        stand_ins = 4 * len(gradients) if args.way == "a" else 0
-        last = compression.stats.last.bytes_sent + stand_ins
-        total = compression.stats.total.bytes_sent + stand_ins * steps
+        last = compression.stats.last.bytes_sent
+        total = compression.stats.total.bytes_sent
         compressed = compression.stats.last.sparse_elements
     else:
         last = dense // 2 if args.compression == "fp16" else dense

@@ -4,44 +4,99 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
+
+import numpy as np
 
 from dgc.core.errors import ConfigError
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
 
 logger = logging.getLogger("dgc")
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "gpu")
+SLOW_WARM_UP = 3.0
+"""Seconds of compiling that are worth a line in the log."""
 
 
 @functools.cache
 def choose_kernels(device: str = "cpu") -> Kernels:
     """The fastest backend that works here for arrays on ``device``; the same object for every caller of a process.
 
-    On a CPU that is Numba. Where Numba cannot be imported the NumPy reference does the same work, about ten times
-    slower, and one warning in the log "dgc" says so.
+    On a CPU that is Numba, compiled (or loaded from its cache) and tried out before it is returned. Where Numba cannot
+    be imported or does not work, the NumPy reference does the same work, about ten times slower, and one warning in
+    the log "dgc" says so.
 
     Raises:
-        ConfigError: an unknown device.
+        ConfigError: an unknown device, or a GPU ("gpu" is the first one, "gpu:1" the second) where no GPU backend
+            works; the message says why.
     """
-    if device not in DEVICES:
+    kind, _, number = device.partition(":")
+    if kind not in DEVICES or (number and (kind == "cpu" or not number.isdecimal())):
         raise ConfigError(f"there are no kernels for device {device!r}; allowed: {', '.join(DEVICES)}")
-    try:
-        from dgc.core.kernels.cpu import NumbaKernels
-    except ImportError as error:
-        logger.warning(
-            "compression runs on NumPy alone, about ten times slower, because Numba cannot be imported (%s); "
-            "pip install numba",
-            error,
-        )
-        return ReferenceKernels()
-    kernels = NumbaKernels()
+    kernels = _gpu_kernels(int(number or 0)) if kind == "gpu" else _cpu_kernels()
     logger.info("compression runs on %s", kernels.describe())
     return kernels
 
 
 def describe_backend(device: str = "cpu") -> str:
     """One line that says which backend :func:`choose_kernels` takes, and on how many threads."""
-    kernels = choose_kernels(device)
-    describe = getattr(kernels, "describe", None)
-    return describe() if describe is not None else f"numpy ({kernels.name})"
+    return choose_kernels(device).describe()
+
+
+def _cpu_kernels() -> Kernels:
+    try:
+        from dgc.core.kernels.cpu import NumbaKernels
+
+        kernels = NumbaKernels()
+        start = time.perf_counter()
+        kernels.warm_up()
+        _try_out(kernels)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever is wrong with a compiler, training can go on without it
+        logger.warning(
+            "compression runs on NumPy alone, about ten times slower, because Numba %s (%s: %s); pip install numba",
+            "cannot be imported" if isinstance(error, ImportError) else "does not work",
+            type(error).__name__,
+            error,
+        )
+        return ReferenceKernels()
+    seconds = time.perf_counter() - start
+    if seconds > SLOW_WARM_UP:
+        logger.info("compiling the kernels took %.0f s; they are kept for the next start", seconds)
+    return kernels
+
+
+def _try_out(kernels: Kernels) -> None:
+    """One small step, compared with the reference.
+
+    Raises:
+        ArithmeticError: the results differ.
+    """
+    n = 5000
+    gradient = np.sin(np.arange(n, dtype=np.float32))
+    work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
+    outcomes = []
+    for each in (kernels, ReferenceKernels()):
+        u, v = np.ones(n, np.float32), np.ones(n, np.float32)
+        chosen = each.accumulate_and_select(work, u, v, each.new_control(1))
+        outcomes.append((u, v, chosen.positions))
+    if not all(np.array_equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True)):
+        raise ArithmeticError("a step gave another result than the reference")
+
+
+def _gpu_kernels(number: int) -> Kernels:
+    try:
+        from dgc.core.kernels.gpu import CupyKernels, device_count
+
+        if number >= device_count():
+            raise ConfigError(f"there is no GPU {number}: this process sees {device_count()}")
+        return CupyKernels(number)
+    except ConfigError:
+        raise
+    except Exception as error:  # no CuPy, no driver, no compiler
+        raise ConfigError(
+            f"no GPU kernels can be used here ({type(error).__name__}: {error}); install cupy-cuda12x or cupy-cuda13x "
+            "and a driver, or let the gradients pass through the host"
+        ) from error

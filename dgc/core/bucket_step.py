@@ -7,88 +7,22 @@ a refused step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dgc.core.config import DGCConfig
 from dgc.core.errors import DGCError
-from dgc.core.kernels.base import Kept, Kernels, SegmentWork
+from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.memory import memory_of
 from dgc.core.layout import Bucket, Segment
 from dgc.core.messages import Incoming, Sender
 from dgc.core.plan import BucketPlan, Mode, make_plan
 from dgc.core.state import BucketState
 from dgc.core.stats import StepStats
+from dgc.core.step import Hyper as Hyper
+from dgc.core.step import Outcome, RemoteFailure, StepContext, Submission, submitted
 from dgc.core.transport import Transport
-
-
-@dataclass(slots=True)
-class Submission:
-    """One parameter's gradient of this step, and where its result goes. All arrays are 1-D and contiguous.
-
-    ``result`` may be the gradient's own memory: it is written after the gradient was read for the last time.
-    ``limit`` is the largest finite value of the type that the result will be cast to, if that is a narrower one.
-    """
-
-    gradient: np.ndarray
-    result: np.ndarray
-    parameter: np.ndarray | None = None
-    limit: float | None = None
-
-
-@dataclass(slots=True)
-class Hyper:
-    """Momentum, Nesterov and weight decay by parameter, as they are in this step."""
-
-    momentum: list[float]
-    nesterov: list[bool]
-    weight_decay: list[float]
-
-    def digest(self) -> int:
-        """64-bit digest of all values."""
-        table = np.array([self.momentum, self.nesterov, self.weight_decay], dtype=np.float64)
-        return int.from_bytes(hashlib.blake2b(table.tobytes(), digest_size=8).digest(), "little")
-
-    @classmethod
-    def uniform(cls, count: int, config: DGCConfig) -> Hyper:
-        """The config's values for every parameter; what is None there is 0."""
-        return cls(
-            [config.momentum or 0.0] * count,
-            [bool(config.nesterov)] * count,
-            [config.weight_decay or 0.0] * count,
-        )
-
-
-@dataclass(slots=True)
-class StepContext:
-    """What all buckets of one step share. ``density`` is None in a dense step."""
-
-    step: int
-    density: float | None
-    hyper: Hyper
-    loss_scale: float
-    fingerprint: int
-    """What all ranks must share in this step: layout, momentum, Nesterov and weight decay."""
-    clip: list[float] | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a bucket leaves behind for the end of the step."""
-
-    flagged: bool = False
-    kept: Kept | None = None
-
-
-class RemoteFailure(Exception):
-    """Another rank (or this one) sent an error instead of a message."""
-
-    def __init__(self, error: DGCError) -> None:
-        """Wrap the error to raise to the user."""
-        super().__init__(str(error))
-        self.error = error
 
 
 class BucketStep:
@@ -107,7 +41,8 @@ class BucketStep:
         self._kernels = kernels
         self._transport = transport
         self._plans: dict[float | None, BucketPlan] = {}
-        self._sender = Sender(bucket.index, transport)
+        self._memory = memory_of(kernels)
+        self._sender = Sender(bucket.index, transport, self._memory)
         self._vector = np.empty(0, bucket.dtype)
         self.sent = False
         """Whether this rank's message of the current step is out; an error can no longer be told the others."""
@@ -136,10 +71,13 @@ class BucketStep:
             RemoteFailure: always; with the first failing rank's error, which may be another's.
         """
         plan = self.plan(context.density)
-        self._sender.start(plan, context.fingerprint)
+        self._start(plan, context)
         self._sender.write_error(context.step, error, parameter)
         self._gather(plan, stats)
         self._receive(plan, context)
+
+    def await_gradients(self, given: Sequence[Submission | None]) -> None:
+        """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
 
     def run(
         self, context: StepContext, state: BucketState, given: Sequence[Submission | None], stats: StepStats
@@ -206,13 +144,22 @@ class BucketStep:
             self.take_back(state, outcome)
             if outcome.flagged:
                 for segment in self._bucket.segments:
-                    _submitted(given, segment).result.fill(np.nan)
+                    self._memory.fill(submitted(given, segment).result, np.nan)
                 return
-        plan = self.plan(context.density)
+        self._write_dense(self.plan(context.density), context, state, given, refused)
+
+    def _write_dense(
+        self,
+        plan: BucketPlan,
+        context: StepContext,
+        state: BucketState,
+        given: Sequence[Submission | None],
+        refused: bool,
+    ) -> None:
         hyper = context.hyper
         for segment in self._dense_segments(plan):
             i = segment.parameter
-            item = _submitted(given, segment)
+            item = submitted(given, segment)
             mean = self._mean_of(plan, segment)
             if refused:
                 np.multiply(mean, context.loss_scale, out=item.result)
@@ -233,7 +180,7 @@ class BucketStep:
         plan = self.plan(context.density)
         dense = set(self._dense_segments(plan))
         for segment in self._bucket.segments:
-            item = _submitted(given, segment)
+            item = submitted(given, segment)
             if item.limit is None or segment.length == 0:
                 continue
             if segment in dense:
@@ -263,9 +210,7 @@ class BucketStep:
         given: Sequence[Submission | None],
         outcome: Outcome,
     ) -> tuple[int, bool]:
-        self._sender.start(plan, context.fingerprint)
-        if plan.vector_size and self._vector.size != plan.vector_size:
-            self._vector = np.empty(plan.vector_size, self._bucket.dtype)
+        self._start(plan, context)
         if plan.mode is Mode.DENSE or not plan.ks:
             return 0, False
         work = self._work(plan, context, given)
@@ -280,15 +225,21 @@ class BucketStep:
             self._vector[positions] = decoded
         outcome.kept = self._kernels.mask(state.u, state.v, positions, decoded, masking=self._config.momentum_masking)
         if not self._config.error_feedback:
-            state.v.fill(0)
+            self._memory.fill(state.v, 0)
         return len(positions), selection.nonfinite
+
+    def _start(self, plan: BucketPlan, context: StepContext) -> None:
+        """Begin a message, with buffers of the plan's sizes."""
+        self._sender.start(plan, context.fingerprint)
+        if plan.vector_size and self._vector.size != plan.vector_size:
+            self._vector = self._memory.host_array(plan.vector_size, self._bucket.dtype)
 
     def _work(self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None]) -> list[SegmentWork]:
         hyper, scale = context.hyper, 1.0 / context.loss_scale
         share = 1.0 / self._transport.size if self._config.op == "sum" else 1.0
         work = []
         for segment, k in zip(self._bucket.sparse, plan.ks, strict=True):
-            i, item = segment.parameter, _submitted(given, segment)
+            i, item = segment.parameter, submitted(given, segment)
             decay = hyper.weight_decay[i] * share
             work.append(
                 SegmentWork(
@@ -314,7 +265,7 @@ class BucketStep:
         vector[0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - start :] = 0
         nonfinite = False
         for segment in self._dense_segments(plan):
-            item = _submitted(given, segment)
+            item = submitted(given, segment)
             place = vector[segment.offset - start : segment.offset - start + segment.length]
             scale = 1.0 / context.loss_scale
             if context.clip is not None:
@@ -368,13 +319,23 @@ class BucketStep:
             outcome.flagged = outcome.flagged or not finite
         if not plan.ks or outcome.flagged:
             return
-        results = [_submitted(given, s).result for s in self._bucket.sparse]
+        self._write_sparse(plan, context, given, messages, share)
+
+    def _write_sparse(
+        self,
+        plan: BucketPlan,
+        context: StepContext,
+        given: Sequence[Submission | None],
+        messages: list[Incoming],
+        share: float,
+    ) -> None:
+        results = [submitted(given, s).result for s in self._bucket.sparse]
         if plan.mode is Mode.SUM:
             for segment, result in zip(self._bucket.sparse, results, strict=True):
                 np.multiply(self._vector[segment.slice], context.loss_scale, out=result)
             return
         for result in results:
-            result.fill(0)
+            self._memory.fill(result, 0)
         for message in messages:
             positions, values = plan.codec.decode(message.payload, message.count, message.sender)
             self._kernels.scatter_add(
@@ -391,9 +352,3 @@ class BucketStep:
         elements = sum(s.length for s in self._bucket.sparse)
         stats.sparse_elements += elements
         stats.entries_sent += elements if plan.mode is Mode.DENSE else count
-
-
-def _submitted(given: Sequence[Submission | None], segment: Segment) -> Submission:
-    item = given[segment.parameter]
-    assert item is not None, "a bucket runs only when all its gradients are in"
-    return item

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from dgc.core.config import DGCConfig, make_config
 from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.exchange import Exchange
 from dgc.core.state import resized
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
@@ -26,6 +27,9 @@ class BoundEngine(Protocol):
 
     @property
     def stats(self) -> Stats: ...  # noqa: D102
+
+    @property
+    def exchange(self) -> Exchange: ...  # noqa: D102
 
     def residual_norm(self) -> float: ...  # noqa: D102
 
@@ -93,6 +97,13 @@ class CompressorBase:
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         return self._engine.residual_norm() if self._engine is not None else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.
+
+        Empty with one process or outside the process set, where nothing is compressed.
+        """
+        return self._engine.exchange.describe() if self._engine is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.bucket_step import BucketStep, Hyper, Outcome, RemoteFailure, StepContext, Submission
+from dgc.core.bucket_step import BucketStep
 from dgc.core.clipping import clip_factors
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
@@ -23,6 +23,7 @@ from dgc.core.schedule import Schedule
 from dgc.core.sparse_codec import check_codecs
 from dgc.core.state import State
 from dgc.core.stats import Stats, StepStats
+from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
 from dgc.core.transport import Transport
 
 LossScale = float | Callable[[], float]
@@ -36,7 +37,6 @@ class Exchange:
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; read once per step.
-        on_thread_start: called on the communication thread before its first step (set the device there).
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
-        self._steps = [BucketStep(b, config, kernels, transport) for b in layout.buckets]
+        make_step = _step_class(kernels)
+        self._steps = [make_step(b, config, kernels, transport) for b in layout.buckets]
         for sparsity in config.sparsity:
             for step in self._steps:
                 step.plan(1.0 - sparsity)
@@ -95,6 +96,7 @@ class Exchange:
         result: np.ndarray,
         parameter: np.ndarray | None = None,
         limit: float | None = None,
+        ready: Any = None,
     ) -> None:
         """Hand over one parameter's gradient of this step; its bucket starts when it was the last one.
 
@@ -104,6 +106,7 @@ class Exchange:
             result: (numel,) float32 (float64 in float64 buckets), contiguous; may be the gradient's memory.
             parameter: (numel,) the parameter's values; needed when its weight decay is not 0.
             limit: largest finite value of the type that the result will be cast to, if narrower than float32.
+            ready: for arrays on a device, see :class:`~dgc.core.bucket_step.Submission`.
 
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
@@ -124,7 +127,7 @@ class Exchange:
         with self._lock:
             twice = self._given[index] is not None
             if not twice:
-                self._given[index] = Submission(gradient, result, parameter, limit)
+                self._given[index] = Submission(gradient, result, parameter, limit, ready)
                 self._missing[bucket] -= 1
                 if self._missing[bucket] == 0:
                     self._lock.notify_all()
@@ -200,6 +203,22 @@ class Exchange:
                     "needs one (a zero gradient for an unused parameter)"
                 )
             )
+
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, in plain values: see ``compression.describe()``."""
+        step, layout = self.state.step, self.layout
+        return {
+            "step": step,
+            "density": self.schedule.density(step),
+            "rampup_begin_step": self.schedule.begin,
+            "rampup_end_step": self.schedule.ramp_end(),
+            "parameters": layout.numel,
+            "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
+            "buckets": len(layout.buckets),
+            "transport": self.transport.name,
+            "ranks": self.transport.size,
+            "kernels": self._kernels.name,
+        }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -369,6 +388,8 @@ class Exchange:
         context = self._required_context
         if self._failure is None:
             try:
+                for each in self._steps if self._clips_globally else [step]:
+                    each.await_gradients(self._given)
                 self._set_clip(context, step)
                 self._outcomes.append(step.run(context, state, self._given, self._current))
                 return
@@ -417,3 +438,11 @@ class Exchange:
     def _sums_of_squares(self, parameters: Sequence[int]) -> np.ndarray:
         gradients = [given.gradient for i in parameters if (given := self._given[i]) is not None]
         return self._kernels.sums_of_squares(gradients)
+
+
+def _step_class(kernels: Kernels) -> type[BucketStep]:
+    if not getattr(kernels, "on_device", False):
+        return BucketStep
+    from dgc.core.device_step import DeviceBucketStep
+
+    return DeviceBucketStep

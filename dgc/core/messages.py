@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core import errors
+from dgc.core.kernels.memory import HostMemory, Memory
 from dgc.core.plan import BucketPlan
 from dgc.core.transport import Transport
 from dgc.core.wire import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
@@ -36,8 +37,9 @@ class Incoming:
 class Sender:
     """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks."""
 
-    def __init__(self, bucket: int, transport: Transport) -> None:
-        """Allocate nothing yet; buffers follow the plan given to :meth:`start`."""
+    def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
+        """Allocate nothing yet; buffers, of ``memory``, follow the plan given to :meth:`start`."""
+        self._memory = memory or HostMemory()
         self._fingerprint = 0
         self._bucket = bucket
         self._transport = transport
@@ -50,8 +52,10 @@ class Sender:
         self._plan = plan
         self._fingerprint = fingerprint
         if self._message.size != plan.message_bytes:
-            self._message = np.zeros(plan.message_bytes, np.uint8)
-            self._gathered = np.empty((self._transport.size, plan.message_bytes), np.uint8)
+            ranks, size = self._transport.size, plan.message_bytes
+            self._message = self._memory.host_array(size, np.uint8)
+            self._message.fill(0)
+            self._gathered = self._memory.host_array(ranks * size, np.uint8).reshape(ranks, size)
 
     @property
     def payload(self) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.memory import memory_of
 from dgc.core.layout import Layout, Segment
 
 FORMAT = 1
@@ -23,8 +24,9 @@ class BucketState:
 
     def __init__(self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels) -> None:
         """Allocate zeros: u (size,), v (sparse_size,) and a cold control array of ``segments`` rows."""
-        self.u = np.zeros(size, dtype)
-        self.v = np.zeros(sparse_size, dtype)
+        memory = memory_of(kernels)
+        self.u = memory.zeros(size, dtype)
+        self.v = memory.zeros(sparse_size, dtype)
         self.control = kernels.new_control(segments)
 
 
@@ -35,6 +37,7 @@ class State:
         """Start from zeros at step 0."""
         self._layout = layout
         self._kernels = kernels
+        self._memory = memory_of(kernels)
         self.step = 0
         self.buckets: list[BucketState] = []
         self.reset()
@@ -47,9 +50,13 @@ class State:
         ]
 
     def momentum_buffer(self, parameter: int) -> np.ndarray:
-        """View of u for one parameter, (numel,)."""
+        """View of u for one parameter, (numel,), where the kernels work."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].u[segment.slice]
+
+    def set_momentum_buffer(self, parameter: int, values: np.ndarray) -> None:
+        """Overwrite u of one parameter with (numel,) values."""
+        self._memory.copy_in(self.momentum_buffer(parameter), values)
 
     def residual(self, parameter: int) -> np.ndarray:
         """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
@@ -58,15 +65,15 @@ class State:
 
     def residual_norm(self) -> float:
         """L2 norm of all residuals of this rank."""
-        return float(np.sqrt(sum(float(np.dot(b.v, b.v)) for b in self.buckets)))
+        return float(np.sqrt(sum(self._memory.sum_of_squares(b.v) for b in self.buckets)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy as plain containers of NumPy arrays, by parameter name (placement may change later)."""
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
-            entry = {"u": self.momentum_buffer(i).copy()}
+            entry = {"u": self._memory.to_host(self.momentum_buffer(i))}
             if self._is_sparse(i):
-                entry["v"] = self.residual(i).copy()
+                entry["v"] = self._memory.to_host(self.residual(i))
                 entry["control"] = self._control_row(i).copy()
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
@@ -80,9 +87,9 @@ class State:
         self._check(saved)
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
-            self.momentum_buffer(i)[...] = entry["u"]
+            self.set_momentum_buffer(i, entry["u"])
             if self._is_sparse(i):
-                self.residual(i)[...] = entry["v"]
+                self._memory.copy_in(self.residual(i), entry["v"])
                 row = self._control_row(i)
                 row[...] = np.nan
                 control = entry.get("control")

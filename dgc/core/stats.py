@@ -93,6 +93,11 @@ class Stats:
         self.last = step
         self.total.add(step)
 
+    def add_sent(self, count: int) -> None:
+        """Add bytes that an adapter handed to collectives of its own in the latest step, e.g. stand-ins."""
+        self.last.bytes_sent += count
+        self.total.bytes_sent += count
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for printing and logging."""
         return {

@@ -102,7 +102,7 @@ class Group:
             result = self._pool.take(place)
             self.exchange.submit(
                 place,
-                as_array(gradient * np.float32(1.0000001)),
+                as_array(gradient),
                 result.reshape(-1),
                 None if parameter is None else as_array(parameter),
                 self._limits[place],

@@ -8,8 +8,9 @@ taken again at the beginning of a step; its ``momentum_buffer`` becomes the comp
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -58,10 +59,15 @@ class Adoption:
         self._decay = _is_sgd(optimizer) and config.weight_decay is None and self.active
         self._taken_from: set[int] = set()
         if optimizer is not None:
-            self.take(optimizer)
+            # Its buffers stay: Horovod builds the optimizer that will step from the groups, and drops the state.
+            self.take(optimizer, buffers=False)
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
+    def take(self, optimizer: torch.optim.Optimizer, *, buffers: bool = True) -> None:
         """Move what the optimizer's groups hold into ``hyper``; nothing happens when there is nothing.
+
+        Args:
+            optimizer: the optimizer that steps the parameters (in way A, at first the one it is built from).
+            buffers: whether momentum buffers become u.
 
         Raises:
             ConfigError: as in the constructor.
@@ -69,7 +75,7 @@ class Adoption:
         for group in optimizer.param_groups:
             ours = [(p, self._index[id(p)]) for p in group["params"] if id(p) in self._index]
             if ours:
-                self._take_group(optimizer, group, ours)
+                self._take_group(optimizer, group, ours, buffers)
 
     def took_from(self, index: int) -> bool:
         """Whether momentum or weight decay of this parameter was adopted from an optimizer."""
@@ -102,7 +108,11 @@ class Adoption:
         return self._index.get(id(parameter))
 
     def _take_group(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], ours: list[tuple[torch.Tensor, int]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        ours: list[tuple[torch.Tensor, int]],
+        buffers: bool,
     ) -> None:
         momentum, decay = _number(group.get("momentum", 0)), _number(group.get("weight_decay", 0))
         if not _is_sgd(optimizer):
@@ -128,7 +138,7 @@ class Adoption:
                 self.hyper.weight_decay[i] = decay
             if momentum or decay:
                 self._taken_from.add(i)
-            state = optimizer.state.get(p)
+            state = optimizer.state.get(p) if buffers else None
             if state and state.get("momentum_buffer") is not None:
                 self._absorb(i, state.pop("momentum_buffer"))
                 if not state:
@@ -152,13 +162,33 @@ class Adoption:
             )
 
 
-def watch_steps(before: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Call ``before(optimizer)`` before every step of every optimizer of this process; returns a removable handle."""
+class _Watcher(Protocol):
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before(optimizer)
 
-    return register_optimizer_step_pre_hook(hook)
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_hook: list[Any] = []
+
+
+def watch_steps(watcher: _Watcher) -> None:
+    """Call ``watcher.before_optimizer_step(optimizer)`` before every step of every optimizer, while it lives.
+
+    One hook of torch serves all watchers and stays for good: removing hooks when a watcher is collected could fall
+    into the very loop in which torch calls them.
+    """
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_any_step))
+    _watchers.add(watcher)
+
+
+def forget_steps(watcher: _Watcher) -> None:
+    """End :func:`watch_steps`."""
+    _watchers.discard(watcher)
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watcher in list(_watchers):
+        watcher.before_optimizer_step(optimizer)
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:

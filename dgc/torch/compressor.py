@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from dgc.core.config import DGCConfig, make_config
+from dgc.core.compressor_base import CompressorBase, check_stand_in
 from dgc.core.errors import ConfigError, DGCError, LayoutError
-from dgc.core.state import resized
-from dgc.core.stats import Stats
 from dgc.core.transport import Transport
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
-from dgc.torch.stand_in import JOINED, StandIn
+from dgc.torch.stand_in import StandIn
 from dgc.torch.transports import make_transport
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
-_ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
+
+class _Ops:
+    """Horovod's reduce ops, looked up when they are needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_horovod(initialized=False), name)
 
 
-class DGCCompressor:
+class DGCCompressor(CompressorBase):
     """Deep Gradient Compression for one model and one optimizer.
 
     Way A hands it to stock ``hvd.DistributedOptimizer(compression=...)``, which calls :meth:`compress` and
@@ -41,29 +43,11 @@ class DGCCompressor:
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        options = dict(options)
-        self._adapter = {name: options.pop(name) for name in _ADAPTER_OPTIONS if name in options}
-        self._op_was_given = "op" in options
-        options["op"] = _op_name(options.get("op", "average"))
-        self.config: DGCConfig = _checked(options)
-        self._engine: Engine | None = None
+        super().__init__(options, _Ops())
         self._bound = False
-        self._dummy_value = 1.0
+        self._engine: Engine | None = None
         self._deferred: DGCError | None = None
-
-    def use_op(self, op: Any) -> None:
-        """Take the reduce op of the optimizer that is about to bind this compressor.
-
-        Raises:
-            ConfigError: the compressor was given another one, or it is neither Average nor Sum.
-        """
-        name = _op_name(op)
-        if self._op_was_given and name != self.config.op:
-            raise ConfigError(
-                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass one op to both, or leave "
-                "it out of the compressor"
-            )
-        self.config = dataclasses.replace(self.config, op=name)
+        self._last_found = 0
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -106,8 +90,7 @@ class DGCCompressor:
             optimizer=optimizer,
             loss_scale=self._adapter.get("loss_scale", 1.0),
         )
-        self._dummy_value = float(transport.size) if self.config.op == "sum" else 1.0
-        stand_in = StandIn(hvd, transport, chosen)
+        stand_in = StandIn(hvd, transport, chosen, self._engine.count_bytes)
         self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
     @property
@@ -139,7 +122,9 @@ class DGCCompressor:
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error
-        return torch.ones(1), result
+        stand_in = torch.ones(1)
+        self._engine.count_bytes(stand_in.nbytes)
+        return stand_in, result
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Wait for the exchange and return the averaged result of the gradient that ``ctx`` stands for.
@@ -154,73 +139,9 @@ class DGCCompressor:
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
-        self._check_stand_in(float(tensor))
+        check_stand_in(float(tensor), op=self.config.op, size=self._engine.transport.size)
         self._engine.finish()
         return ctx
-
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> Stats:
-        """Bytes sent and received, dense bytes, ratio, density and seconds per phase, of the last step and in total."""
-        return self._engine.stats if self._engine is not None else Stats()
-
-    @property
-    def residual_norm(self) -> float:
-        """L2 norm of what this rank has not sent yet."""
-        return self._engine.exchange.state.residual_norm() if self._engine is not None else 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.
-
-        Raises:
-            LayoutError: called in the middle of a step.
-        """
-        return self._engine.state_dict() if self._engine is not None else {"inactive": True, "rank": 0, "size": 1}
-
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
-        """Continue from a saved state; call it on all ranks.
-
-        Args:
-            state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks' states.
-            resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
-
-        Raises:
-            LayoutError: the state belongs to another model, rank or number of ranks.
-        """
-        if self._engine is None:
-            return
-        if not resize:
-            if not isinstance(state, dict):
-                raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
-            if state.get("inactive"):
-                raise LayoutError(
-                    "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
-                    "resize=True to start with empty residuals"
-                )
-            self._engine.load_state_dict(state)
-            return
-        states = [state] if isinstance(state, dict) else list(state)
-        transport = self._engine.transport
-        if states[0].get("inactive"):
-            self._engine.reset()
-            return
-        if len(states) != states[0]["size"]:
-            raise LayoutError(
-                f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
-            )
-        own = resized(states, transport.rank, transport.size, self.config.rampup_begin_step)
-        self._engine.load_state_dict({**own, "rank": transport.rank, "size": transport.size})
-
-    def reset(self) -> None:
-        """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
-        if self._engine is not None:
-            self._engine.reset()
-
-    def close(self) -> None:
-        """End the communication thread and free the communicator."""
-        if self._engine is not None:
-            self._engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -243,52 +164,13 @@ class DGCCompressor:
     def _locate(self, engine: Engine, tensor: torch.Tensor) -> int | None:
         """Find the parameter whose ``.grad`` is this very tensor, beginning where the last one was found."""
         count = len(engine.parameters)
-        start = getattr(self, "_last_found", 0)
+        start = self._last_found
         for offset in range(count):
             index = (start - offset) % count
             if engine.parameters[index].grad is tensor:
                 self._last_found = index - 1
                 return index
         return None
-
-    def _check_stand_in(self, value: float) -> None:
-        if abs(value - self._dummy_value) < 1e-3:
-            return
-        assert self._engine is not None
-        size = self._engine.transport.size
-        if abs(value - size) < 1e-3:
-            raise ConfigError(
-                "Horovod sums the gradients (op=hvd.Sum) but the compressor averages; pass the same op to both: "
-                "Compression.dgc(..., op=hvd.Sum)"
-            )
-        if self.config.op == "sum" and abs(value - 1.0) < 1e-3:
-            raise ConfigError(
-                "the compressor was told op=Sum but Horovod averages the gradients; pass the same op to both: "
-                "hvd.DistributedOptimizer(..., op=hvd.Sum)"
-            )
-        raise ConfigError(
-            f"the ranks' stand-ins gave {value:g} instead of {self._dummy_value:g}: {JOINED}; or the op is not one "
-            "that the compressor supports (hvd.Average and hvd.Sum)"
-        )
-
-
-def _checked(options: dict[str, Any]) -> DGCConfig:
-    try:
-        return make_config(options)
-    except TypeError as error:
-        raise TypeError(f"{error}, {', '.join(_ADAPTER_OPTIONS)}") from None
-
-
-def _op_name(op: Any) -> str:
-    """Horovod's reduce op, or its name, as the core calls it."""
-    if isinstance(op, str):
-        return op.lower()
-    hvd = import_horovod()
-    if op == hvd.Average:
-        return "average"
-    if op == hvd.Sum:
-        return "sum"
-    raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
 
 
 def _layout_of(

@@ -6,7 +6,6 @@ compressor was built for.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from dgc.core.exchange import Exchange
 from dgc.core.layout import make_layout
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
-from dgc.torch.adoption import Adoption, watch_steps
+from dgc.torch.adoption import Adoption, forget_steps, watch_steps
 from dgc.torch.tensors import Result, as_array, describe
 
 _PATIENCE = 1.0
@@ -69,6 +68,7 @@ class Engine:
         self._sparse_settled = False
         self._results: dict[int, Result] = {}
         self._fresh = False
+        self._extra_bytes = 0
         self._error: DGCError | None = None
 
         def build() -> dict[str, str]:
@@ -78,9 +78,7 @@ class Engine:
 
         agree_or_raise(transport, config.describe, "options of the compressor")
         agree_or_raise(transport, build, "parameters", LayoutError, "Build the same model and optimizer on every rank.")
-        watcher = weakref.WeakMethod(self._before_step)
-        self._watch = watch_steps(functools.partial(_call_if_alive, watcher))
-        weakref.finalize(self, self._watch.remove)
+        watch_steps(self)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -143,6 +141,8 @@ class Engine:
         except DGCError as error:
             self._error = error
             raise
+        self._exchange.stats.add_sent(self._extra_bytes)
+        self._extra_bytes = 0
         for result in self._results.values():
             result.deliver()
         self._results.clear()
@@ -169,6 +169,14 @@ class Engine:
     def stats(self) -> Stats:
         """The exchange's counters."""
         return self._exchange.stats
+
+    def residual_norm(self) -> float:
+        """L2 norm of what this rank has not sent yet."""
+        return self._exchange.state.residual_norm()
+
+    def count_bytes(self, sent: int) -> None:
+        """Add bytes that were handed to a collective beside the exchange to this step's statistics."""
+        self._extra_bytes += sent
 
     @property
     def exchange(self) -> Exchange:
@@ -199,7 +207,7 @@ class Engine:
 
     def close(self) -> None:
         """End the communication thread and the transport."""
-        self._watch.remove()
+        forget_steps(self)
         self._exchange.close()
         self.transport.close()
 
@@ -265,7 +273,7 @@ class Engine:
             return
         self._exchange.state.momentum_buffer(self._places[index])[...] = as_array(buffer)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied."""
         if getattr(optimizer, "_is_shard", False):
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
@@ -275,7 +283,8 @@ class Engine:
             self.adoption.take(optimizer)
             return
         # A step without an exchange: hvd.broadcast_optimizer_state steps with zero gradients to create the state
-        # that it is going to overwrite with the root's. Give it the momentum buffers of a dense optimizer.
+        # that it is going to overwrite with the root's. Lend it the momentum that makes the buffers, but no
+        # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.adoption.active and grads and all(not g.is_sparse and not g.any() for g in grads):
             self.adoption.lend_momentum(optimizer)
@@ -330,12 +339,6 @@ class Engine:
         if len(old["parameters"]) == len(self._members):
             self._exchange.state.load(old)
         self._exchange.stats = stats
-
-
-def _call_if_alive(method: weakref.WeakMethod[Any], optimizer: torch.optim.Optimizer) -> None:
-    alive = method()
-    if alive is not None:
-        alive(optimizer)
 
 
 def _loss_scale(value: Any) -> float | Callable[[], float]:

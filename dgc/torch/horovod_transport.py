@@ -22,7 +22,7 @@ class HorovodTransport(HorovodTransportBase):
 
     Tensor names are explicit, equal on all ranks and repeat from step to step, so that Horovod's response cache knows
     them; they contain the size, since another first dimension under the same name would miss that cache. One call takes
-    2 to 4 ms, of which Horovod's cycle time and its 1 ms polling are the most.
+    about 2 ms on MPI, of which Horovod's cycle time and its 1 ms polling are the most.
 
     Horovod may fuse a large sum with other tensors that travel at the same time, so its last bits can differ between
     two runs, though never between ranks.

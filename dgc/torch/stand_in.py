@@ -7,6 +7,7 @@ would wait for it for ever, and Horovod's own allgather would end the joined pro
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,20 +29,24 @@ class StandIn:
     Where Horovod's collectives are the transport, the sum is awaited before the first of them.
     """
 
-    def __init__(self, hvd: Any, transport: Transport, process_set: Any) -> None:
+    def __init__(
+        self, hvd: Any, transport: Transport, process_set: Any, count_bytes: Callable[[int], None] | None = None
+    ) -> None:
         """Every rank of the process set must make its stand-ins in the same order."""
         self._hvd = hvd
         self._transport = transport
         self._process_set = process_set
+        self._count_bytes = count_bytes
         self._name = f"dgc.stand_in.{next(_instances)}"
         self._handle: int | None = None
 
     def send(self) -> None:
         """Start this step's allreduce."""
         self._collect()
-        self._handle = self._hvd.allreduce_async(
-            torch.ones(1), name=self._name, op=self._hvd.Sum, process_set=self._process_set
-        )
+        one = torch.ones(1)
+        if self._count_bytes is not None:
+            self._count_bytes(one.nbytes)
+        self._handle = self._hvd.allreduce_async(one, name=self._name, op=self._hvd.Sum, process_set=self._process_set)
 
         if self._transport.name == "horovod":
             self._collect()

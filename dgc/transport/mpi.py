@@ -4,24 +4,25 @@ P = number of ranks, m = message bytes, n = elements.
 
 **How a rank waits.** Open MPI's blocking collectives spin, which takes a core from the backward pass that the
 exchange should hide behind. So every collective here is a non-blocking one, tested first without pause and then with
-growing sleeps. Measured by ``benchmarks/transport.py``, 2 ranks with one core each, a compute thread beside the
-transport, one rank 20 ms late (Open MPI 4.1.8, 25 kB messages):
+growing sleeps. Measured by ``benchmarks/transport.py`` (Open MPI 4.1.8, 2 ranks with one core each, a compute thread
+beside the transport, messages of 25 kB, each rank 20 ms late in turn):
 
-================================  ======================  ==================================
-wait                              speed of the compute    from the late rank's call to done
-================================  ======================  ==================================
-blocking ``Allgather``            60 to 67 %              7.7 ms (it waits for a time slice)
-tests without pause               64 to 72 %              7.8 ms
-tests with sleeps (this module)   93 to 97 %              0.2 to 0.6 ms
-================================  ======================  ==================================
+================================  ========================  ==================================
+wait                              speed the compute keeps   from the late rank's call to done
+================================  ========================  ==================================
+blocking ``Allgather``            72 to 76 %                3.9 ms (it waits for a time slice)
+tests without pause               72 to 73 %                1.6 to 4.8 ms
+tests with sleeps (this module)   97 to 101 %               0.6 ms
+================================  ========================  ==================================
 
-Without a compute thread or delay, testing costs 1 to 5 microseconds a call over blocking. The price is paid beside
-a thread that never releases the GIL: each pass through Python may then wait for one switch interval (5 ms).
+Where nobody is late and nothing else runs, 25 kB take 12 microseconds instead of the blocking collective's 5. The
+price is paid beside a thread that never releases the GIL: each pass through Python may then wait for one switch
+interval, 5.4 ms a message instead of 2 to 6.
 
 **How large messages travel.** A rank that sleeps moves no fragments: where shared memory copies through small buffers
-(containers that forbid reading another process' memory), 16 MB took 178 ms instead of 5 ms. So a large collective
-begins with eight bytes from every rank; while those are missing a rank sleeps, and once they are in, all ranks are
-awake and test without pause for as long as the bytes should take.
+(containers that forbid reading another process' memory), 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So
+a large collective begins with eight bytes from every rank; while those are missing a rank sleeps, and once they are
+in, all ranks are awake and test without pause for as long as the bytes should take: 4.6 ms there, 2.6 ms elsewhere.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class MPITransport:
     An ``allreduce`` is bit-identical on every rank, whatever the MPI library does inside: each rank receives all
     ranks' values of one part of the array, adds them in rank order, and sends the sums to everybody. So each sum is
     computed once, on one rank, and equals the one of :class:`~dgc.transport.local.LocalTransport`. It moves as many
-    bytes as a ring. On 2 ranks, 25.6 MB of float32 in shared memory take 5.7 to 6.4 ms (blocking ``Allreduce`` 4.2,
-    ``Iallreduce`` 12.0), over TCP on one machine 10.7 (11.4 and 17.8).
+    bytes as a ring. On 2 ranks, 25.6 MB of float32 in shared memory take 5.3 ms (blocking ``Allreduce`` 4.4 to 4.9,
+    ``Iallreduce`` 10.9 to 11.9), over TCP on one machine 10.7 (11.4 and 17.8).
     """
 
     name = "mpi"

@@ -94,6 +94,30 @@ def test_neighbouring_allocations_are_not_one_buffer():
     assert memory.tolist() == [-1.0] * 16
 
 
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_gradients_with_a_gap_between_them_are_not_taken_for_flat(do_flatten):
+    buffer, grads = torch.zeros(8), torch.arange(20.0)
+    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]
+    params[0].grad, params[1].grad = grads[:4], grads[6:10]
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=do_flatten)
+    optimizer.fuse_step()
+    assert fused_counts(optimizer) == ((1, 2) if do_flatten else (0, 0))
+    assert buffer.tolist() == [0.0, -1.0, -2.0, -3.0, -6.0, -7.0, -8.0, -9.0]
+    assert grads.tolist() == list(range(20))
+
+
+def test_neighbouring_allocations_are_not_one_gradient():
+    buffer, memory = torch.zeros(16), torch.ones(16)
+    raw = (ctypes.c_float * 16).from_address(memory.data_ptr())
+    params = [torch.nn.Parameter(buffer[:8]), torch.nn.Parameter(buffer[8:])]
+    params[0].grad = torch.frombuffer(raw, dtype=torch.float32, count=8)
+    params[1].grad = torch.frombuffer(raw, dtype=torch.float32, count=8, offset=32)
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
+    optimizer.fuse_step()
+    assert fused_counts(optimizer) == (0, 0)
+    assert buffer.tolist() == [-1.0] * 16
+
+
 def test_gradients_in_another_order_than_the_weights_are_not_taken_for_flat():
     buffer, grads = torch.zeros(8), torch.arange(8.0)
     params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]

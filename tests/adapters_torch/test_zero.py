@@ -1,9 +1,10 @@
 """The sharded optimizer: on 2 and 4 real ranks against the unsharded one, and with a rank that has joined."""
 
+import json
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import REPOSITORY, case_names, run_cases, run_mpi
 
 pytest.importorskip("torch")
 
@@ -125,3 +126,18 @@ report([torch.equal(own, other), len(plain.state)])
 @pytest.mark.mpi
 def test_one_process_is_the_plain_optimizer():
     assert run_mpi(1, ONE_PROCESS, launcher="single").values == [[True, 1]]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["none", "dgc"])
+def test_example(compression, tmp_path):
+    results = tmp_path / "results.json"
+    example = REPOSITORY / "examples" / "torch_zero.py"
+    options = ["--compression", compression, "--epochs", "10", "--batch-size", "32", "--json", results]
+    run_mpi(2, example, *options, timeout=400)
+    found = json.loads(results.read_text())
+    assert found["replicas_identical"]
+    assert found["continues_unsharded"]
+    assert found["accuracy"] > 0.6
+    assert (found["parameter_bytes_last_step"] < found["parameter_bytes_dense"] / 50) == (compression == "dgc")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -49,22 +50,31 @@ def library(state_bits, text=None):
 
 
 class HostRuntime:
-    """Does at once what a device does later. ``seed`` other than 0 shuffles the order of blocks and threads.
+    """What a device does, done by the processor.
+
+    Args:
+        seed: other than 0 shuffles the order of blocks and of threads.
+        deferred: do nothing before somebody waits, the latest that a device may be: whoever reads results too early, or
+            overwrites what was to be copied, gets wrong numbers.
+        text: kernels in place of the sources.
 
     Memory that nobody wrote is filled with a pattern, so that reading it shows. Counts waits and launches.
     """
 
     name = "host"
 
-    def __init__(self, seed=0, text=None):
+    def __init__(self, seed=0, *, deferred=False, text=None):
         self.seed = seed
+        self.deferred = deferred
         self.waits = 0
         self.launches = []
         self.waited_for = []
+        self.released_to = []
+        self.owners = []
         self._text = text
-
-    def current(self):
-        return contextlib.nullcontext()
+        self._queue = collections.deque()
+        self._done = 0
+        self._lock = threading.RLock()
 
     def empty(self, n, dtype):
         array = np.empty(n, dtype)
@@ -73,9 +83,6 @@ class HostRuntime:
 
     def zeros(self, n, dtype):
         return np.zeros(n, dtype)
-
-    def clear(self, array):
-        array[...] = 0
 
     def host_array(self, n, dtype):
         return np.zeros(n, dtype)
@@ -87,33 +94,61 @@ class HostRuntime:
         if n == 0:
             return np.empty(0, dtype)
         memory = (ctypes.c_uint8 * (n * np.dtype(dtype).itemsize)).from_address(address)
-        array = np.frombuffer(memory, dtype)
-        self.owners = getattr(self, "owners", [])
         self.owners.append(owner)
-        return array
+        return np.frombuffer(memory, dtype)
+
+    def fill(self, array, value):
+        self._enqueue(lambda: array.fill(value))
 
     def upload(self, device, host):
-        assert device.dtype == host.dtype
-        device[...] = host
+        self._copy(device, host)
 
     def download(self, host, device):
-        assert device.dtype == host.dtype
-        host[...] = device
+        self._copy(host, device)
+
+    def launch(self, name, state_bits, grid, arguments):
+        assert grid >= 1
+        self.launches.append(name)
+        arguments = list(arguments)
+        self._enqueue(lambda: self._run(name, state_bits, grid, arguments))
 
     def record(self):
-        return len(self.launches)
+        with self._lock:
+            return self._done + len(self._queue)
 
     def synchronize(self, event):
         self.waits += 1
+        self._flush(event)
 
     def wait_for(self, event):
         self.waited_for.append(event)
 
     def release_to(self, stream):
-        self.released_to = stream
+        self.released_to.append(stream)
+        self._flush(self.record())
 
-    def launch(self, name, state_bits, grid, arguments):
-        self.launches.append(name)
+    def _copy(self, to, source):
+        assert to.dtype == source.dtype
+        assert to.shape == source.shape
+
+        def copy():
+            to[...] = source
+
+        self._enqueue(copy)
+
+    def _enqueue(self, work):
+        with self._lock:
+            self._queue.append(work)
+            if not self.deferred:
+                self._flush(self.record())
+
+    def _flush(self, event):
+        with self._lock:
+            while self._done < event:
+                self._queue.popleft()()
+                self._done += 1
+
+    def _run(self, name, state_bits, grid, arguments):
         boxes = [
             ctypes.c_void_p(a.ctypes.data)
             if isinstance(a, np.ndarray)

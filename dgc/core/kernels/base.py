@@ -63,6 +63,14 @@ class Kernels(Protocol):
 
     name: str
 
+    def describe(self) -> str:
+        """One line for a log: what runs, and on how many threads."""
+        ...
+
+    def warm_up(self, dtype: str = "float32") -> None:
+        """Do now what the first step with buckets of ``dtype`` would otherwise wait for, such as compiling."""
+        ...
+
     def new_control(self, segments: int) -> np.ndarray:
         """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
 
@@ -95,9 +103,7 @@ class Kernels(Protocol):
         """Return ``array[positions]`` as a new array."""
         ...
 
-    def mask(
-        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
-    ) -> Kept:
+    def mask(self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there."""
         ...
 

@@ -1,7 +1,7 @@
 """The compress pass of one bucket: all chunks of all segments, shared out to the threads; the last to finish picks.
 
-A chunk is a piece of one segment. Threads take chunks by ticket, so that a thread that is held up (by the backward pass,
-by another process) delays nobody, and write candidates into room of their own. Whoever finishes a segment's last
+A chunk is a piece of one segment. Threads take chunks by ticket, so that a thread that is held up (by the backward
+pass, by another process) delays nobody, and write candidates into room of their own. Whoever finishes a segment's last
 chunk picks its entries at once: one parallel region, no barrier. Chunks do not depend on the number of threads and a
 segment's candidates are read in the order of its chunks, so neither do the results.
 """
@@ -32,7 +32,7 @@ for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.lear
 
 
 @entry()
-def prepare(integers, reals, control, selecting, like):  # type: ignore[no-untyped-def]
+def prepare(integers, reals, control, selecting, like):
     """Fill the columns of the work tables that depend on the control.
 
     Args:
@@ -65,7 +65,7 @@ def prepare(integers, reals, control, selecting, like):  # type: ignore[no-untyp
 
 
 @helper
-def _spread_chunks(integers, chunk_segment, left):  # type: ignore[no-untyped-def]
+def _spread_chunks(integers, chunk_segment, left):
     for s in range(len(integers)):
         left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
         for c in range(left[s]):
@@ -73,7 +73,9 @@ def _spread_chunks(integers, chunk_segment, left):  # type: ignore[no-untyped-de
 
 
 @helper
-def _conclude(integers, reals, control, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values):  # type: ignore[no-untyped-def]
+def _conclude(
+    integers, reals, control, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values
+):
     """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
     k, key = integers[s, ENTRIES], integers[s, KEY]
     if k == 0:
@@ -112,7 +114,7 @@ def _conclude(integers, reals, control, s, positions, values, bits, starts, coun
 def _work(
     worker, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
     positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
     v_bits = bits_of(v)
     value_bits = bits_of(values)
@@ -155,7 +157,7 @@ def _work(
 def _pass(
     workers, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
     positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
 
     Args:

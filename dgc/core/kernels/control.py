@@ -27,7 +27,7 @@ LEVEL = 1
 CHANGE = 2
 """By how much that had changed from the step before."""
 SPREAD = 3
-"""Smoothed size of the changes: rises fast, falls slowly, and counts a fall of the magnitude twice as much as a rise."""
+"""Smoothed size of the changes: rises fast, falls slowly; a fall of the magnitude counts twice as much as a rise."""
 SLOPE = 4
 """How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold."""
 ENTRIES = 5

@@ -13,7 +13,7 @@ import numpy as np
 from dgc.core.errors import LayoutError
 from dgc.core.kernels import control as rules
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.candidates import CHUNK, UNFINISHED, pass_alone, pass_together, prepare
+from dgc.core.kernels.candidates import UNFINISHED, pass_alone, pass_together, prepare
 from dgc.core.kernels.dense import (
     SUM_LANES,
     TILE,
@@ -34,7 +34,6 @@ from dgc.core.kernels.places import (
     scatter_add_alone,
     scatter_add_together,
 )
-from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.sweep import STRIP
 from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, element_code, make_table
 from dgc.core.kernels.threads import default_threads, threading_layer
@@ -109,7 +108,6 @@ class NumbaKernels:
         self._layer = threading_layer()
         self._threads = 1
         self._workspace = _Workspace()
-        self._reference = ReferenceKernels()
         self.set_threads(threads if threads is not None else default_threads(local_size))
 
     @property
@@ -118,7 +116,7 @@ class NumbaKernels:
         return self._threads
 
     def set_threads(self, threads: int) -> None:
-        """Use ``threads`` threads per call from now on: at most what Numba started, 1 without a safe threading layer."""
+        """Use ``threads`` threads per call: at most as many as Numba has, and 1 without a safe threading layer."""
         self._threads = max(1, min(threads, numba.config.NUMBA_NUM_THREADS)) if self._layer else 1
 
     def describe(self) -> str:
@@ -134,25 +132,20 @@ class NumbaKernels:
         g = np.ones(n, kind)
         u, v = np.zeros(n, kind), np.zeros(n, kind)
         control = self.new_control(2)
-        work = [SegmentWork(g[: n // 4], g[: n // 4], 0, n // 4, 4, weight_decay=0.1)]
-        for threads in {1, self._threads}:
-            worker = NumbaKernels.__new__(NumbaKernels)
-            worker.__dict__.update(self.__dict__)
-            worker.set_threads(threads)
-            worker.accumulate(work, u, v)
-            worker.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, control[:1])
-            chosen = worker.accumulate_and_select(work, u, v, control[1:])
-            many = np.arange(0, n, 2)
-            for positions in (chosen.positions, many):
-                kept = worker.mask(u, v, positions, worker.take(v, positions), masking=True)
-                worker.restore(u, v, kept)
-                worker.scatter_add([g.copy()], np.array([0, n]), positions, kept.v, 1.0)
-            worker.sums_of_squares([g])
-            for size in (4, n):
-                worker.dense_update(
-                    u[:size].copy(), g[:size], v[:size], g[:size],
-                    momentum=0.9, nesterov=False, weight_decay=0.1, scale=1.0,
-                )  # fmt: skip
+        work = [SegmentWork(g[: n // 4], None, 0, n // 4, 4)]
+        self.accumulate(work, u, v)
+        self.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, control[:1])
+        few = self.accumulate_and_select(work, u, v, control[1:]).positions
+        many = np.arange(0, n, 2)
+        for positions in (few, many):
+            kept = self.mask(u, v, positions, self.take(v, positions), masking=True)
+            self.restore(u, v, kept)
+            self.scatter_add([g.copy()], np.array([0, n]), positions, kept.v, 1.0)
+        for size in (4, n):
+            self.sums_of_squares([g[:size]])
+            self.dense_update(
+                u[:size].copy(), g[:size], v[:size], None, momentum=0.9, nesterov=False, weight_decay=0.0, scale=1.0
+            )
 
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
         return rules.new_control(segments)
@@ -167,7 +160,8 @@ class NumbaKernels:
         parts = self._parts(int(lengths.sum()))
         self._run(
             sums_of_squares_alone, sums_of_squares_together, parts,
-            addresses, codes, lengths, tiles, np.empty((parts, STRIP), np.float32), np.empty((parts, SUM_LANES)), np.zeros(1, np.int64), out,
+            addresses, codes, lengths, tiles, np.empty((parts, STRIP), np.float32), np.empty((parts, SUM_LANES)),
+            np.zeros(1, np.int64), out,
         )  # fmt: skip
         return out
 
@@ -273,9 +267,7 @@ class NumbaKernels:
         finally:
             numba.set_num_threads(before)
 
-    def _pass(
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray | None
-    ) -> Selection:
+    def _pass(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray | None) -> Selection:
         kind = _check_state(u, v)
         integers, reals = make_table(work, v.size)
         segments, selecting = len(work), control is not None

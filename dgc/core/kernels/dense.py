@@ -8,7 +8,7 @@ from numba import carray, prange, types
 from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
 from dgc.core.kernels.table import FLOAT32, FLOAT64
-from dgc.core.kernels.vector import LANES, add_squares, at_address, bits_of, fetch_add, load, spread, store, threshold
+from dgc.core.kernels.vector import LANES, add_squares, at_address, bits_of, fetch_add, load, store, threshold
 
 TILE = 32768
 """Elements of one partial sum; fixed, so that a sum does not depend on the number of threads."""
@@ -18,7 +18,7 @@ SUM_LANES = 64
 
 
 @helper
-def _squares(array, start, stop, sums):  # type: ignore[no-untyped-def]
+def _squares(array, start, stop, sums):
     """Add the squares of ``array[start:stop]`` to ``sums``, (SUM_LANES,) float64: entry i to sum i % SUM_LANES."""
     mask, infinity = magnitude_mask(array.itemsize), infinity_key(array.itemsize)
     bits = bits_of(array)
@@ -39,7 +39,7 @@ def _squares(array, start, stop, sums):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _squares_of_tile(address, code, start, stop, strip, sums):  # type: ignore[no-untyped-def]
+def _squares_of_tile(address, code, start, stop, strip, sums):
     sums[:] = 0
     if code == FLOAT32:
         _squares(carray(at_address(address), (stop,), types.float32), start, stop, sums)
@@ -56,7 +56,7 @@ def _squares_of_tile(address, code, start, stop, strip, sums):  # type: ignore[n
     return total
 
 
-def _sums_of_squares(parts, addresses, codes, lengths, tiles, strips, sums, tickets, out):  # type: ignore[no-untyped-def]
+def _sums_of_squares(parts, addresses, codes, lengths, tiles, strips, sums, tickets, out):
     """Sum of squares over the finite entries of each array.
 
     Args:
@@ -92,7 +92,7 @@ def _sums_of_squares(parts, addresses, codes, lengths, tiles, strips, sums, tick
         out[s] = total
 
 
-def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):  # type: ignore[no-untyped-def]
+def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
     """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache.
 
     Args:
@@ -102,10 +102,10 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
         u: (n,) of that type, in place when there is momentum.
         address: of the parameter, when there is weight decay.
         code: its element type.
-        momentum, decay, scale: float64, rounded to the type.
+        momentum: rounded to the type, as are ``decay`` and ``scale``.
         nesterov: bool.
-        decay: see momentum; 0 for none.
-        scale: see momentum.
+        decay: 0 for none.
+        scale: of the result.
         strips: (P, STRIP) of the type, scratch; not used without weight decay.
     """
     n = result.size

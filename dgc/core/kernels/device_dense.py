@@ -16,8 +16,8 @@ from dgc.core.kernels.device_tables import TENSOR, Geometry, element_code, momen
 class DenseTensor:
     """One tensor's part in a launch. What an operation does not need stays as it is.
 
-    ``result``, ``gradient`` and ``parameter`` are (length,) device arrays; ``u`` and ``vector`` are the places where the
-    tensor begins in the momentum buffer and in the vector of means.
+    ``result``, ``gradient`` and ``parameter`` are (length,) device arrays; ``u`` and ``vector`` are the places where
+    the tensor begins in the momentum buffer and in the vector of means.
     """
 
     result: Any = None
@@ -29,7 +29,7 @@ class DenseTensor:
     nesterov: bool = False
     weight_decay: float = 0.0
     scale: float = 1.0
-    limit: float = np.inf
+    limit: float | None = None
 
     @property
     def length(self) -> int:
@@ -66,7 +66,7 @@ def tensor_table(
                 t.momentum,
                 t.weight_decay,
                 t.scale,
-                t.limit,
+                np.inf if t.limit is None else t.limit,
                 0 if t.gradient is None else element_code(t.gradient, t.length, "gradient"),
                 0 if t.parameter is None else element_code(t.parameter, t.length, "parameter"),
                 momentum_form(t.momentum, t.nesterov),

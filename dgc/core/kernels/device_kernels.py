@@ -1,7 +1,7 @@
 """The device backend: the operations of a bucket as sequences of CUDA kernels, run by a ``Runtime``.
 
-Letters: n elements of a bucket's flat space, S segments, k entries, P ranks. u, v, gradients, parameters and results are
-device arrays; positions, values and means cross as NumPy arrays. Nothing waits for the device but what has to hand
+Letters: n elements of a bucket's flat space, S segments, k entries, P ranks. u, v, gradients, parameters and results
+are device arrays; positions, values and means cross as NumPy arrays. Nothing waits for the device but what has to hand
 numbers to the host, and that once: the methods say so. All work is on one stream, in order.
 """
 
@@ -18,7 +18,7 @@ from dgc.core.errors import LayoutError
 from dgc.core.kernels import control as rules
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
 from dgc.core.kernels.device_dense import DenseTensor, tensor_table
-from dgc.core.kernels.device_memory import Tables, Workspace
+from dgc.core.kernels.device_memory import DeviceMemory, Tables, Workspace
 from dgc.core.kernels.device_messages import Format
 from dgc.core.kernels.device_runtime import Runtime
 from dgc.core.kernels.device_select import Selector
@@ -50,11 +50,16 @@ class DeviceKernels:
         """Take a runtime over; nothing is compiled yet."""
         self.runtime = runtime
         self.name = runtime.name
+        self.memory = DeviceMemory(runtime, self.sums_of_squares)
         self._workspace = Workspace(runtime)
         self._tables = Tables(runtime)
         self._geometries: dict[tuple[int, ...], tuple[Geometry, Any, Any]] = {}
         self._host: dict[str, np.ndarray] = {}
         self._lock = threading.RLock()
+
+    def describe(self) -> str:
+        """One line for a log: what runs where."""
+        return f"{self.name} kernels"
 
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
         return rules.new_control(segments)
@@ -113,20 +118,25 @@ class DeviceKernels:
 
                 send()
             bad = self._pack(dense, vector, bits)
-            self._wait()
+            self.wait()
             nonfinite = bool(bad is not None and bad["nonfinite"][0])
             if not work:
                 return Compressed(0, nonfinite, None)
             while not selector.settle():
                 send()
-                self._wait()
+                self.wait()
             kept = Kept(kept.positions[: selector.count], kept.u[: selector.count], kept.v[: selector.count])
             return Compressed(selector.count, nonfinite or selector.nonfinite, kept)
 
     def receive(
-        self, results: Sequence[Any], offsets: np.ndarray, n: int, form: Format, messages: Sequence[tuple[np.ndarray, int]],
+        self,
+        results: Sequence[Any],
+        offsets: np.ndarray,
+        n: int,
+        form: Format,
+        messages: Sequence[tuple[np.ndarray, int]],
         factor: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the results to the sum over all ranks' messages, in rank order, times ``factor``. Does not wait.
 
         Args:
@@ -170,6 +180,13 @@ class DeviceKernels:
             self.runtime.upload(means, vector)
             self._over_tensors("update", bits, tensors, means, means if u is None else u)
 
+    def pack(self, tensors: Sequence[DenseTensor], vector: np.ndarray) -> bool:
+        """Pack dense tensors alone, as :meth:`compress` does; returns whether one is not finite. Waits."""
+        with self._lock:
+            met = self._pack(tensors, vector, 8 * vector.dtype.itemsize)
+            self.wait()
+            return met is not None and bool(met["nonfinite"][0])
+
     def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> bool:
         """Whether a result is not finite or beyond its ``limit``. Waits; only narrow types have a limit.
 
@@ -200,7 +217,7 @@ class DeviceKernels:
             self._over_tensors("squares", 32, tensors, partial)
             if geometry.tiles:
                 self.runtime.download(host, partial)
-                self._wait()
+                self.wait()
             ends = np.cumsum(geometry.tiles_of)
             return np.array([host[e - c : e].sum() for e, c in zip(ends, geometry.tiles_of, strict=True)], np.float64)
 
@@ -210,7 +227,7 @@ class DeviceKernels:
             selector = self._selector(work, u, v, None)
             selector.start(scratch=True)
             selector.download(self._pinned("result", selector.result_bytes))
-            self._wait()
+            self.wait()
             selector.settle()
             return selector.nonfinite
 
@@ -228,7 +245,7 @@ class DeviceKernels:
                     self.runtime.download(positions, selected.positions)
                     self.runtime.download(values, selected.values)
                 selector.download(self._pinned("result", selector.result_bytes))
-                self._wait()
+                self.wait()
                 final = selector.settle()
             count = selector.count
             return Selection(positions[:count].astype(np.int64), selector.nonfinite, values[:count].copy())
@@ -245,7 +262,7 @@ class DeviceKernels:
             self._over_entries("gather", array, places, out, np.int64(k), k=k)
             host = self._pinned("taken", out.nbytes).view(array.dtype)
             self.runtime.download(host, out)
-            self._wait()
+            self.wait()
             return host.copy()
 
     def mask(self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:
@@ -286,8 +303,10 @@ class DeviceKernels:
             targets, places, numbers = self._tables.send(
                 self._target_table(results, offsets), positions, values.astype(kind, copy=False)
             )
-            count = np.int32(len(results))
-            self._over_entries("scatter_add", targets, count, places, numbers, np.float64(factor), np.int64(k), k=k, u=results[0])
+            self._over_entries(
+                "scatter_add", targets, np.int32(len(results)), places, numbers, np.float64(factor), np.int64(k),
+                k=k, u=results[0],
+            )  # fmt: skip
 
     def dense_update(
         self, result: Any, mean: np.ndarray, u: Any, parameter: Any, *, momentum: float, nesterov: bool,
@@ -301,6 +320,10 @@ class DeviceKernels:
         with self._lock:
             (means,) = self._tables.send(mean)
             self._over_tensors("update", 8 * mean.dtype.itemsize, [tensor], means, u)
+
+    def wait(self) -> None:
+        """Wait until everything enqueued so far has run."""
+        self.runtime.synchronize(self.runtime.record())
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -324,7 +347,7 @@ class DeviceKernels:
         if vector is None or vector.size == 0:
             return None
         packed = self._workspace.get("vector", vector.dtype, vector.size)
-        self.runtime.clear(packed)
+        self.runtime.fill(packed, 0)
         (summary,) = self._tables.send(np.zeros(1, SUMMARY))
         self._over_tensors("pack", bits, dense, packed, summary)
         self.runtime.download(vector, packed)
@@ -335,7 +358,7 @@ class DeviceKernels:
     def _flag(self, summary: Any) -> bool:
         met = self._pinned("flag", SUMMARY.itemsize)
         self.runtime.download(met, summary)
-        self._wait()
+        self.wait()
         return bool(met.view(SUMMARY)["nonfinite"][0])
 
     def _target_table(self, results: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
@@ -347,7 +370,8 @@ class DeviceKernels:
 
     def _selector(self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None) -> Selector:
         if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
-            raise LayoutError(f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size}); both must be float32 or float64")
+            given = f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size})"
+            raise LayoutError(f"{given}; both must be float32, or both float64")
         geometry = self._geometry([w.length for w in work])
         return Selector(self.runtime, self._workspace, self._tables, geometry, work, u, v, control)
 
@@ -366,7 +390,7 @@ class DeviceKernels:
                     self.runtime.upload(device, host)
                 maps.append(device)
             # Page-locked sources must outlive their copies.
-            self._wait()
+            self.wait()
             known = self._geometries[key] = (geometry, maps[0], maps[1])
         return known
 
@@ -377,8 +401,6 @@ class DeviceKernels:
             array = self._host[name] = self.runtime.host_array(max(64, nbytes + nbytes // 4), np.uint8)
         return array[:nbytes]
 
-    def _wait(self) -> None:
-        self.runtime.synchronize(self.runtime.record())
 
 
 def _check_positions(positions: np.ndarray, size: int) -> None:

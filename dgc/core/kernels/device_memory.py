@@ -74,3 +74,39 @@ class Tables:
             parts.append(device[at : at + array.nbytes])
             at += size
         return parts
+
+
+class DeviceMemory:
+    """A runtime's memory; see :class:`dgc.core.kernels.memory.Memory`."""
+
+    def __init__(self, runtime: Runtime, sums_of_squares: Any) -> None:
+        """Take the runtime, and the backend's own ``sums_of_squares``."""
+        self._runtime = runtime
+        self._sums_of_squares = sums_of_squares
+
+    def zeros(self, n: int, dtype: Any) -> Any:  # noqa: D102
+        return self._runtime.zeros(n, dtype)
+
+    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+        return self._runtime.host_array(n, dtype)
+
+    def to_host(self, array: Any) -> np.ndarray:  # noqa: D102
+        host = np.empty(array.size, array.dtype)
+        if array.size:
+            self._runtime.download(host, array)
+            self._runtime.synchronize(self._runtime.record())
+        return host
+
+    def copy_in(self, array: Any, values: np.ndarray) -> None:  # noqa: D102
+        host = np.ascontiguousarray(values, array.dtype)
+        if host.shape != (array.size,):
+            raise ValueError(f"{host.shape} values for an array of {array.size} elements")
+        if array.size:
+            self._runtime.upload(array, host)
+            self._runtime.synchronize(self._runtime.record())
+
+    def fill(self, array: Any, value: float) -> None:  # noqa: D102
+        self._runtime.fill(array, value)
+
+    def sum_of_squares(self, array: Any) -> float:  # noqa: D102
+        return float(self._sums_of_squares([array])[0])

@@ -64,8 +64,8 @@ class Format:
             sound = _ascending(payload[: 4 * count].view(np.int32), n)
         if not sound:
             raise WireError(
-                f"{index_codec.name}: positions are not strictly ascending within the bucket's {n} elements. The message "
-                "is damaged, or was written for another layout."
+                f"{index_codec.name}: positions are not strictly ascending within the bucket's {n} elements. "
+                "The message is damaged, or was written for another layout."
             )
         if self.values == _FLOAT16:
             exponent = int(payload[used : used + 4].view(np.int32)[0])

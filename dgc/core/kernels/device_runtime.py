@@ -8,7 +8,6 @@ One stream: everything that is enqueued runs in the order in which it was enqueu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,10 +18,6 @@ class Runtime(Protocol):
 
     name: str
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Make the device and the stream current on this thread, for array operations outside the kernels."""
-        ...
-
     def empty(self, n: int, dtype: Any) -> Any:
         """Return a device array of n elements, not initialised."""
         ...
@@ -31,8 +26,8 @@ class Runtime(Protocol):
         """Return a device array of zeros."""
         ...
 
-    def clear(self, array: Any) -> None:
-        """Enqueue: set all bytes to 0."""
+    def fill(self, array: Any, value: float) -> None:
+        """Enqueue: set all elements to ``value``."""
         ...
 
     def host_array(self, n: int, dtype: Any) -> np.ndarray:
@@ -48,7 +43,7 @@ class Runtime(Protocol):
         ...
 
     def upload(self, device: Any, host: np.ndarray) -> None:
-        """Enqueue: copy ``host`` to ``device``, of the same type and size. ``host`` must not change until it has run."""
+        """Enqueue: copy ``host`` to ``device``, of the same type and size. ``host`` must stay until it has run."""
         ...
 
     def download(self, host: np.ndarray, device: Any) -> None:

@@ -45,7 +45,7 @@ class Selected:
 
 
 class Selector:
-    """One pass over one bucket: :meth:`start`, whatever else is to be enqueued, :meth:`download`, wait, :meth:`settle`."""
+    """One pass over one bucket: :meth:`start`, what else is to be enqueued, :meth:`download`, wait, :meth:`settle`."""
 
     def __init__(
         self,
@@ -190,11 +190,12 @@ class Selector:
             self._launch(
                 "count", warps, *common, self._values, self._device_found, self._sums, tiles, np.float64(WIDER),
             )  # fmt: skip
-        self._launch("scan", count, self._device_segments, self._sums, self._device_found, self.selected.summary, _I32(count))
+        summary = self.selected.summary
+        self._launch("scan", count, self._device_segments, self._sums, self._device_found, summary, _I32(count))
         if geometry.tiles:
             self._launch(
                 "emit", warps, *common, self._positions, self._values, self._device_found, self._sums, tiles,
-                self.selected.positions, self.selected.values, self.selected.summary,
+                self.selected.positions, self.selected.values, summary,
             )  # fmt: skip
 
     def _locate(self, begin: int) -> None:

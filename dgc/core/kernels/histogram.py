@@ -1,8 +1,8 @@
 """Exactly the k largest of a whole segment, for when no threshold helps: nothing known yet, a jump, a high density.
 
-A radix selection on the bits of ``|v|``: histograms of 2048 bins from the top bits down give the k-th largest magnitude,
-then one pass counts and one writes the entries in order. A bounded number of passes that only read v (4 bytes an
-element), whatever the values are.
+A radix selection on the bits of ``|v|``: histograms of 2048 bins from the top bits down give the k-th largest
+magnitude, then one pass counts and one writes the entries in order. A bounded number of passes that only read v
+(4 bytes an element), whatever the values are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _UINT64_1 = np.uint64(1)
 
 
 @helper
-def _bound(length, parts, part):  # type: ignore[no-untyped-def]
+def _bound(length, parts, part):
     """Where a part of a segment begins: parts are of equal length but for whole vectors."""
     return length if part == parts else length * part // parts // LANES * LANES
 
 
 @helper
-def _count(v, bits, start, stop, key):  # type: ignore[no-untyped-def]
+def _count(v, bits, start, stop, key):
     """How many of the entries ``start`` to ``stop`` reach ``key``, and how many exceed it."""
     mask = magnitude_mask(v.itemsize)
     keys, above = threshold(v, key), threshold(v, key + 1)
@@ -47,7 +47,7 @@ def _count(v, bits, start, stop, key):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _tally_all(bits, start, stop, shift, bins):  # type: ignore[no-untyped-def]
+def _tally_all(bits, start, stop, shift, bins):
     """Histogram of all keys by their bits from ``shift`` up. ``bins``: (2, BINS), both halves to be summed."""
     mask = magnitude_mask(bits.itemsize)
     bins[:] = 0
@@ -62,7 +62,7 @@ def _tally_all(bits, start, stop, shift, bins):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _tally_range(v, bits, start, stop, low, high, shift, bins):  # type: ignore[no-untyped-def]
+def _tally_range(v, bits, start, stop, low, high, shift, bins):
     """Histogram of the keys from ``low`` to ``high``, by ``(key - low) >> shift``."""
     mask = magnitude_mask(v.itemsize)
     bins[:] = 0
@@ -83,7 +83,7 @@ def _tally_range(v, bits, start, stop, low, high, shift, bins):  # type: ignore[
 
 
 @helper
-def _descend(bins, parts, low, high, shift, wanted):  # type: ignore[no-untyped-def]
+def _descend(bins, parts, low, high, shift, wanted):
     """The bin that holds the ``wanted``-th largest key: its (low, high), and how many are still wanted inside."""
     b = BINS - 1
     while True:
@@ -99,7 +99,7 @@ def _descend(bins, parts, low, high, shift, wanted):  # type: ignore[no-untyped-
 
 
 @helper
-def _finer(low, high):  # type: ignore[no-untyped-def]
+def _finer(low, high):
     shift = 0
     while (high - low) >> shift >= BINS:
         shift += 1
@@ -107,7 +107,7 @@ def _finer(low, high):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):
     """Write the entries above ``key`` and the first ``ties`` equal to it, in order, from ``place`` on."""
     mask = magnitude_mask(v.itemsize)
     keys = threshold(v, max(key, 1))
@@ -132,7 +132,7 @@ def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):  
         i += step
 
 
-def _select_large(parts, v, bits, offset, length, k, bins, tallies, like, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def _select_large(parts, v, bits, offset, length, k, bins, tallies, like, out_positions, out_values, place):
     """Select one segment with all threads.
 
     Args:
@@ -200,7 +200,7 @@ def _select_large(parts, v, bits, offset, length, k, bins, tallies, like, out_po
 
 
 @helper
-def _select_one(v, bits, offset, length, k, bins, like, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def _select_one(v, bits, offset, length, k, bins, like, out_positions, out_values, place):
     stop = offset + length
     nonzero, _ = _count(v, bits, offset, stop, 1)
     key, ties, taken = 0, 0, nonzero
@@ -221,7 +221,7 @@ def _select_one(v, bits, offset, length, k, bins, like, out_positions, out_value
     return taken, key, wider
 
 
-def _select_small(parts, v, bits, integers, which, bins, likes, tickets, out_positions, out_values, taken, keys, wider):  # type: ignore[no-untyped-def]
+def _select_small(parts, v, bits, integers, which, bins, likes, tickets, out_positions, out_values, taken, keys, wider):
     """Select several segments, each by one thread.
 
     Args:

@@ -16,8 +16,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-
-SOURCES = ("candidates", "control", "dense", "histogram", "jit", "pick", "places", "sweep", "table", "threads", "vector")
+SOURCES = "candidates control dense histogram jit pick places sweep table threads vector".split()
 """Modules whose functions or constants are compiled into kernels."""
 
 

@@ -19,13 +19,15 @@ FEW = 64
 
 
 @helper
-def kth_key(bits, starts, counts, first, last, lowest, total, k, bins):  # type: ignore[no-untyped-def]
+def kth_key(bits, starts, counts, first, last, lowest, total, k, bins):
     """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
 
     Args:
         bits: the candidates' values as integers; run c is ``bits[starts[c] : starts[c] + counts[c]]``.
-        starts, counts: (chunks,) int64; the runs are ``first`` to ``last``.
-        first, last: range of runs.
+        starts: (chunks,) int64, as is ``counts``.
+        counts: see starts.
+        first: the segment's first run.
+        last: the run after its last one.
         lowest: no key is below it.
         total: number of candidates.
         k: 0 < k <= total.
@@ -71,7 +73,7 @@ def kth_key(bits, starts, counts, first, last, lowest, total, k, bins):  # type:
 
 
 @helper
-def _kth_of_few(bits, starts, counts, first, last, low, high, rank, wanted, sorted_, mask):  # type: ignore[no-untyped-def]
+def _kth_of_few(bits, starts, counts, first, last, low, high, rank, wanted, sorted_, mask):
     n = 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
@@ -91,7 +93,7 @@ def _kth_of_few(bits, starts, counts, first, last, low, high, rank, wanted, sort
 
 
 @helper
-def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):
     """Write the k candidates above ``key``, or among the first ``ties`` equal to it, from ``place`` on, in order."""
     mask = magnitude_mask(bits.itemsize)
     n, end = place, place + k
@@ -109,7 +111,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
 
 
 @helper
-def write_all(positions, values, starts, counts, first, last, out_positions, out_values, place):  # type: ignore[no-untyped-def]
+def write_all(positions, values, starts, counts, first, last, out_positions, out_values, place):
     """Write all candidates from ``place`` on, in order."""
     n = place
     for c in range(first, last):

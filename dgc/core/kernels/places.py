@@ -12,7 +12,7 @@ from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.vector import at_address
 
 
-def _gather(parts, array, positions, out):  # type: ignore[no-untyped-def]
+def _gather(parts, array, positions, out):
     """``out = array[positions]``."""
     k = positions.size
     for turn in prange(parts):
@@ -21,7 +21,7 @@ def _gather(parts, array, positions, out):  # type: ignore[no-untyped-def]
             out[i] = array[positions[i]]
 
 
-def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):  # type: ignore[no-untyped-def]
+def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):
     """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking; the former state goes to kept_u, kept_v."""
     k = positions.size
     for turn in prange(parts):
@@ -36,7 +36,7 @@ def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):  # type: ig
                 u[p] = 0
 
 
-def _restore(parts, u, v, positions, kept_u, kept_v):  # type: ignore[no-untyped-def]
+def _restore(parts, u, v, positions, kept_u, kept_v):
     """``u[positions] = kept_u; v[positions] = kept_v``."""
     k = positions.size
     for turn in prange(parts):
@@ -48,7 +48,7 @@ def _restore(parts, u, v, positions, kept_u, kept_v):  # type: ignore[no-untyped
 
 
 @helper
-def _add_part(addresses, lengths, offsets, positions, values, factor, first, last):  # type: ignore[no-untyped-def]
+def _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
     s = 0
     i = first
     while i < last:
@@ -74,7 +74,7 @@ def _add_part(addresses, lengths, offsets, positions, values, factor, first, las
     return True
 
 
-def _scatter_add(parts, addresses, lengths, offsets, positions, values, factor, done):  # type: ignore[no-untyped-def]
+def _scatter_add(parts, addresses, lengths, offsets, positions, values, factor, done):
     """Add ``values * factor`` at ``positions`` to S results.
 
     Args:

@@ -39,6 +39,12 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def describe(self) -> str:  # noqa: D102
+        return f"numpy {np.__version__}, 1 thread"
+
+    def warm_up(self, dtype: str = "float32") -> None:
+        """Nothing to do."""
+
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
         return new_control(segments)
 

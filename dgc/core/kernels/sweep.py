@@ -25,7 +25,6 @@ from dgc.core.kernels.table import (
     GRADIENT,
     GRADIENT_TYPE,
     HEAVY_BALL,
-    KEY,
     LENGTH,
     MOMENTUM,
     NESTEROV,
@@ -87,7 +86,7 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
     """Build the loop of one form of momentum, with or without weight decay: no test of either is left inside."""
 
     @helper
-    def entry_by_entry(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):  # type: ignore[no-untyped-def]
+    def entry_by_entry(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
         """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one."""
         mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
         nonfinite = False
@@ -110,7 +109,7 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
         return nonfinite
 
     @helper
-    def sweep(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):  # type: ignore[no-untyped-def]
+    def sweep(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
         """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
 
         g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
@@ -168,7 +167,7 @@ _nesterov_decay = _make_sweep(NESTEROV, True)
 
 
 @helper
-def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):  # type: ignore[no-untyped-def]
+def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
     if decays:
         if form == HEAVY_BALL:
             return _heavy_decay(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
@@ -185,7 +184,7 @@ def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, sca
 
 
 @helper
-def widen(address, code, start, count, out):  # type: ignore[no-untyped-def]
+def widen(address, code, start, count, out):
     """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type."""
     # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
     out = out[:count]
@@ -215,7 +214,7 @@ def widen(address, code, start, count, out):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _half(word):  # type: ignore[no-untyped-def]
+def _half(word):
     """The number whose float16 bits ``word`` is."""
     exponent, fraction = (np.int64(word) >> 10) & 31, np.int64(word) & 1023
     if exponent == 31:
@@ -228,8 +227,8 @@ def _half(word):  # type: ignore[no-untyped-def]
 
 
 @helper
-def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):  # type: ignore[no-untyped-def]
-    """Update elements ``start`` to ``stop`` of segment s; see ``sweep``. ``wide`` is (2 * STRIP,) scratch of v's type."""
+def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):
+    """Update elements ``start`` to ``stop`` of segment s; see ``sweep``. ``wide``: (2 * STRIP,) scratch of v's type."""
     offset, length = integers[s, OFFSET], integers[s, LENGTH]
     form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
     kind = v.dtype.type

@@ -48,7 +48,7 @@ def default_threads(local_size: int | None = None) -> int:
     return max(1, available_cores() // max(1, local_size))
 
 
-def _count(parts, out):  # type: ignore[no-untyped-def]
+def _count(parts, out):
     for part in numba.prange(parts):
         out[part] += 1
 

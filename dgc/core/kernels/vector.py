@@ -252,7 +252,7 @@ def bits_of(array: np.ndarray) -> np.ndarray:
 
 
 @overload(bits_of)
-def _bits_of(array):  # type: ignore[no-untyped-def]
+def _bits_of(array):
     if array.dtype == types.float32:
         return lambda array: array.view(np.int32)
     return lambda array: array.view(np.int64)

@@ -63,7 +63,9 @@ def is_fusable_weight(param: Tensor) -> bool:
     Exact types only: what a tensor subclass stores is its own affair. A 0-dimensional parameter is left out because
     its per-element state cannot be told from a per-tensor scalar such as Adam's ``step``.
     """
-    return type(param) in (torch.nn.Parameter, Tensor) and param.dim() > 0 and is_dense(param)
+    if type(param) not in (torch.nn.Parameter, Tensor) or param.dim() == 0 or param.is_conj() or param.is_neg():
+        return False
+    return is_dense(param)
 
 
 def storage_end(tensor: Tensor) -> int:

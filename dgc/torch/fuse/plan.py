@@ -34,6 +34,7 @@ class GroupPlan:
         self._idle: list[Tensor] = []
         self._lone: list[tuple[Tensor, int]] = []
         self._stale = True
+        self._differentiable = False
         self.sets: list[FusedSet] = []
         self.rest: list[Tensor] = []
 
@@ -62,7 +63,9 @@ class GroupPlan:
         if not self._blocks_hold(group["params"]):
             self.place(group, optimizer)
             self._stale = True
-        if self._stale or not self._sets_hold(state) or (self.sets and group.get("differentiable")):
+        differentiable = bool(group.get("differentiable"))
+        if self._stale or differentiable != self._differentiable or not self._sets_hold(state):
+            self._differentiable = differentiable
             self._form_sets(group, state)
             self._stale = False
 
@@ -112,7 +115,8 @@ class GroupPlan:
     def _form_sets(self, group: Mapping[str, Any], state: Mapping[Tensor, dict]) -> None:
         self.sets, self._idle = [], []
         lone: list[Tensor] = []
-        blocks = [] if group.get("differentiable") else self._blocks
+        # A differentiable step must see the user's own tensors.
+        blocks = [] if self._differentiable else self._blocks
         for block in blocks:
             start = 0
             signatures = [self._signature(p, state) for p in block.members]

@@ -1,0 +1,221 @@
+"""The device backend on a GPU: CuPy runs the kernels. Imports CuPy; only ``dgc.core.arrays`` imports this module."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import nvrtc
+
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.device_dense import DenseTensor
+from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.core.kernels.device_messages import Format
+from dgc.core.kernels.jit import cache_directory
+from dgc.core.kernels.source import THREADS, compile_options, kernel_names, source
+
+
+def device_count() -> int:
+    """How many devices this process sees.
+
+    Raises:
+        cupy.cuda.runtime.CUDARuntimeError: there is no driver, or it is too old.
+    """
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def compile_for(capability: int, state_bits: int) -> bytes:
+    """Compile the kernels: seconds, unless they are in the cache on disk.
+
+    Not CuPy's RawModule: that always adds ``-ftz=true``, which would take denormal numbers for 0, and with them
+    every float16 below 6e-5.
+
+    Args:
+        capability: of the device, such as 80.
+        state_bits: 32 or 64.
+
+    Returns:
+        Machine code, or PTX for a device that this NVRTC does not know yet.
+
+    Raises:
+        RuntimeError: NVRTC refused; with its log.
+    """
+    newest = max(nvrtc.getSupportedArchs())
+    target = f"sm_{capability}" if capability <= newest else f"compute_{newest}"
+    options = (*compile_options(state_bits), f"-arch={target}")
+    key = hashlib.blake2b(f"{nvrtc.getVersion()} {options} {source()}".encode(), digest_size=16).hexdigest()
+    kept = Path(cache_directory()) / f"{key}.{target}"
+    if kept.exists():
+        return kept.read_bytes()
+    program = nvrtc.createProgram(source(), "dgc.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        binary = nvrtc.getCUBIN(program) if target.startswith("sm_") else nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise RuntimeError(f"NVRTC {nvrtc.getVersion()} for {target}: {error}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    binary = binary if isinstance(binary, bytes) else binary.encode()
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(binary)
+        draft.replace(kept)
+    except OSError:
+        pass  # no directory can be written: compiled anew in each process
+    return binary
+
+
+class CupyRuntime:
+    """One device and one stream of our own on it; see :class:`dgc.core.kernels.device_runtime.Runtime`.
+
+    The stream does not wait for the default stream: who hands over memory says by events when it may be read.
+    """
+
+    name = "cupy"
+
+    def __init__(self, device: int) -> None:
+        """Take a device by its number."""
+        self.device = device
+        self._device = cupy.cuda.Device(device)
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._functions: dict[tuple[str, int], Any] = {}
+        self._compiling = threading.Lock()
+
+    @property
+    def stream(self) -> Any:
+        """The CuPy stream on which everything runs."""
+        return self._stream
+
+    def empty(self, n: int, dtype: Any) -> Any:  # noqa: D102
+        # CuPy's pool hands memory out per stream: what is freed is used again only by later work of this stream.
+        with self._device, self._stream:
+            return cupy.empty(n, dtype)
+
+    def zeros(self, n: int, dtype: Any) -> Any:  # noqa: D102
+        with self._device, self._stream:
+            return cupy.zeros(n, dtype)
+
+    def fill(self, array: Any, value: float) -> None:  # noqa: D102
+        with self._device, self._stream:
+            if value == 0:
+                cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self._stream.ptr)
+            else:
+                array.fill(value)
+
+    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+        nbytes = n * np.dtype(dtype).itemsize
+        if nbytes == 0:
+            return np.empty(0, dtype)
+        with self._device:
+            memory = cupy.cuda.alloc_pinned_memory(nbytes)
+        array = np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+        array[...] = 0
+        return array
+
+    def address(self, array: Any) -> int:  # noqa: D102
+        return int(array.data.ptr)
+
+    def view(self, address: int, n: int, dtype: Any, owner: Any) -> Any:  # noqa: D102
+        if n == 0:
+            return self.empty(0, dtype)
+        memory = cupy.cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, self.device)
+        return cupy.ndarray((n,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def upload(self, device: Any, host: np.ndarray) -> None:  # noqa: D102
+        kind = cupy.cuda.runtime.memcpyHostToDevice
+        with self._device:
+            cupy.cuda.runtime.memcpyAsync(device.data.ptr, host.ctypes.data, host.nbytes, kind, self._stream.ptr)
+
+    def download(self, host: np.ndarray, device: Any) -> None:  # noqa: D102
+        kind = cupy.cuda.runtime.memcpyDeviceToHost
+        with self._device:
+            cupy.cuda.runtime.memcpyAsync(host.ctypes.data, device.data.ptr, host.nbytes, kind, self._stream.ptr)
+
+    def launch(self, name: str, state_bits: int, grid: int, arguments: Sequence[Any]) -> None:  # noqa: D102
+        function = self._functions.get((name, state_bits))
+        if function is None:
+            self.compile(state_bits)
+            function = self._functions[name, state_bits]
+        with self._device:
+            function((grid, 1, 1), (THREADS, 1, 1), tuple(arguments), 0, self._stream)
+
+    def record(self) -> Any:  # noqa: D102
+        with self._device:
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(self._stream)
+        return event
+
+    def synchronize(self, event: Any) -> None:  # noqa: D102
+        event.synchronize()
+
+    def wait_for(self, event: int) -> None:  # noqa: D102
+        with self._device:
+            cupy.cuda.runtime.streamWaitEvent(self._stream.ptr, event)
+
+    def release_to(self, stream: int) -> None:  # noqa: D102
+        event = self.record()
+        with self._device:
+            cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+    def compile(self, state_bits: int) -> None:
+        """Compile all kernels for state of one width, or load them from the cache on disk; seconds when cold."""
+        with self._compiling, self._device:
+            if (kernel_names()[0], state_bits) in self._functions:
+                return
+            module = cupy.cuda.function.Module()
+            module.load(compile_for(int(self._device.compute_capability), state_bits))
+            functions = {(name, state_bits): module.get_function(f"dgc_{name}") for name in kernel_names()}
+            self._functions.update(functions)
+
+
+class CupyKernels(DeviceKernels):
+    """The device backend on one GPU. Compiled at construction, so that no step waits for the compiler."""
+
+    def __init__(self, device: int = 0, *, warm_up: bool = True) -> None:
+        """Compile the kernels for float32 state, and run each once.
+
+        Args:
+            device: number of the device, as CUDA counts.
+            warm_up: False leaves compilation to the first use.
+
+        Raises:
+            cupy.cuda.runtime.CUDARuntimeError: there is no such device.
+        """
+        runtime = CupyRuntime(device)
+        super().__init__(runtime)
+        self.device = device
+        if warm_up:
+            runtime.compile(32)
+            self.warm_up()
+
+    def describe(self) -> str:
+        """One line for a log: what runs where."""
+        properties = cupy.cuda.runtime.getDeviceProperties(self.device)
+        return f"cupy {cupy.__version__} on device {self.device} ({properties['name'].decode()})"
+
+    def warm_up(self, dtype: str = "float32") -> None:
+        """Run every kernel of a step once on a small bucket: modules are loaded and memory pools filled."""
+        n = 8192
+        kind = np.dtype(dtype)
+        runtime = self.runtime
+        u, v, g, r = (runtime.zeros(n, kind) for _ in range(4))
+        control = self.new_control(1)
+        form, vector = Format(1, 2), runtime.host_array(n, kind)
+        payload = runtime.host_array(1024, np.uint8)
+        for _ in range(2):
+            work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
+            done = self.compress(work, u, v, control, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
+        self.receive([r], np.array([0, n]), n, form, [(payload, done.count)], 1.0)
+        self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
+        assert done.kept is not None
+        self.restore(u, v, done.kept)
+        runtime.synchronize(runtime.record())

@@ -1,0 +1,265 @@
+"""The exchange on a device against the exchange on a CPU: the device's own code and kernels, run by a processor.
+
+The stand-in for the device does nothing before somebody waits for it. So results that are read too early, or page-locked
+memory that is overwritten while a copy from it is under way, give wrong numbers here.
+"""
+
+import numpy as np
+import pytest
+from exchange_tools import gradient, make_exchange, parameters
+from host_runtime import HostRuntime, compiler
+
+from dgc.core.device_step import DeviceBucketStep
+from dgc.core.errors import DGCError, LayoutError
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.transport.local import run_ranks
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+
+# The first one is selected by thresholds, the second one without; the others travel dense.
+SHAPES = {"a.weight": (90, 100), "a.bias": (90,), "b.weight": (40, 40), "c.weight": (7, 5)}
+
+CASES = {
+    "default": {"values": "float16", "momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "no momentum": {"values": "bfloat16", "indices": "int32"},
+    "host codecs": {"values": "int8", "indices": "auto", "momentum": 0.9},
+    "sign": {"values": "sign", "momentum": 0.9, "momentum_masking": False},
+    "ramp-up": {"momentum": 0.9, "nesterov": True, "sparsity": [0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 4},
+    "dense sum": {"momentum": 0.9, "sparsity": 0.5, "weight_decay": 0.01},
+    "dense": {"momentum": 0.9, "rampup_begin_step": 100, "weight_decay": 0.01},
+    "clipping": {"momentum": 0.9, "local_grad_clip_norm": 0.5},
+    "global clipping": {"momentum": 0.9, "local_grad_clip_norm": 0.5, "clip_scope": "global", "bucket_bytes": 40000},
+    "sum": {"momentum": 0.9, "op": "sum", "weight_decay": 0.01},
+    "loss scale": {"momentum": 0.9, "loss_scale": 1024.0},
+    "several buckets": {"momentum": 0.9, "bucket_bytes": 1000},
+    "large vector": {"momentum": 0.9, "exclude": ["b.*"]},
+}
+
+
+def device_kernels(**options):
+    return DeviceKernels(HostRuntime(**{"seed": 7, "deferred": True, **options}))
+
+
+def one_step(exchange, step, rank, params, *, dtype="float32", limit=None, spoil=None):
+    """Submit one step's gradients and finish; nothing waits for a device here."""
+    grads = [gradient(step, rank, i, p.numel, dtype) for i, p in enumerate(exchange.layout.parameters)]
+    if spoil is not None:
+        grads[spoil][3] = np.inf
+    wide = np.float64 if dtype == "float64" else np.float32
+    results = [np.full(g.size, 7, wide) for g in grads]
+    for i in reversed(range(len(grads))):
+        exchange.submit(i, grads[i], results[i], params[i], limit)
+    return exchange.finish(), results, grads
+
+
+def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=None, waits=False, **options):
+    """Some steps on all ranks; parameters stay as they are, so that no step needs the one before.
+
+    ``spoil`` = (step, rank, parameter) gets an infinity. Returns per rank (refusals, results, state).
+    """
+    specs = parameters(SHAPES, dtype)
+
+    def one_rank(transport):
+        kernels = kernels_of_rank()
+        exchange = make_exchange(transport, SHAPES, dtype=dtype, kernels=kernels, **options)
+        rng = np.random.default_rng(1)
+        params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
+        refusals, results, kept = [], [], []
+        for step in range(steps):
+            bad = spoil[2] if spoil is not None and spoil[:2] == (step, transport.rank) else None
+            refused, result, gradients = one_step(
+                exchange, step, transport.rank, params, dtype=dtype, limit=limit, spoil=bad
+            )
+            kept.append(gradients)
+            refusals.append(refused)
+            results.append(result)
+            if waits:
+                kernels.wait()
+        if isinstance(kernels, DeviceKernels):
+            kernels.wait()
+        state = exchange.state_dict()
+        norm = exchange.state.residual_norm()
+        exchange.close()
+        return refusals, results, state, norm
+
+    return run_ranks(ranks, one_rank, timeout=120)
+
+
+def assert_equal(got, wanted):
+    for (refusals, results, state, norm), (r, expected, s, n) in zip(got, wanted, strict=True):
+        assert refusals == r
+        for step, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
+            for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                np.testing.assert_array_equal(a, b, err_msg=f"step {step}, parameter {i}")
+        assert state["step"] == s["step"]
+        for name, entry in s["parameters"].items():
+            for key, value in entry.items():
+                np.testing.assert_array_equal(state["parameters"][name][key], value, err_msg=f"{name} {key}")
+        assert norm == pytest.approx(n, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_cpu(case, ranks):
+    """Results, u, v and control, bit for bit, over steps that nobody waits between."""
+    options = {"sparsity": 0.99, **CASES[case]}
+    exact = "clipping" not in case  # sums of squares are added up in another order
+    got = run(device_kernels, ranks, 6, **options)
+    wanted = run(lambda: NumbaKernels(1), ranks, 6, **options)
+    if exact:
+        assert_equal(got, wanted)
+        return
+    for (_, results, *_), (_, expected, *_) in zip(got, wanted, strict=True):
+        for mine, theirs in zip(results, expected, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", None), ("float16", 65504.0), ("float16", 0.001)])
+def test_types(dtype, limit):
+    """float64 state, float16 gradients, and results that do not fit (the step is refused on every rank)."""
+    options = {"sparsity": 0.99, "momentum": 0.9, "values": "float16"}
+    got = run(device_kernels, 2, 4, dtype=dtype, limit=limit, **options)
+    assert_equal(got, run(lambda: NumbaKernels(1), 2, 4, dtype=dtype, limit=limit, **options))
+    assert got[0][0][0] is (limit == 0.001)
+
+
+@pytest.mark.parametrize("parameter", [0, 1])
+@pytest.mark.parametrize("values", ["float16", "int8"])
+def test_a_refused_step_is_taken_back(parameter, values):
+    """An infinity in a sparsified or a dense tensor: NaN results where it was, and u and v as on the CPU."""
+    options = {"sparsity": 0.99, "momentum": 0.9, "values": values, "bucket_bytes": 30000}
+    spoil = (2, 1, parameter)
+    got = run(device_kernels, 2, 5, spoil=spoil, **options)
+    wanted = run(lambda: NumbaKernels(1), 2, 5, spoil=spoil, **options)
+    assert got[0][0] == [False, False, True, False, False]
+    assert np.isnan(got[0][1][2][parameter]).all()
+    assert_equal(got, wanted)
+
+
+def test_state_moves_between_device_and_cpu():
+    options = {"sparsity": 0.99, "momentum": 0.9, "values": "float16"}
+
+    def one_rank(transport):
+        saved, outcomes = None, []
+        for kernels in (device_kernels(), NumbaKernels(1), device_kernels()):
+            exchange = make_exchange(transport, SHAPES, kernels=kernels, **options)
+            if saved is not None:
+                exchange.load_state_dict(saved)
+            params = [None] * len(SHAPES)
+            for _ in range(3):
+                outcomes.append(one_step(exchange, exchange.state.step, transport.rank, params))
+            saved = exchange.state_dict()
+            exchange.close()
+        return [results for _, results, _ in outcomes], saved
+
+    def straight(transport):
+        exchange = make_exchange(transport, SHAPES, kernels=NumbaKernels(1), **options)
+        outcomes = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(9)]
+        exchange.close()
+        return [results for _, results, _ in outcomes], exchange.state_dict()
+
+    for (mine, state), (theirs, expected) in zip(run_ranks(2, one_rank), run_ranks(2, straight), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+        for name, entry in expected["parameters"].items():
+            for key in entry:
+                np.testing.assert_array_equal(state["parameters"][name][key], entry[key])
+
+
+def test_the_host_waits_once_for_a_bucket():
+    """No hidden synchronisation: one wait for each message, none for results."""
+
+    def one_rank(transport):
+        kernels = device_kernels()
+        exchange = make_exchange(
+            transport, SHAPES, kernels=kernels, sparsity=0.99, momentum=0.9, values="float16", bucket_bytes=1000
+        )
+        counts = []
+        for step in range(6):
+            before = kernels.runtime.waits
+            one_step(exchange, step, transport.rank, [None] * len(SHAPES))
+            counts.append(kernels.runtime.waits - before)
+        buckets = len(exchange.layout.buckets)
+        exchange.close()
+        return counts, buckets
+
+    ((counts, buckets),) = run_ranks(1, one_rank)
+    assert buckets > 1
+    assert counts[-1] == buckets
+
+
+def test_gradients_are_waited_for_before_they_are_read():
+    class Event:
+        def __init__(self, handle):
+            self.handle = handle
+
+    def one_rank(transport):
+        kernels = device_kernels()
+        exchange = make_exchange(transport, SHAPES, kernels=kernels, sparsity=0.99, bucket_bytes=1000)
+        seen = []
+
+        def compress(*arguments, **options):
+            seen.append(list(kernels.runtime.waited_for))
+            return DeviceKernels.compress(kernels, *arguments, **options)
+
+        kernels.compress = compress
+        for i, p in reversed(list(enumerate(exchange.layout.parameters))):
+            g = gradient(0, 0, i, p.numel)
+            exchange.submit(i, g, g.copy(), ready=Event(100 + i))
+        exchange.finish()
+        kernels.wait()
+        order = [s.parameter for b in exchange.layout.buckets for s in b.segments]
+        exchange.close()
+        return seen, order, list(kernels.runtime.waited_for)
+
+    ((seen, order, waited),) = run_ranks(1, one_rank)
+    assert waited == [100 + i for i in order]
+    assert seen
+    # A bucket does not wait for gradients of later buckets.
+    assert len(seen[0]) < len(order)
+
+
+def test_errors_reach_all_ranks():
+    """A gradient that the device cannot read is an error of the exchange, on every rank."""
+
+    def one_rank(transport):
+        exchange = make_exchange(transport, SHAPES, kernels=device_kernels(), sparsity=0.99)
+        with pytest.raises(DGCError, match="int32"):
+            for i, p in reversed(list(enumerate(exchange.layout.parameters))):
+                kind = np.int32 if transport.rank == 1 and i == 0 else np.float32
+                exchange.submit(i, np.zeros(p.numel, kind), np.zeros(p.numel, np.float32))
+            exchange.finish()
+        exchange.close()
+
+    run_ranks(2, one_rank)
+
+
+def test_damaged_messages_are_refused_whole():
+    def one_rank(transport):
+        gather = transport.allgather
+
+        def damaged(message, out):
+            gather(message, out)
+            if out.shape[1] > 300:
+                out[0, 64:68] ^= 0xFF  # the entry count of the first tile
+
+        transport.allgather = damaged
+        exchange = make_exchange(transport, SHAPES, kernels=device_kernels(), sparsity=0.99)
+        before = exchange.state.residual_norm()
+        with pytest.raises(DGCError, match="message of rank 0"):
+            one_step(exchange, 0, transport.rank, [None] * len(SHAPES))
+        assert exchange.state.residual_norm() >= before
+        exchange.close()
+
+    run_ranks(2, one_rank)
+
+
+def test_the_core_chooses_the_step():
+    (exchange,) = run_ranks(1, lambda t: make_exchange(t, SHAPES, kernels=device_kernels(deferred=False)))
+    assert all(type(s) is DeviceBucketStep for s in exchange._steps)
+    with pytest.raises(LayoutError):
+        exchange._kernels.mask(*np.zeros((2, 4), np.float32), np.array([1]), np.zeros(2, np.float32), masking=True)
