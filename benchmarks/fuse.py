@@ -15,11 +15,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from dgc.torch.fuse import fuse_optimizer
+from dgc.torch.fuse import fuse_optimizer, fuse_step
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -27,6 +28,8 @@ OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {}),
     "Adadelta": (torch.optim.Adadelta, {}),
 }
+PLAIN = "plain (foreach=False)"
+TORCH_WAYS = {PLAIN: {"foreach": False}, "torch foreach=True": {"foreach": True}, "torch fused=True": {"fused": True}}
 HAS_FUSED = ("SGD", "Adam", "AdamW")
 
 
@@ -40,24 +43,28 @@ class Figure:
     times: float
 
 
-def measure(step: Callable[[], object], prepare: Callable[[], None], repeats: int) -> float:
-    """Median milliseconds of ``step``; ``prepare`` runs before each and does not count."""
-    times = []
-    for i in range(repeats + 3):
-        prepare()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if i >= 3:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+@dataclass(frozen=True)
+class Way:
+    """One way to step, and what must happen before each step without counting."""
+
+    name: str
+    step: Callable[[], object]
+    prepare: Callable[[], None]
 
 
-def compare(name: str, shapes: list[tuple[int, ...]], device: str, repeats: int) -> list[Figure]:
-    """All ways of one optimizer."""
+def seconds(call: Callable[[], object]) -> float:
+    """Time of one call, waiting for the GPU if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def ways(name: str, shapes: list[tuple[int, ...]], device: str) -> list[Way]:
+    """All ways of one optimizer, each on parameters of its own."""
     cls, options = OPTIMIZERS[name]
 
     def build(shapes: list[tuple[int, ...]], **more: bool) -> tuple[torch.optim.Optimizer, Callable, Callable]:
@@ -73,25 +80,35 @@ def compare(name: str, shapes: list[tuple[int, ...]], device: str, repeats: int)
 
         return cls(params, **options, **more), allocate, keep
 
-    milliseconds = {}
-    ways: dict[str, dict[str, bool]] = {
-        "plain (foreach=False)": {"foreach": False},
-        "torch foreach=True": {"foreach": True},
-    }
-    if name in HAS_FUSED:
-        ways["torch fused=True"] = {"fused": True}
-    for way, more in ways.items():
-        optimizer, allocate, _ = build(shapes, **more)
-        milliseconds[way] = measure(optimizer.step, allocate, repeats)
-    optimizer, allocate, keep = build(shapes)
-    fuse_optimizer(optimizer)
-    milliseconds["fuse_step, new gradients"] = measure(optimizer.fuse_step, allocate, repeats)
-    milliseconds["fuse_step, gradients kept"] = measure(optimizer.fuse_step, keep, repeats)
+    made = []
+    for way, more in TORCH_WAYS.items():
+        if more != {"fused": True} or name in HAS_FUSED:
+            optimizer, allocate, _ = build(shapes, **more)
+            made.append(Way(way, optimizer.step, allocate))
+    for kept in (False, True):
+        optimizer, allocate, keep = build(shapes)
+        fuse_optimizer(optimizer)
+        way = "fuse_step, gradients kept" if kept else "fuse_step, new gradients"
+        # A function holds the optimizer; its fuse_step alone does not.
+        made.append(Way(way, partial(fuse_step, optimizer), keep if kept else allocate))
     total = sum(torch.Size(shape).numel() for shape in shapes)
     optimizer, allocate, _ = build([(total,)])
-    milliseconds["all at once"] = measure(optimizer.step, allocate, repeats)
-    plain = milliseconds["plain (foreach=False)"]
-    return [Figure(name, way, value, plain / value) for way, value in milliseconds.items()]
+    made.append(Way("all at once", optimizer.step, allocate))
+    return made
+
+
+def compare(name: str, shapes: list[tuple[int, ...]], device: str, repeats: int) -> list[Figure]:
+    """Median times; the ways take turns, so that a busy moment of the machine meets all of them."""
+    made = ways(name, shapes, device)
+    times: dict[str, list[float]] = {way.name: [] for way in made}
+    for i in range(repeats + 3):
+        for way in made:
+            way.prepare()
+            took = seconds(way.step)
+            if i >= 3:
+                times[way.name].append(took)
+    milliseconds = {way: 1e3 * statistics.median(values) for way, values in times.items()}
+    return [Figure(name, way, value, milliseconds[PLAIN] / value) for way, value in milliseconds.items()]
 
 
 def machine(device: str) -> dict[str, object]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dgc.core.errors import ConfigError
 from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.memory import memory_of
 from dgc.core.kernels.reference import ReferenceKernels
 
 logger = logging.getLogger("dgc")
@@ -75,13 +76,16 @@ def _try_out(kernels: Kernels) -> None:
         ArithmeticError: the results differ.
     """
     n = 5000
-    gradient = np.sin(np.arange(n, dtype=np.float32))
-    work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
+    values = np.sin(np.arange(n, dtype=np.float32))
     outcomes = []
     for each in (kernels, ReferenceKernels()):
-        u, v = np.ones(n, np.float32), np.ones(n, np.float32)
+        memory = memory_of(each)
+        gradient, u, v = (memory.zeros(n, np.float32) for _ in range(3))
+        for array in (gradient, u, v):
+            memory.copy_in(array, values)
+        work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
         chosen = each.accumulate_and_select(work, u, v, each.new_control(1))
-        outcomes.append((u, v, chosen.positions))
+        outcomes.append((memory.to_host(u), memory.to_host(v), chosen.positions))
     if not all(np.array_equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True)):
         raise ArithmeticError("a step gave another result than the reference")
 
@@ -92,7 +96,9 @@ def _gpu_kernels(number: int) -> Kernels:
 
         if number >= device_count():
             raise ConfigError(f"there is no GPU {number}: this process sees {device_count()}")
-        return CupyKernels(number)
+        kernels = CupyKernels(number)
+        _try_out(kernels)
+        return kernels
     except ConfigError:
         raise
     except Exception as error:  # no CuPy, no driver, no compiler

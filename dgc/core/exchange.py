@@ -26,6 +26,9 @@ from dgc.core.stats import Stats, StepStats
 from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
 from dgc.core.transport import Transport
 
+_CLOSE_PATIENCE = 5.0
+"""Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
+
 LossScale = float | Callable[[], float]
 
 
@@ -79,7 +82,6 @@ class Exchange:
         self._broken: DGCError | None = None
         self._running = False
         self._closed = False
-        self._abandoned = False
         self._thread: threading.Thread | None = None
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -259,14 +261,21 @@ class Exchange:
         self.state.reset()
         self.stats = Stats()
 
-    def close(self) -> None:
-        """End the communication thread. The transport stays open: it belongs to the caller."""
+    def close(self) -> bool:
+        """End the communication thread. The transport stays open: it belongs to the caller.
+
+        Returns:
+            False if the thread still waits for another rank inside the transport, which must then not be closed.
+        """
         with self._lock:
             self._closed = True
             self._lock.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_CLOSE_PATIENCE)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -310,11 +319,13 @@ class Exchange:
     def _abandon(self) -> None:
         """Leave a half-done or broken step behind, putting back what was sent in it."""
         with self._lock:
-            self._abandoned = True
+            if self._running:
+                # The others may be waiting for this rank's messages: they get an error instead.
+                given_up = RemoteError("the step was given up by reset() or load_state_dict()")
+                self._failure = self._failure or (given_up, None)
             self._lock.notify_all()
         self.wait()
         self._take_back()
-        self._abandoned = False
         self._failure = None
         self._broken = None
 
@@ -374,15 +385,11 @@ class Exchange:
 
         def ready() -> bool:
             waiting = self._missing if self._clips_globally else [self._missing[bucket]]
-            return not any(waiting) or self._failure is not None or self._stopping
+            return not any(waiting) or self._failure is not None or self._closed
 
         with self._lock:
             self._lock.wait_for(ready)
-            return not self._stopping
-
-    @property
-    def _stopping(self) -> bool:
-        return self._closed or self._abandoned
+            return not self._closed
 
     def _run_bucket(self, step: BucketStep, state: Any) -> None:
         context = self._required_context

@@ -96,6 +96,9 @@ class Sender:
         incoming = []
         for sender, data in enumerate(self._gathered):
             header = unpack_header(data)
+            if header.flags & Flags.ERROR:
+                incoming.append(Incoming(sender, 0, False, data[:0], data[:0], _error(header, data, sender)))
+                continue
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"rank {sender} and rank {self._transport.rank} disagree in step {step} about momentum, Nesterov, "
@@ -123,8 +126,6 @@ class Sender:
                 payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
                 inline=data[at : at + plan.inline_bytes],
             )
-            if header.flags & Flags.ERROR:
-                message.error = _error(header, data, sender)
             incoming.append(message)
         return incoming
 

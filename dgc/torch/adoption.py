@@ -19,6 +19,8 @@ from dgc.core.bucket_step import Hyper
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError
 
+_TAKEN = ("momentum", "nesterov", "weight_decay")
+
 Absorb = Callable[[int, torch.Tensor], None]
 
 
@@ -56,11 +58,25 @@ class Adoption:
         self._absorb = absorb
         self.hyper = Hyper.uniform(len(parameters), config)
         self.active = _is_sgd(optimizer) and config.momentum is None
-        self._decay = _is_sgd(optimizer) and config.weight_decay is None and self.active
+        # Decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
+        self._decay = _is_sgd(optimizer) and config.weight_decay is None and (self.active or bool(config.momentum))
         self._taken_from: set[int] = set()
+        self._lent = False
+        self._before = [] if optimizer is None else [(group, dict(group)) for group in optimizer.param_groups]
         if optimizer is not None:
-            # Its buffers stay: Horovod builds the optimizer that will step from the groups, and drops the state.
-            self.take(optimizer, buffers=False)
+            try:
+                # Its buffers stay: Horovod builds the optimizer that will step from the groups, and drops the state.
+                self.take(optimizer, buffers=False)
+            except ConfigError:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        """Give the optimizer back what was taken at construction; for a construction that failed."""
+        for group, before in self._before:
+            for option in _TAKEN:
+                if option in before:
+                    group[option] = before[option]
 
     def take(self, optimizer: torch.optim.Optimizer, *, buffers: bool = True) -> None:
         """Move what the optimizer's groups hold into ``hyper``; nothing happens when there is nothing.
@@ -72,6 +88,13 @@ class Adoption:
         Raises:
             ConfigError: as in the constructor.
         """
+        if self._lent:
+            # The buffers that a borrowed momentum made are zero unless the root's checkpoint was broadcast into them.
+            found = [s["momentum_buffer"] for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
+            if not any(bool(b.any()) for b in found):
+                for state in optimizer.state.values():
+                    state.pop("momentum_buffer", None)
+            self._lent = False
         for group in optimizer.param_groups:
             ours = [(p, self._index[id(p)]) for p in group["params"] if id(p) in self._index]
             if ours:
@@ -83,6 +106,7 @@ class Adoption:
 
     def lend_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the adopted momentum back into the groups; the next :meth:`take` fetches it again."""
+        self._lent = True
         for group in optimizer.param_groups:
             for p in group["params"]:
                 i = self._index.get(id(p))
@@ -98,8 +122,9 @@ class Adoption:
             if taken:
                 i = taken[0]
                 assert i is not None
-                group["momentum"] = self.hyper.momentum[i]
-                group["nesterov"] = self.hyper.nesterov[i]
+                if self.active:
+                    group["momentum"] = self.hyper.momentum[i]
+                    group["nesterov"] = self.hyper.nesterov[i]
                 if self._decay:
                     group["weight_decay"] = self.hyper.weight_decay[i]
 
@@ -115,10 +140,12 @@ class Adoption:
         buffers: bool,
     ) -> None:
         momentum, decay = _number(group.get("momentum", 0)), _number(group.get("weight_decay", 0))
-        if not _is_sgd(optimizer):
-            return
         if not self.active:
             self._refuse_doubles(momentum, decay, ours)
+        if not _is_sgd(optimizer) or not (self.active or self._decay):
+            return
+        if not self.active:
+            self._take_decay(group, decay, ours)
             return
         if group.get("dampening"):
             raise ConfigError(
@@ -133,10 +160,8 @@ class Adoption:
         for p, i in ours:
             if momentum:
                 self.hyper.momentum[i] = momentum
-                self.hyper.nesterov[i] = bool(group.get("nesterov")) or self.hyper.nesterov[i]
-            if decay and self._decay:
-                self.hyper.weight_decay[i] = decay
-            if momentum or decay:
+                if self._config.nesterov is None:
+                    self.hyper.nesterov[i] = bool(group.get("nesterov")) or self.hyper.nesterov[i]
                 self._taken_from.add(i)
             state = optimizer.state.get(p) if buffers else None
             if state and state.get("momentum_buffer") is not None:
@@ -145,7 +170,14 @@ class Adoption:
                     del optimizer.state[p]
         group["momentum"], group["nesterov"] = 0, False
         if self._decay:
-            group["weight_decay"] = 0
+            self._take_decay(group, decay, ours)
+
+    def _take_decay(self, group: dict[str, Any], decay: float, ours: list[tuple[torch.Tensor, int]]) -> None:
+        for _, i in ours:
+            if decay:
+                self.hyper.weight_decay[i] = decay
+                self._taken_from.add(i)
+        group["weight_decay"] = 0
 
     def _refuse_doubles(self, momentum: float, decay: float, ours: list[tuple[torch.Tensor, int]]) -> None:
         name = self._names[ours[0][1]]

@@ -8,8 +8,10 @@ job that dies while saving leaves the previous checkpoint intact.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import secrets
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,15 +46,17 @@ def save_checkpoint(
         model: its ``state_dict()`` is saved by rank 0.
         optimizer: the distributed one.
         compression: the compressor.
-        extra: anything that ``torch.save`` takes (epoch, scheduler, scaler, ...).
+        extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
 
     Raises:
         TransportError: a rank could not write; every rank gets the error and the old checkpoint stays.
+        TypeError: ``extra`` holds something that cannot be loaded safely.
     """
     folder = Path(directory)
     transport = compression.engine.transport if compression.engine is not None else None
     rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
     token = _common_token(transport)
+    _on_all_ranks(transport, lambda: _require_loadable(extra) or {}, "save extra")
 
     def write_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,14 +136,37 @@ def load_checkpoint(
 
     _on_all_ranks(transport, read, "read the checkpoint")
     main, states = loaded["main"], loaded["states"]
+    if size == 1 and len(states) > 1:
+        warnings.warn(
+            f"one process compresses nothing: what the {len(states)} ranks of the checkpoint had not sent yet, and their "
+            "momentum, are dropped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     model.load_state_dict(main["model"])
     optimizer.load_state_dict(main["optimizer"])
+    if compression.engine is not None:
+        compression.engine.adoption.take(optimizer)
     if len(states) == size:
         if not states[rank].get("inactive"):
             compression.load_state_dict(states[rank])
     else:
         compression.load_state_dict(states, resize=True)
     return main["extra"]
+
+
+def _require_loadable(extra: Any) -> None:
+    """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
+            f"be loaded safely; convert it (float(x), vars(args)): {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _dense_optimizer_state(optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> dict[str, Any]:

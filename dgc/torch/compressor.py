@@ -12,7 +12,6 @@ import torch
 
 from dgc.core.compressor_base import CompressorBase, check_stand_in
 from dgc.core.errors import ConfigError, DGCError, LayoutError
-from dgc.core.transport import Transport
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
 from dgc.torch.stand_in import StandIn
@@ -83,13 +82,19 @@ class DGCCompressor(CompressorBase):
         if not chosen.included() or chosen.size() == 1:
             return
         transport = make_transport(self._adapter.get("transport", "auto"), chosen)
-        self._engine = Engine(
-            _layout_of(named_parameters, optimizer, transport),
-            self.config,
-            transport,
-            optimizer=optimizer,
-            loss_scale=self._adapter.get("loss_scale", 1.0),
-        )
+        try:
+            self._engine = Engine(
+                lambda: _layout_of(named_parameters, optimizer),
+                self.config,
+                transport,
+                optimizer=optimizer,
+                loss_scale=self._adapter.get("loss_scale", 1.0),
+            )
+        except BaseException:
+            transport.close()
+            raise
+        self._process_set = chosen
+        self._engine.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
         stand_in = StandIn(hvd, transport, chosen, self._engine.count_bytes)
         self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
@@ -108,6 +113,8 @@ class DGCCompressor(CompressorBase):
         Raises:
             ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
         """
+        if self._engine is None and self._bound:
+            return tensor, None  # a process set of one rank: Horovod calls, but there is nobody to exchange with
         if self._engine is None:
             raise ConfigError(
                 "Compression.dgc(...) was given no parameters: pass model.named_parameters() and optimizer=, or use "
@@ -148,7 +155,7 @@ class DGCCompressor(CompressorBase):
     def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
         if engine.owner is None:
             engine.owner = _find_owner(self)
-            _check_owner(engine)
+            _check_owner(engine, self._process_set)
         index = self._locate(engine, tensor)
         if index is None:
             engine.fail(
@@ -174,9 +181,13 @@ class DGCCompressor(CompressorBase):
 
 
 def _layout_of(
-    named_parameters: NamedParameters, optimizer: torch.optim.Optimizer | None, transport: Transport
+    named_parameters: NamedParameters, optimizer: torch.optim.Optimizer | None
 ) -> list[tuple[str, torch.Tensor]]:
-    named = [(n, p) for n, p in named_parameters if p.requires_grad]
+    by_id: dict[int, tuple[str, torch.Tensor]] = {}
+    for n, p in named_parameters:
+        if p.requires_grad:
+            by_id.setdefault(id(p), (n, p))  # a tied parameter counts once, under its first name
+    named = list(by_id.values())
     if optimizer is None:
         return named
     owned = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -205,8 +216,15 @@ def _find_owner(compressor: DGCCompressor) -> weakref.ref[torch.optim.Optimizer]
     raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
 
 
-def _check_owner(engine: Engine) -> None:
+def _check_owner(engine: Engine, process_set: Any) -> None:
     owner = engine.owner() if engine.owner is not None else None
+    theirs = getattr(owner, "process_set", process_set)
+    if getattr(theirs, "process_set_id", None) != getattr(process_set, "process_set_id", None):
+        # Raised here alone: the ranks outside the optimizer's set will never exchange.
+        raise ConfigError(
+            "hvd.DistributedOptimizer was given another process_set than the compressor; pass the same one to both: "
+            "Compression.dgc(..., process_set=...)"
+        )
     if getattr(owner, "sparse_as_dense", False):
         engine.fail(
             ConfigError(

@@ -6,6 +6,7 @@ compressor was built for.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from dgc.core.agreement import agree_or_raise
-from dgc.core.arrays import choose_kernels
 from dgc.core.bucket_step import Hyper
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError
@@ -23,10 +23,14 @@ from dgc.core.layout import make_layout
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, forget_steps, watch_steps
+from dgc.torch.device_tensors import tensors_for
 from dgc.torch.tensors import Result, as_array, describe
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
+
+
+Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class Engine:
@@ -42,7 +46,7 @@ class Engine:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, torch.Tensor]],
+        named: Named | Callable[[], Named],
         config: DGCConfig,
         transport: Transport,
         *,
@@ -51,34 +55,54 @@ class Engine:
     ) -> None:
         """Agree with the other ranks and allocate the state.
 
+        Args:
+            named: (name, parameter) pairs, or a function that makes them; its error is then raised on all ranks.
+            config: the options.
+            transport: connects the ranks; the engine closes it.
+            optimizer: whose options are adopted.
+            loss_scale: a number, a function or a GradScaler.
+
         Raises:
             DGCError: parameters, shapes, types or options differ between ranks, or construction failed on a rank.
         """
-        self.names = [n for n, _ in named]
-        self.parameters = [p for _, p in named]
+        self.names: list[str] = []
+        self.parameters: list[torch.Tensor] = []
         self.transport = transport
         self.check_peers: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
-        self._ids = {id(p) for p in self.parameters}
+        self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self._config = config
-        self._loss_scale = _loss_scale(loss_scale)
-        self._kernels = choose_kernels("cpu")
         self._sparse: set[int] = set()
         self._sparse_settled = False
         self._results: dict[int, Result] = {}
-        self._fresh = False
         self._extra_bytes = 0
         self._error: DGCError | None = None
 
         def build() -> dict[str, str]:
+            pairs = named() if callable(named) else named
+            self.names = [n for n, _ in pairs]
+            self.parameters = [p for _, p in pairs]
+            self._ids = {id(p) for p in self.parameters}
+            self._loss_scale = _loss_scale(loss_scale)
+            self._tensors = tensors_for(self.parameters)
             self._exchange = self._new_exchange()
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
             return self._describe()
 
         agree_or_raise(transport, config.describe, "options of the compressor")
-        agree_or_raise(transport, build, "parameters", LayoutError, "Build the same model and optimizer on every rank.")
+        advice = "Build the same model and optimizer on every rank."
+        try:
+            agree_or_raise(transport, build, "parameters", LayoutError, advice)
+        except BaseException:
+            if hasattr(self, "adoption"):
+                self.adoption.undo()
+            raise
         watch_steps(self)
+        # A compressor that is dropped without close() must not leave its thread and buffers behind. Not at exit,
+        # where the other ranks may be gone already.
+        self._exchanges = [self._exchange]
+        weakref.finalize(self, _close_all, self._exchanges, transport).atexit = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -103,6 +127,10 @@ class Engine:
         """
         self._begin()
         parameter = self.parameters[index]
+        if index in self._sparse:
+            self._require_zero(index, gradient)
+            result.zero_()
+            return
         if gradient.shape != parameter.shape or gradient.device != parameter.device:
             self.fail(
                 LayoutError(
@@ -112,15 +140,15 @@ class Engine:
                 ),
                 index,
             )
-        place = Result.for_tensor(result)
-        self._results[index] = place
+        self._results[index] = place = self._tensors.result(result)
         decay = self.adoption.hyper.weight_decay[index]
         self._exchange.submit(
             self._places[index],
-            as_array(gradient),
+            self._tensors.array(gradient),
             place.array,
-            as_array(parameter if decayed is None else decayed) if decay else None,
+            self._tensors.array(parameter if decayed is None else decayed) if decay else None,
             place.limit,
+            self._tensors.ready(),
         )
 
     def finish(self) -> None:
@@ -133,7 +161,7 @@ class Engine:
             raise self._error
         if not self._exchange.in_step:
             return
-        self._fill_in_sparse()
+        stand_ins = self._fill_in_sparse()
         try:
             self._exchange.require_complete()
             self._watch_peers()
@@ -141,12 +169,15 @@ class Engine:
         except DGCError as error:
             self._error = error
             raise
+        finally:
+            # Until here the kernels may write to memory that they were given.
+            self._tensors.release()
+            del stand_ins
         self._exchange.stats.add_sent(self._extra_bytes)
         self._extra_bytes = 0
         for result in self._results.values():
             result.deliver()
         self._results.clear()
-        self._fresh = True
         if not self._sparse_settled:
             self._settle_sparse()
 
@@ -162,6 +193,8 @@ class Engine:
         except DGCError as raised:
             self._error = raised
             raise
+        finally:
+            self._tensors.release()
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -208,8 +241,7 @@ class Engine:
     def close(self) -> None:
         """End the communication thread and the transport."""
         forget_steps(self)
-        self._exchange.close()
-        self.transport.close()
+        _close_all(self._exchanges, self.transport)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -221,7 +253,7 @@ class Engine:
         members = self._members
         self._places = {i: place for place, i in enumerate(members)}
         layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
-        return Exchange(layout, self._config, self.transport, self._kernels, loss_scale=self._loss_scale)
+        return Exchange(layout, self._config, self.transport, self._tensors.kernels, loss_scale=self._loss_scale)
 
     def _describe(self) -> dict[str, str]:
         """Each parameter's shape, type and optimizer options in words, for the ranks to compare."""
@@ -235,7 +267,6 @@ class Engine:
     def _drop_pending(self) -> None:
         self._results.clear()
         self._error = None
-        self._fresh = False
 
     def _begin(self) -> None:
         if self._error is not None:
@@ -271,7 +302,7 @@ class Engine:
         """A momentum_buffer of a dense run becomes u."""
         if index in self._sparse:
             return
-        self._exchange.state.momentum_buffer(self._places[index])[...] = as_array(buffer)
+        self._exchange.state.set_momentum_buffer(self._places[index], as_array(buffer))
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied."""
@@ -279,27 +310,64 @@ class Engine:
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
-        if self._fresh or self._exchange.in_step:
-            self.adoption.take(optimizer)
+        if _broadcasting():
+            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
+            # with the root's. Lend it the momentum that makes the buffers, but no weight decay: that would move the
+            # parameters of the ranks that loaded no checkpoint.
+            if self.adoption.active:
+                self.adoption.take(optimizer)
+                self.adoption.lend_momentum(optimizer)
             return
-        # A step without an exchange: hvd.broadcast_optimizer_state steps with zero gradients to create the state
-        # that it is going to overwrite with the root's. Lend it the momentum that makes the buffers, but no
-        # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.adoption.active and grads and all(not g.is_sparse and not g.any() for g in grads):
-            self.adoption.lend_momentum(optimizer)
+        if not self._owns(optimizer):
+            return
+        if self.owned_by is not None and self._error is None:
+            self._refuse_strangers(optimizer)
+        self.adoption.take(optimizer)
 
-    def _fill_in_sparse(self) -> None:
-        """Parameters whose gradients are sparse tensors travel Horovod's own way; a zero stands in for them here."""
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        owner = self.owner() if self.owner is not None else None
+        if owner is not None:
+            return optimizer is owner
+        return self.owned_by is None or self.owned_by(optimizer)
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Horovod averages no gradient of a parameter that was frozen when the optimizer was wrapped."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
+                    raise LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} needed no gradient when the compressor was built but "
+                        "has one now; nobody averages it: wrap the optimizer anew after unfreezing parameters"
+                    )
+
+    def _require_zero(self, index: int, gradient: torch.Tensor) -> None:
+        """A parameter with sparse gradients may go unused in a step, but not become dense."""
+        if gradient.any():
+            self.fail(
+                LayoutError(
+                    f"{self.names[index]!r} had sparse gradients and now has a dense one; build a new compressor when "
+                    "a parameter changes the way it is used"
+                )
+            )
+
+    def _fill_in_sparse(self) -> list[torch.Tensor]:
+        """Parameters whose gradients are sparse tensors travel Horovod's own way; a zero stands in for them here.
+
+        Returns:
+            The zeros, which must stay until the step is over.
+        """
+        zeros = []
         for index in self._members:
             gradient = self.parameters[index].grad
             if index in self._results or gradient is None or not gradient.is_sparse:
                 continue
             self.require_own_momentum(index)
             parameter = self.parameters[index]
-            zero = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            place = Result.for_tensor(zero)
-            self._exchange.submit(self._places[index], as_array(zero), place.array, as_array(zero), place.limit)
+            zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            zeros.append(zero)
+            place, array = self._tensors.result(zero), self._tensors.array(zero)
+            self._exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
+        return zeros
 
     def require_own_momentum(self, index: int) -> None:
         """Refuse a sparse gradient whose momentum was adopted: nobody would apply it.
@@ -335,10 +403,29 @@ class Engine:
         self._sparse = sparse
         before.close()
         self._exchange = self._new_exchange()
+        self._exchanges[:] = [self._exchange]
         old["parameters"] = {n: s for n, s in old["parameters"].items() if n in {self.names[i] for i in self._members}}
         if len(old["parameters"]) == len(self._members):
             self._exchange.state.load(old)
         self._exchange.stats = stats
+
+
+def _close_all(exchanges: list[Exchange], transport: Transport) -> None:
+    """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
+    if all([exchange.close() for exchange in exchanges]):
+        transport.close()
+
+
+def _broadcasting() -> bool:
+    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_code.co_name == "broadcast_optimizer_state":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _loss_scale(value: Any) -> float | Callable[[], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,12 +36,16 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 @dataclass(slots=True)
 class Result:
-    """Where one parameter's result goes: ``array`` is written by the core, ``deliver()`` brings it to the tensor."""
+    """Where one parameter's result goes: ``array`` is written by the core, ``deliver()`` brings it to the tensor.
+
+    ``place`` is the tensor whose memory ``array`` is, where that is neither ``tensor`` nor NumPy's.
+    """
 
     tensor: torch.Tensor
-    array: np.ndarray
+    array: Any
     limit: float | None
     is_view: bool
+    place: torch.Tensor | None = None
 
     @classmethod
     def for_tensor(cls, tensor: torch.Tensor) -> Result:
@@ -57,4 +62,5 @@ class Result:
         """Copy the array into the tensor unless it is its memory."""
         if not self.is_view:
             target = self.tensor.detach()
-            target.copy_(torch.from_numpy(self.array).view(target.shape))
+            source = torch.from_numpy(self.array) if self.place is None else self.place
+            target.copy_(source.view(target.shape))

@@ -1,4 +1,4 @@
-"""The device backend's runtime on a processor: NumPy arrays for device memory, the kernels' own text compiled by g++."""
+"""The device backend's runtime on a processor: NumPy arrays for memory, the kernels' own text compiled by g++."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def library(state_bits, text=None):
         f"{{ host::launch(dgc_{name}, grid, block, arguments, seed); }}"
         for name in kernel_names()
     )
-    whole = f"#include <algorithm>\n#define STATE_BITS {state_bits}\n{SHIM.read_text()}\n{text or source()}\n{entries}\n"
+    begin = f"#include <algorithm>\n#define STATE_BITS {state_bits}\n"
+    whole = "\n".join([begin, SHIM.read_text(), text or source(), entries, ""])
     folder = Path(tempfile.gettempdir()) / f"dgc-host-kernels-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     built = folder / f"{hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()}.so"

@@ -1,7 +1,7 @@
 """The exchange on a device against the exchange on a CPU: the device's own code and kernels, run by a processor.
 
-The stand-in for the device does nothing before somebody waits for it. So results that are read too early, or page-locked
-memory that is overwritten while a copy from it is under way, give wrong numbers here.
+The stand-in for the device does nothing before somebody waits for it. So results that are read too early, or
+page-locked memory that is overwritten while a copy from it is under way, give wrong numbers here.
 """
 
 import numpy as np
@@ -178,10 +178,10 @@ def test_the_host_waits_once_for_a_bucket():
         exchange = make_exchange(
             transport, SHAPES, kernels=kernels, sparsity=0.99, momentum=0.9, values="float16", bucket_bytes=1000
         )
-        counts = []
+        counts, used = [], []
         for step in range(6):
             before = kernels.runtime.waits
-            one_step(exchange, step, transport.rank, [None] * len(SHAPES))
+            used.append(one_step(exchange, step, transport.rank, [None] * len(SHAPES)))
             counts.append(kernels.runtime.waits - before)
         buckets = len(exchange.layout.buckets)
         exchange.close()
@@ -207,9 +207,11 @@ def test_gradients_are_waited_for_before_they_are_read():
             return DeviceKernels.compress(kernels, *arguments, **options)
 
         kernels.compress = compress
+        results = []
         for i, p in reversed(list(enumerate(exchange.layout.parameters))):
             g = gradient(0, 0, i, p.numel)
-            exchange.submit(i, g, g.copy(), ready=Event(100 + i))
+            results.append(g.copy())
+            exchange.submit(i, g, results[-1], ready=Event(100 + i))
         exchange.finish()
         kernels.wait()
         order = [s.parameter for b in exchange.layout.buckets for s in b.segments]
@@ -228,10 +230,10 @@ def test_errors_reach_all_ranks():
 
     def one_rank(transport):
         exchange = make_exchange(transport, SHAPES, kernels=device_kernels(), sparsity=0.99)
+        for i, p in reversed(list(enumerate(exchange.layout.parameters))):
+            kind = np.int32 if transport.rank == 1 and i == 0 else np.float32
+            exchange.submit(i, np.zeros(p.numel, kind), np.zeros(p.numel, np.float32))
         with pytest.raises(DGCError, match="int32"):
-            for i, p in reversed(list(enumerate(exchange.layout.parameters))):
-                kind = np.int32 if transport.rank == 1 and i == 0 else np.float32
-                exchange.submit(i, np.zeros(p.numel, kind), np.zeros(p.numel, np.float32))
             exchange.finish()
         exchange.close()
 

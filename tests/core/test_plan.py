@@ -16,7 +16,11 @@ def resnet50_shapes():
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
         for block in range(blocks):
             name, outputs = f"layer{stage}.{block}", 4 * width
-            convs = [("conv1", (width, inputs, 1, 1)), ("conv2", (width, width, 3, 3)), ("conv3", (outputs, width, 1, 1))]
+            convs = [
+                ("conv1", (width, inputs, 1, 1)),
+                ("conv2", (width, width, 3, 3)),
+                ("conv3", (outputs, width, 1, 1)),
+            ]
             if block == 0:
                 convs.append(("downsample", (outputs, inputs, 1, 1)))
             for conv, shape in convs:

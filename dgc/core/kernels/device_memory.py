@@ -8,8 +8,6 @@ import numpy as np
 
 from dgc.core.kernels.device_runtime import Runtime
 
-_SLOTS = 16
-
 
 class Workspace:
     """Device arrays by name: they grow, and stay. All work is on one stream, so buckets may take turns with them."""
@@ -38,42 +36,50 @@ class Workspace:
 
 
 class Tables:
-    """Sends small host arrays to the device without waiting: through a ring of page-locked slots.
+    """Sends small host arrays to the device without waiting, through page-locked slots.
 
-    A slot is used again only when its copy has run; with as many slots as a step has copies under way that is no wait.
+    A slot is free again when its copy has certainly run, which is known after the next wait for something later.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         """Allocate nothing yet."""
         self._runtime = runtime
-        self._slots: list[np.ndarray | None] = [None] * _SLOTS
-        self._events: list[Any] = [None] * _SLOTS
-        self._next = 0
+        self._free: list[np.ndarray] = []
+        self._used: list[np.ndarray] = []
 
     def send(self, *arrays: np.ndarray) -> list[Any]:
         """Return device copies of ``arrays`` as their bytes, each aligned to 16; one copy operation for all of them."""
         sizes = [-(-a.nbytes // 16) * 16 for a in arrays]
         total = max(16, sum(sizes))
-        slot = self._next
-        self._next = (slot + 1) % _SLOTS
-        if self._events[slot] is not None:
-            self._runtime.synchronize(self._events[slot])
-            self._events[slot] = None
-        host = self._slots[slot]
-        if host is None or host.size < total:
-            host = self._slots[slot] = self._runtime.host_array(total + total // 2, np.uint8)
+        host = self._slot(total)
         at = 0
         for array, size in zip(arrays, sizes, strict=True):
             host[at : at + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
             at += size
         device = self._runtime.empty(total, np.uint8)
         self._runtime.upload(device, host[:total])
-        self._events[slot] = self._runtime.record()
         parts, at = [], 0
         for array, size in zip(arrays, sizes, strict=True):
             parts.append(device[at : at + array.nbytes])
             at += size
         return parts
+
+    def all_arrived(self) -> None:
+        """Say that everything sent so far has been copied."""
+        self._free += self._used
+        self._used = []
+
+    def _slot(self, nbytes: int) -> np.ndarray:
+        slot = next((s for s in self._free if s.size >= nbytes), None)
+        if slot is None:
+            # A smaller one is given up for it, so that their number stays that of the copies between two waits.
+            if self._free:
+                self._free.pop()
+            slot = self._runtime.host_array(max(4096, nbytes + nbytes // 2), np.uint8)
+        else:
+            self._free = [s for s in self._free if s is not slot]
+        self._used.append(slot)
+        return slot
 
 
 class DeviceMemory:

@@ -84,12 +84,12 @@ def device_format(indices: IndexCodec, values: ValueCodec) -> Format | None:
 def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
     at = 0
     for tile in range(len(counts)):
-        stop = at + np.int64(counts[tile])
+        stop = at + int(counts[tile])
         if stop > len(offsets):
             return False
         last = -1
         while at < stop:
-            here = np.int64(offsets[at])
+            here = int(offsets[at])
             if here <= last:
                 return False
             last = here

@@ -149,9 +149,7 @@ class Geometry:
         self.spans = len(self.span_tile)
 
 
-def fill_segments(
-    table: np.ndarray, work: Sequence[SegmentWork], geometry: Geometry, size: int, address: Any
-) -> None:
+def fill_segments(table: np.ndarray, work: Sequence[SegmentWork], geometry: Geometry, size: int, address: Any) -> None:
     """Write everything of a bucket's work that does not depend on the thresholds.
 
     Args:

@@ -13,10 +13,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nvrtc
 
-from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.device_dense import DenseTensor
 from dgc.core.kernels.device_kernels import DeviceKernels
-from dgc.core.kernels.device_messages import Format
 from dgc.core.kernels.jit import cache_directory
 from dgc.core.kernels.source import THREADS, compile_options, kernel_names, source
 
@@ -201,21 +198,3 @@ class CupyKernels(DeviceKernels):
         """One line for a log: what runs where."""
         properties = cupy.cuda.runtime.getDeviceProperties(self.device)
         return f"cupy {cupy.__version__} on device {self.device} ({properties['name'].decode()})"
-
-    def warm_up(self, dtype: str = "float32") -> None:
-        """Run every kernel of a step once on a small bucket: modules are loaded and memory pools filled."""
-        n = 8192
-        kind = np.dtype(dtype)
-        runtime = self.runtime
-        u, v, g, r = (runtime.zeros(n, kind) for _ in range(4))
-        control = self.new_control(1)
-        form, vector = Format(1, 2), runtime.host_array(n, kind)
-        payload = runtime.host_array(1024, np.uint8)
-        for _ in range(2):
-            work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
-            done = self.compress(work, u, v, control, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
-        self.receive([r], np.array([0, n]), n, form, [(payload, done.count)], 1.0)
-        self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
-        assert done.kept is not None
-        self.restore(u, v, done.kept)
-        runtime.synchronize(runtime.record())

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 
 import horovod.torch as hvd
 import torch
-from models import loss_of, make_model, raises, train, wrap
+from models import loss_of, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-
-SECONDS = 30
-"""An error that takes longer than this counts as a hang."""
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
-
-
-def on_every_rank(error, match, function, way=""):
-    """``function`` must raise on this rank, and on all others, soon."""
-    start = time.monotonic()
-    try:
-        raised = raises(error, match, function)
-    except Exception as wrong:
-        raised = AssertionError(f"{type(wrong).__name__}: {wrong}")
-    seconds = time.monotonic() - start
-    # Always gathered, so that a wrong outcome on one rank is reported and hangs nobody.
-    outcomes = hvd.allgather_object((isinstance(raised, error), seconds, str(raised)), name=f"outcome {way} {match}")
-    assert all(good and took < SECONDS for good, took, _ in outcomes), outcomes
-    return raised
 
 
 @case

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+import time
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
@@ -133,3 +136,35 @@ def raises(error, match, function):
     assert raised is not None, f"{error} was not raised"
     assert re.search(match, str(raised)), f"{match!r} not in {raised}"
     return raised
+
+
+SECONDS = 30
+"""An error that takes longer than this counts as a hang."""
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def on_every_rank(error, match, function, way=""):
+    """``function`` must raise on this rank, and on all others, soon."""
+    start = time.monotonic()
+    try:
+        raised = raises(error, match, function)
+    except Exception as wrong:
+        raised = AssertionError(f"{type(wrong).__name__}: {wrong}")
+    seconds = time.monotonic() - start
+    # Always gathered, so that a wrong outcome on one rank is reported and hangs nobody.
+    outcomes = hvd.allgather_object((isinstance(raised, error), seconds, str(raised)), name=f"outcome {way} {match}")
+    assert all(good and took < SECONDS for good, took, _ in outcomes), outcomes
+    return raised
+
+
+def shared_folder(name: str) -> Path:
+    """A fresh directory that all ranks know."""
+    folder = tempfile.mkdtemp(prefix="dgc-resume-") if hvd.rank() == 0 else None
+    return Path(hvd.broadcast_object(folder, name=f"folder {name}"))
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])

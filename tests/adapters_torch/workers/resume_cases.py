@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import tempfile
-from pathlib import Path
 
 import horovod.torch as hvd
 import torch
-from models import assert_replicas_identical, make_model, raises, train, wrap
+from models import assert_replicas_identical, flat, make_model, raises, shared_folder, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-
-
-def shared_folder(name: str) -> Path:
-    """A fresh directory that all ranks know."""
-    folder = tempfile.mkdtemp(prefix="dgc-resume-") if hvd.rank() == 0 else None
-    return Path(hvd.broadcast_object(folder, name=f"folder {name}"))
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
 
 OPTIONS = dict(sparsity=[0.75, 0.99], rampup_step=8, rampup_begin_step=3, values="float16")
 

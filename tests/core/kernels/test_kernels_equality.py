@@ -191,6 +191,8 @@ def test_state_and_segments_that_do_not_fit_are_refused(numba_kernels):
     with pytest.raises(LayoutError, match="float64"):
         numba_kernels.accumulate([SegmentWork(g, None, 0, 100, 1)], v.astype(np.float64), v)
     with pytest.raises(LayoutError, match="contiguous"):
-        numba_kernels.accumulate([SegmentWork(g, None, 0, 100, 1)], np.zeros(200, np.float32), np.zeros(200, np.float32)[::2])
+        numba_kernels.accumulate(
+            [SegmentWork(g, None, 0, 100, 1)], np.zeros(200, np.float32), np.zeros(200, np.float32)[::2]
+        )
     with pytest.raises(LayoutError, match="control"):
         numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, 100, 1)], v.copy(), v, np.zeros((2, 6)))

@@ -1,0 +1,164 @@
+"""Where an engine's tensors are worked on: on their own GPU without a copy, or in host memory.
+
+A tensor on a GPU is handed over by its address. The kernels run on a stream of their own: what the framework's current
+stream did to a gradient before it was submitted is over when they read it, and the framework's stream waits for them
+before the results are used. The host waits for neither.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dgc.core.arrays import choose_kernels
+from dgc.core.errors import ConfigError
+from dgc.core.kernels.base import Kernels
+from dgc.torch.tensors import Result, as_array
+
+_TYPES = {
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    # CuPy has no bfloat16: its bits travel as uint16.
+    torch.bfloat16: np.dtype(np.uint16),
+}
+
+
+class Tensors(Protocol):
+    """How tensors become the arrays that ``kernels`` work on."""
+
+    kernels: Kernels
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """The tensor's values in logical order as a 1-D array, without a copy where the memory allows."""
+        ...
+
+    def result(self, tensor: torch.Tensor) -> Result:
+        """Where the core writes what is to come to ``tensor``."""
+        ...
+
+    def ready(self) -> Any:
+        """What the kernels have to wait for before they read what was made so far; None for nothing."""
+        ...
+
+    def release(self) -> None:
+        """Let the framework's stream wait for everything that the kernels were given."""
+        ...
+
+
+class HostTensors:
+    """Views of CPU tensors; tensors on other devices are copied to the host, and results back."""
+
+    def __init__(self) -> None:
+        """Take the CPU's kernels."""
+        self.kernels = choose_kernels("cpu")
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:  # noqa: D102
+        return as_array(tensor)
+
+    def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
+        return Result.for_tensor(tensor)
+
+    def ready(self) -> None:  # noqa: D102
+        return None
+
+    def release(self) -> None:  # noqa: D102
+        return None
+
+
+@dataclass(slots=True)
+class Ready:
+    """An event of the framework, kept alive until it has been waited for; ``handle`` is CUDA's."""
+
+    event: Any
+
+    @property
+    def handle(self) -> int:
+        """The event's CUDA handle."""
+        return int(self.event.cuda_event)
+
+
+class TorchStreams:
+    """Torch's current stream on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Look at nothing yet: which stream is current may change at any time."""
+        self._device = device
+
+    def record(self) -> Ready:
+        """An event behind everything that the current stream was given so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return Ready(event)
+
+    def current(self) -> int:
+        """The current stream's CUDA handle."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+class DeviceTensors:
+    """Tensors of one GPU, by address."""
+
+    def __init__(self, kernels: Any, streams: Any) -> None:
+        """Bind to device kernels.
+
+        Args:
+            kernels: a :class:`~dgc.core.kernels.device_kernels.DeviceKernels` on the tensors' device.
+            streams: has ``record()`` and ``current()`` as :class:`TorchStreams`.
+        """
+        self.kernels = kernels
+        self._streams = streams
+
+    def array(self, tensor: torch.Tensor) -> Any:  # noqa: D102
+        flat = tensor.detach().reshape(-1)  # a copy, on the framework's stream, only of strided tensors
+        return self._view(flat)
+
+    def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
+        flat = tensor.detach()
+        if flat.dtype in (torch.float32, torch.float64) and flat.is_contiguous():
+            return Result(tensor, self._view(flat.view(-1)), None, True)
+        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
+        place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
+        return Result(tensor, self._view(place), limit, False, place)
+
+    def ready(self) -> Any:  # noqa: D102
+        return self._streams.record()
+
+    def release(self) -> None:  # noqa: D102
+        self.kernels.runtime.release_to(self._streams.current())
+
+    def _view(self, flat: torch.Tensor) -> Any:
+        return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
+
+
+def tensors_for(parameters: Sequence[torch.Tensor]) -> Tensors:
+    """Work on the GPU when all parameters lie on one and CuPy can use it, else on the host.
+
+    Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
+    gradient is then copied, and the host waits for it.
+    """
+    devices = {p.device for p in parameters}
+    if all(device.type == "cpu" for device in devices):
+        return HostTensors()
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        names = ", ".join(sorted(str(device) for device in devices))
+        _warn_once(f"gradients pass through host memory: the parameters lie on {names}, not all on one GPU")
+        return HostTensors()
+    device = devices.pop()
+    try:
+        return DeviceTensors(choose_kernels(f"gpu:{device.index or 0}"), TorchStreams(device))
+    except ConfigError as error:
+        _warn_once(f"gradients pass through host memory: {error}")
+        return HostTensors()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

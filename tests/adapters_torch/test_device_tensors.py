@@ -1,0 +1,150 @@
+"""Tensors on a device through the whole engine, with a stand-in for the device; and when the host is chosen."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from host_runtime import HostRuntime, compiler
+
+from dgc.core.config import make_config
+from dgc.core.errors import ConfigError
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.torch import device_tensors
+from dgc.torch import engine as engine_module
+from dgc.torch.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for
+from dgc.torch.engine import Engine
+from dgc.transport.local import run_ranks
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+
+
+class Streams:
+    """In place of torch's streams: counts what is recorded."""
+
+    def __init__(self):
+        self.recorded = 0
+
+    def record(self):
+        self.recorded += 1
+        return Ready(type("Event", (), {"cuda_event": self.recorded})())
+
+    def current(self):
+        return 77
+
+
+def on_stand_in(parameters):
+    return DeviceTensors(DeviceKernels(HostRuntime(seed=3, deferred=True)), Streams())
+
+
+def on_host(parameters):
+    tensors = HostTensors()
+    tensors.kernels = NumbaKernels(1)
+    return tensors
+
+
+def train(choose, monkeypatch, dtype, steps=4, **options):
+    """A small model on two ranks; returns rank 0's parameters and what the engine used."""
+    monkeypatch.setattr(engine_module, "tensors_for", choose)
+    config = make_config({"min_numel": 64, "sparsity": 0.99, "momentum": 0.9, **options})
+
+    def one_rank(transport):
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"a": (90, 100), "b": (90,), "c": (40, 45)}
+        parameters = {n: torch.randn(s, generator=generator).to(dtype).requires_grad_() for n, s in shapes.items()}
+        engine = Engine(list(parameters.items()), config, transport, optimizer=None)
+        generator.manual_seed(transport.rank + 1)
+        for _ in range(steps):
+            for i, p in reversed(list(enumerate(parameters.values()))):
+                gradient = (torch.randn(p.shape, generator=generator) * 0.1).to(dtype)
+                if i == 2:
+                    gradient = gradient.t().contiguous().t()  # strided
+                p.grad = gradient
+                engine.submit(i, gradient, gradient)
+            engine.finish()
+            with torch.no_grad():
+                for p in parameters.values():
+                    p -= 0.1 * p.grad
+        state = engine.state_dict()
+        used = engine._tensors
+        engine.close()
+        return [p.detach().clone() for p in parameters.values()], state, used
+
+    return run_ranks(2, one_rank, timeout=120)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.01, "nesterov": True}, {"rampup_begin_step": 2}], ids=str)
+def test_training_on_a_device_equals_the_host(dtype, options, monkeypatch):
+    got = train(on_stand_in, monkeypatch, dtype, **options)
+    wanted = train(on_host, monkeypatch, dtype, **options)
+    for (parameters, state, used), (expected, s, _) in zip(got, wanted, strict=True):
+        for a, b in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        for name, entry in s["parameters"].items():
+            np.testing.assert_array_equal(state["parameters"][name]["u"], entry["u"])
+        runtime = used.kernels.runtime
+        # Every gradient is waited for once, and the framework's stream waits once for each step's results.
+        assert runtime.waited_for
+        assert sorted(runtime.waited_for) == list(range(1, used._streams.recorded + 1))
+        assert runtime.released_to == [77] * 4
+
+
+@needs_compiler
+def test_no_copy_where_the_memory_allows():
+    tensors = on_stand_in([])
+    x = torch.arange(12.0).view(3, 4)
+    assert tensors.array(x).ctypes.data == x.data_ptr()
+    assert tensors.result(x).array.ctypes.data == x.data_ptr()
+    assert tensors.array(x.t()).ctypes.data != x.data_ptr()
+    np.testing.assert_array_equal(tensors.array(x.t()), x.t().reshape(-1))
+    half = x.bfloat16()
+    assert tensors.array(half).ctypes.data == half.data_ptr()
+    assert tensors.array(half).dtype == np.uint16
+    place = tensors.result(half)
+    assert place.array.dtype == np.float32
+    assert place.limit == torch.finfo(torch.bfloat16).max
+    place.place.fill_(3)
+    place.deliver()
+    assert (half == 3).all()
+    assert tensors.array(torch.empty(0)).size == 0
+
+
+def test_the_host_is_chosen_for_cpu_parameters():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensors_for([torch.zeros(3)]), HostTensors)
+
+
+class OnGPU:
+    """All that the choice looks at."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+
+def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
+    def refuse(device):
+        if device == "cpu":
+            return NumbaKernels(1)
+        raise ConfigError(f"no kernels for {device} in this test")
+
+    monkeypatch.setattr(device_tensors, "choose_kernels", refuse)
+    device_tensors._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="pass through host memory: no kernels for gpu:1 in this test"):
+        assert isinstance(tensors_for([OnGPU("cuda:1"), OnGPU("cuda:1")]), HostTensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensors_for([OnGPU("cuda:1")]), HostTensors)
+    with pytest.warns(RuntimeWarning, match="cpu, cuda:0, not all on one GPU"):
+        assert isinstance(tensors_for([OnGPU("cuda:0"), OnGPU("cpu")]), HostTensors)
+
+
+def test_a_gpu_with_kernels_is_used(monkeypatch):
+    kernels = object()
+    monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
+    chosen = tensors_for([OnGPU("cuda:2"), OnGPU("cuda:2")])
+    assert isinstance(chosen, DeviceTensors)
+    assert chosen.kernels is kernels

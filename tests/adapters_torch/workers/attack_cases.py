@@ -1,0 +1,224 @@
+"""What went wrong for users who did the unusual: on 2 real ranks, each is right or a clear error on every rank."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import horovod.torch as hvd
+import torch
+from models import (
+    assert_replicas_identical,
+    dense_reference,
+    flat,
+    loss_of,
+    make_model,
+    on_every_rank,
+    sgd,
+    shared_folder,
+    train,
+    worst_difference,
+    wrap,
+)
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+EXACT = dict(sparsity=0.0, momentum_masking=False, values="float32")
+
+
+@case
+def a_broadcast_after_loading_changes_nothing():
+    """Load our own checkpoint on all ranks, then broadcast parameters and optimizer state, as Horovod scripts do."""
+    for way in "ab":
+        straight = make_model()
+        optimizer, compression = wrap(way, straight, sgd(straight, weight_decay=0.01), sparsity=0.9)
+        train(optimizer, straight, 4)
+        folder = shared_folder(f"broadcast {way}")
+        dgc.save_checkpoint(folder, model=straight, optimizer=optimizer, compression=compression)
+        train(optimizer, straight, 4, start=4)
+        compression.close()
+        resumed = make_model(seed=4)
+        optimizer, compression = wrap(way, resumed, sgd(resumed, weight_decay=0.01), sparsity=0.9)
+        dgc.load_checkpoint(folder, model=resumed, optimizer=optimizer, compression=compression)
+        hvd.broadcast_parameters(resumed.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        train(optimizer, resumed, 4, start=4)
+        assert torch.equal(flat(resumed), flat(straight)), way
+        compression.close()
+
+
+@case
+def a_dense_checkpoint_loaded_mid_run_on_rank_0():
+    """Two compressed steps, then rank 0 loads a dense checkpoint and broadcasts it."""
+    for way in "ab":
+        options = dict(momentum=0.9, nesterov=True, weight_decay=0.01)
+        model = make_model()
+        expected = dense_reference(model, 12, **options)
+        dense = hvd.DistributedOptimizer(sgd(model, **options), named_parameters=model.named_parameters())
+        train(dense, model, 6)
+        weights, state = model.state_dict(), dense.state_dict()
+        other = make_model(seed=8)
+        optimizer, compression = wrap(way, other, sgd(other, **options), **EXACT)
+        train(optimizer, other, 2)
+        other.load_state_dict(weights)
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(state)
+        hvd.broadcast_parameters(other.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        train(optimizer, other, 6, start=6)
+        assert worst_difference(other, expected) <= 1e-5, (way, worst_difference(other, expected))
+        compression.close()
+
+
+@case
+def another_optimizer_over_the_same_parameters_is_left_alone():
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        train(optimizer, model, 2)
+        other = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8, weight_decay=0.1)
+        other.step()
+        assert (other.param_groups[0]["momentum"], other.param_groups[0]["weight_decay"]) == (0.8, 0.1)
+        compression.close()
+
+
+@case
+def momentum_twice_with_another_optimizer():
+    model = make_model()
+    for way in "ab":
+        rms = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)
+        on_every_rank(dgc.ConfigError, "applied twice", lambda way=way, o=rms: wrap(way, model, o, momentum=0.9), way)
+
+
+@case
+def explicit_momentum_takes_the_decay_along():
+    for way in "ab":
+        model = make_model()
+        expected = dense_reference(model, 10, momentum=0.9, weight_decay=0.05)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.05)
+        optimizer, compression = wrap(way, model, plain, momentum=0.9, **EXACT)
+        train(optimizer, model, 10)
+        assert worst_difference(model, expected) <= 1e-5
+        compression.close()
+
+
+@case
+def a_layer_unfrozen_after_wrapping():
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        train(optimizer, model, 1)
+        model.frozen.requires_grad_(True)
+        on_every_rank(dgc.LayoutError, "unfreezing", lambda o=optimizer, m=model: train(o, m, 1), way)
+        compression.close()
+
+
+@case
+def a_refused_construction_takes_nothing():
+    model = make_model()
+    groups = [
+        {"params": model.first.parameters(), "momentum": 0.9, "weight_decay": 0.1},
+        {"params": model.last.parameters(), "momentum": 0.9, "dampening": 0.5},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    on_every_rank(dgc.ConfigError, "dampening", lambda: wrap("a", model, optimizer))
+    assert [g["momentum"] for g in optimizer.param_groups] == [0.9, 0.9]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    different = sgd(model, momentum=0.9 - 0.1 * hvd.rank())
+    on_every_rank(dgc.LayoutError, "momentum", lambda: wrap("a", model, different), "differs")
+    assert different.param_groups[0]["momentum"] == 0.9 - 0.1 * hvd.rank()
+
+
+@case
+def names_that_are_missing_on_one_rank():
+    model = make_model()
+    named = list(model.named_parameters())[hvd.rank() :]
+    on_every_rank(dgc.LayoutError, "have no name", lambda: dgc.Compression.dgc(named, optimizer=sgd(model)))
+
+
+@case
+def a_sparse_embedding_that_goes_unused_later():
+    for way in "ab":
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict(
+            {"table": torch.nn.Embedding(50, 40, sparse=True), "linear": torch.nn.Linear(40, 64)}
+        )
+        groups = [{"params": model["table"].parameters()}, {"params": model["linear"].parameters(), "momentum": 0.9}]
+        optimizer, compression = wrap(way, model, torch.optim.SGD(groups, lr=0.1), sparsity=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = model["table"](torch.arange(8) + hvd.rank()) if step < 2 else torch.ones(8, 40)
+            model["linear"](x).square().mean().backward()
+            optimizer.step()
+        assert_replicas_identical(model, f"unused {way}")
+        compression.close()
+
+
+@case
+def tied_parameters_named_twice():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(40, 40), "b": torch.nn.Linear(40, 40)})
+    model["b"].weight = model["a"].weight
+    optimizer = sgd(model)
+    compression = dgc.Compression.dgc(model.named_parameters(remove_duplicate=False), optimizer=optimizer, sparsity=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    model["b"](model["a"](torch.ones(4, 40))).sum().backward()
+    optimizer.step()
+    assert_replicas_identical(model, "tied")
+    compression.close()
+
+
+@case
+def a_process_set_of_one_rank():
+    alone = hvd.add_process_set([0])
+    for way in "ab":
+        model = make_model()
+        options = {"process_set": alone} if way == "a" else {}
+        optimizer, compression = wrap(
+            way, model, sgd(model), hvd_options={"process_set": alone}, sparsity=0.9, **options
+        )
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        train(optimizer, model, 2)
+        compression.close()
+    hvd.remove_process_set(alone)
+
+
+@case
+def a_step_that_one_rank_gives_up():
+    """Rank 0 resets in the middle of a step: rank 1 hears of it, and after a reset everywhere training goes on."""
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    train(optimizer, model, 1)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    if hvd.rank() == 0:
+        compression.reset()
+        outcome = "reset"
+    else:
+        try:
+            optimizer.step()
+            outcome = "stepped"
+        except dgc.DGCError as error:
+            outcome = str(error)
+    outcomes = hvd.allgather_object(outcome, name="given up")
+    assert outcomes[0] == "reset"
+    assert "given up" in outcomes[1] or outcomes[1] == "stepped", outcomes
+    compression.close()
+
+
+@case
+def a_dropped_compressor_leaves_no_thread():
+    before = threading.active_count()
+    for _ in range(4):
+        model = make_model()
+        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+        train(optimizer, model, 1)
+        del optimizer, compression, model
+        gc.collect()
+    assert threading.active_count() <= before + 1, [t.name for t in threading.enumerate()]
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()

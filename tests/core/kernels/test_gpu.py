@@ -1,0 +1,261 @@
+"""The kernels on a real GPU: equal to the reference bit for bit, to the CPU backend in control, and never waiting."""
+
+import time
+
+import numpy as np
+import pytest
+from device_tools import Bucket, as_bfloat16, convert, same_bits
+
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.device_dense import DenseTensor
+from dgc.core.kernels.device_messages import device_format
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.layout import Bucket as LayoutBucket
+from dgc.core.layout import Segment
+from dgc.core.sparse_codec import SparseCodec
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [300000, 4096, 1000, 70001, 1]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from dgc.core.kernels import gpu
+
+    try:
+        count = gpu.device_count()
+    except RuntimeError as error:
+        pytest.skip(f"no CUDA device: {error}")
+    if count == 0:
+        pytest.skip("no CUDA device")
+    return gpu.CupyKernels(0)
+
+
+def on_device(kernels, array):
+    device = kernels.memory.zeros(array.size, array.dtype)
+    if array.size:
+        kernels.runtime.upload(device, array)
+        kernels.wait()
+    return device
+
+
+def bucket_of(kernels, lengths, dtype):
+    return Bucket(lengths, dtype, kernels, lambda a: on_device(kernels, a), kernels.memory.to_host)
+
+
+def draw(rng, length, pattern):
+    if pattern == "normal":
+        return rng.standard_normal(length) * 0.1
+    if pattern == "heavy":
+        return rng.standard_t(1.5, length) * 0.01
+    if pattern == "ties":
+        return rng.integers(-3, 4, length) * 0.125
+    if pattern == "zeros":
+        return np.zeros(length)
+    if pattern == "tiny":
+        return rng.standard_normal(length) * 1e-42
+    assert pattern == "broken"
+    g = rng.standard_normal(length)
+    g[rng.integers(0, length, 3)] = [np.inf, -np.inf, np.nan]
+    return g
+
+
+@pytest.mark.parametrize("pattern", ["normal", "heavy", "ties", "zeros", "tiny", "broken"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_equals_the_reference(kernels, pattern, kind, dtype, momentum):
+    rng = np.random.default_rng(0)
+    bucket = bucket_of(kernels, LENGTHS, dtype)
+    options = [
+        dict(k=max(1, n // 500), momentum=momentum, nesterov=i % 2 == 1, weight_decay=0.01 * (i % 3), scale=0.37)
+        for i, n in enumerate(LENGTHS)
+    ]
+    with np.errstate(over="ignore", invalid="ignore"):
+        gradients = [convert(draw(rng, n, pattern), kind) for n in LENGTHS]
+        parameters = [convert(rng.standard_normal(n), kind) for n in LENGTHS]
+        mine, theirs = bucket.work(gradients, parameters, options)
+        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
+        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    bucket.assert_same_state()
+    assert got.nonfinite == wanted.nonfinite
+    np.testing.assert_array_equal(got.positions, wanted.positions)
+    same_bits(got.values, wanted.values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_steps_equal_the_cpu_backend(kernels, dtype):
+    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(2)
+    rng = np.random.default_rng(1)
+    bucket = bucket_of(kernels, LENGTHS, dtype)
+    ks = [max(1, n // 1000) for n in LENGTHS]
+    u, v, control = bucket.u.copy(), bucket.v.copy(), cpu.new_control(len(LENGTHS))
+    for step in range(20):
+        scale = {8: 1000.0, 14: 0.0}.get(step, 1.0)
+        gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in LENGTHS]
+        mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
+        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
+        wanted = cpu.accumulate_and_select(theirs, u, v, control)
+        np.testing.assert_array_equal(got.positions, wanted.positions)
+        same_bits(got.values, wanted.values)
+        same_bits(bucket.control, control)
+        kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
+        cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
+    same_bits(kernels.memory.to_host(bucket.device_v), v)
+
+
+def codec_of(bucket, ks, indices, values):
+    places = zip(bucket.offsets[:-1].tolist(), bucket.lengths, strict=True)
+    segments = tuple(Segment(i, o, n) for i, (o, n) in enumerate(places))
+    n = int(bucket.offsets[-1])
+    return SparseCodec(LayoutBucket(0, str(bucket.dtype), segments, (), n, n), sum(ks), indices, values)
+
+
+@pytest.mark.parametrize("pattern", ["normal", "heavy", "ties", "zeros", "tiny"])
+@pytest.mark.parametrize("indices", ["uint16", "int32"])
+@pytest.mark.parametrize("values", ["float16", "float32", "bfloat16"])
+def test_messages_equal_the_hosts(kernels, pattern, indices, values):
+    rng = np.random.default_rng(2)
+    bucket = bucket_of(kernels, LENGTHS, "float32")
+    ks = [max(1, n // 300) for n in LENGTHS]
+    codec = codec_of(bucket, ks, indices, values)
+    form = device_format(codec.indices, codec.values)
+    mine, theirs = bucket.work(
+        [draw(rng, n, pattern).astype(np.float32) for n in LENGTHS], None, [dict(k=k, momentum=0.5) for k in ks]
+    )
+    payload = kernels.runtime.host_array(codec.max_bytes, np.uint8)
+    done = kernels.compress(mine, bucket.device_u, bucket.device_v, bucket.control, form, payload)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    wanted = np.zeros(codec.max_bytes, np.uint8)
+    decoded = codec.encode(selection.positions, selection.values, wanted)
+    assert done.count == len(selection.positions)
+    np.testing.assert_array_equal(payload, wanted)
+    kept = bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=True)
+    bucket.assert_same_state()
+
+    n = int(bucket.offsets[-1])
+    results = [kernels.memory.zeros(m, np.float32) for m in LENGTHS]
+    kernels.receive(results, bucket.offsets, n, form, [(payload, done.count)] * 3, 1 / 3)
+    expected = [np.zeros(m, np.float32) for m in LENGTHS]
+    for _ in range(3):
+        bucket.reference.scatter_add(expected, bucket.offsets, *codec.decode(wanted, done.count, 0), 1 / 3)
+    for a, b in zip(results, expected, strict=True):
+        same_bits(kernels.memory.to_host(a), b)
+    kernels.restore(bucket.device_u, bucket.device_v, done.kept)
+    bucket.reference.restore(bucket.u, bucket.v, kept)
+    bucket.assert_same_state()
+
+
+def test_dense_tensors(kernels):
+    rng = np.random.default_rng(3)
+    reference = ReferenceKernels()
+    lengths, places = [5, 4097, 64], [0, 16, 4128]
+    gradients = [as_bfloat16(rng.standard_normal(n)) for n in lengths]
+    u = rng.standard_normal(4192).astype(np.float32)
+    vector = kernels.runtime.host_array(4192, np.float32)
+    device_gradients = [on_device(kernels, g) for g in gradients]
+    tensors = [DenseTensor(gradient=g, vector=p) for g, p in zip(device_gradients, places, strict=True)]
+    assert not kernels.pack(tensors, vector)
+    for g, p in zip(gradients, places, strict=True):
+        same_bits(vector[p : p + g.size], (g.astype(np.uint32) << 16).view(np.float32))
+    device_u = on_device(kernels, u)
+    results = [kernels.memory.zeros(n, np.float32) for n in lengths]
+    options = dict(momentum=0.9, nesterov=True, weight_decay=0.1, scale=128.0)
+    kernels.write(
+        [
+            DenseTensor(result=r, parameter=g, u=p, vector=p, **options)
+            for r, g, p in zip(results, device_gradients, places, strict=True)
+        ],
+        vector,
+        device_u,
+    )
+    for r, g, p in zip(results, gradients, places, strict=True):
+        wanted = np.empty(g.size, np.float32)
+        reference.dense_update(wanted, vector[p : p + g.size], u[p : p + g.size], g, **options)
+        same_bits(kernels.memory.to_host(r), wanted)
+    same_bits(kernels.memory.to_host(device_u), u)
+    squares = kernels.sums_of_squares(device_gradients)
+    np.testing.assert_allclose(squares, reference.sums_of_squares(gradients), rtol=1e-12)
+
+
+SPIN = r"""
+extern "C" __global__ void spin(long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+}
+"""
+
+
+def test_nothing_waits_but_the_message(kernels, monkeypatch):
+    """With the stream held up for a while, every call returns at once, but for the one wait of a message."""
+    import cupy
+
+    spin = cupy.RawKernel(SPIN, "spin")
+    runtime = kernels.runtime
+    rng = np.random.default_rng(4)
+    bucket = bucket_of(kernels, [200000, 5000], "float32")
+    codec = codec_of(bucket, [200, 50], "uint16", "float16")
+    form = device_format(codec.indices, codec.values)
+    payload = runtime.host_array(codec.max_bytes, np.uint8)
+    results = [kernels.memory.zeros(n, np.float32) for n in bucket.lengths]
+    vector = runtime.host_array(64, np.float32)
+    dense = on_device(kernels, np.ones(64, np.float32))
+    n = int(bucket.offsets[-1])
+
+    def hold():
+        with cupy.cuda.Device(0), runtime.stream:
+            spin((1,), (1,), (np.int64(600_000_000),))  # 0.3 s or more
+
+    def step(before):
+        mine, _ = bucket.work(
+            [rng.standard_normal(m).astype(np.float32) for m in bucket.lengths], None, [dict(k=200), dict(k=50)]
+        )
+        before()
+        start = time.perf_counter()
+        done = kernels.compress(
+            mine, bucket.device_u, bucket.device_v, bucket.control, form, payload,
+            [DenseTensor(gradient=dense, vector=0)], vector,
+        )  # fmt: skip
+        middle = time.perf_counter()
+        before()
+        kernels.receive(results, bucket.offsets, n, form, [(payload, done.count)], 1.0)
+        kernels.write([DenseTensor(result=dense, vector=0, momentum=0.9)], vector, bucket.device_u)
+        kernels.restore(bucket.device_u, bucket.device_v, done.kept)
+        end = time.perf_counter()
+        kernels.wait()
+        return start, middle, end
+
+    for _ in range(5):
+        step(lambda: None)
+    waits = []
+    synchronize = runtime.synchronize
+
+    def counted(event):
+        waits.append(time.perf_counter())
+        synchronize(event)
+
+    monkeypatch.setattr(runtime, "synchronize", counted)
+    spin((1,), (1,), (np.int64(1),))
+    uploads = len(waits)
+    start, middle, end = step(hold)
+    inside = [t for t in waits[uploads:] if start <= t <= middle]
+    assert len(inside) == 1, "one wait for the message"
+    assert inside[0] - start < 0.1, "everything was enqueued while the stream was held up"
+    assert middle - start > 0.1, "the stream was not held up: the test shows nothing"
+    assert end - middle < 0.1, "results are enqueued, not waited for"
+
+
+def test_views_of_foreign_memory(kernels):
+    import cupy
+
+    with cupy.cuda.Device(0):
+        owner = cupy.arange(100, dtype=np.float32)
+        cupy.cuda.Stream.null.synchronize()
+    view = kernels.runtime.view(owner.data.ptr + 40, 50, np.dtype(np.float32), owner)
+    assert kernels.runtime.address(view) == owner.data.ptr + 40
+    np.testing.assert_array_equal(kernels.memory.to_host(view), np.arange(10, 60))
+    u, v = kernels.memory.zeros(50, np.float32), kernels.memory.zeros(50, np.float32)
+    kernels.accumulate([SegmentWork(view, None, 0, 50, 0)], u, v)
+    np.testing.assert_array_equal(kernels.memory.to_host(v), np.arange(10, 60))

@@ -1,0 +1,237 @@
+"""Several threads in a kernel, several Python threads calling kernels, and who decides how many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_tools import offsets_of
+
+from dgc.core.errors import ConfigError
+from dgc.core.kernels import threads as threads_module
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.threads import available_cores, default_threads
+
+ROOT = Path(__file__).parents[3]
+
+LAUNCHER_VARIABLES = (threads_module.THREADS_VARIABLE, *threads_module.LOCAL_SIZE_VARIABLES)
+
+
+@pytest.fixture
+def bare_environment(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def run_script(text, **environment):
+    """Run Python code in a process of its own."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("NUMBA_")}
+    paths = [str(ROOT), str(ROOT / "tests/core")]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={**env, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+CONCURRENT = """
+    import threading, sys
+    import numpy as np
+    from dgc.core.kernels.base import SegmentWork
+    from dgc.core.kernels.cpu import NumbaKernels
+    from dgc.core.kernels.reference import ReferenceKernels
+
+    kernels, reference = NumbaKernels(2), ReferenceKernels()
+    kernels.warm_up()
+    failures, start = [], threading.Barrier(3)
+
+    def train(seed):
+        rng = np.random.default_rng(seed)
+        lengths = [100_000, 5000, 300_000]
+        offsets = np.cumsum([0, *lengths])
+        u, v = np.zeros(offsets[-1], np.float32), np.zeros(offsets[-1], np.float32)
+        expected_u, expected_v = u.copy(), v.copy()
+        control = kernels.new_control(3)
+        start.wait()
+        for step in range(15):
+            work = [SegmentWork(rng.standard_normal(n).astype(np.float32), None, int(o), n, n // 500, 0.9)
+                    for n, o in zip(lengths, offsets)]
+            chosen = kernels.accumulate_and_select(work, u, v, control)
+            expected = reference.accumulate_and_select(work, expected_u, expected_v, control)
+            if not (np.array_equal(u, expected_u) and np.array_equal(v, expected_v)
+                    and np.array_equal(chosen.positions, expected.positions)):
+                failures.append((seed, step))
+            for own_u, own_v in ((u, v), (expected_u, expected_v)):
+                kernels.mask(own_u, own_v, chosen.positions, chosen.values, masking=True)
+            kernels.sums_of_squares([u, v])
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    print(kernels.describe())
+    sys.exit(f"wrong steps: {failures}" if failures else 0)
+"""
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+def test_python_threads_call_kernels_at_once(layer):
+    done = run_script(CONCURRENT, NUMBA_THREADING_LAYER=layer)
+    assert done.returncode == 0, done.stderr
+    if layer == "workqueue":
+        assert "1 thread" in done.stdout
+        assert "threading layer" in done.stdout, "the line says why"
+
+
+def test_the_layer_that_aborts_does_abort():
+    """Numba's workqueue under two threads: the reason why the backend never enters it."""
+    done = run_script(
+        """
+        import threading, numba, numpy as np
+        @numba.njit(parallel=True, nogil=True)
+        def f(x):
+            for i in numba.prange(x.size):
+                x[i] = np.sin(x[i])
+        f(np.ones(10))
+        def g():
+            x = np.ones(2_000_000)
+            for _ in range(20): f(x)
+        threads = [threading.Thread(target=g) for _ in range(3)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        """,
+        NUMBA_THREADING_LAYER="workqueue",
+    )
+    assert done.returncode != 0
+
+
+def test_kernels_and_torch_share_a_process():
+    pytest.importorskip("torch")
+    done = run_script(
+        """
+        import threading
+        import numpy as np, torch
+        from dgc.core.kernels.base import SegmentWork
+        from dgc.core.kernels.cpu import NumbaKernels
+        torch.set_num_threads(2)
+        kernels = NumbaKernels(2)
+        stop = threading.Event()
+        def compute():
+            x = torch.randn(300, 300)
+            while not stop.is_set(): x = torch.tanh(x @ x)
+        other = threading.Thread(target=compute)
+        other.start()
+        n = 500_000
+        u, v, control = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_control(1)
+        for step in range(30):
+            g = torch.randn(n)
+            chosen = kernels.accumulate_and_select([SegmentWork(g.numpy(), None, 0, n, 500, 0.9)], u, v, control)
+            kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+            assert len(chosen.positions) == 500, step
+        stop.set()
+        other.join()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    lengths = [200_000, 17, 5000, 300_001, 64]
+    offsets, size = offsets_of(lengths)
+    outcomes = []
+    for threads in (1, 2):
+        kernels, rng = NumbaKernels(threads), np.random.default_rng(0)
+        u, v, control = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_control(len(lengths))
+        seen = []
+        for step in range(15):
+            factor = np.float32(1000 if step == 7 else 1)
+            work = [
+                SegmentWork(rng.standard_normal(n).astype(np.float32) * factor, None, o, n, max(1, n // 200), 0.9)
+                for n, o in zip(lengths, offsets, strict=True)
+            ]
+            chosen = kernels.accumulate_and_select(work, u, v, control)
+            kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+            seen += [chosen.positions, chosen.values, control.copy()]
+        outcomes.append([*seen, u, v])
+    for one, two in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_numbas_own_setting_is_left_alone():
+    import numba
+
+    kernels = NumbaKernels(2)
+    before = numba.get_num_threads()
+    v = np.zeros(300_000, np.float32)
+    for threads in (1, before):
+        numba.set_num_threads(threads)
+        kernels.sums_of_squares([v])
+        assert numba.get_num_threads() == threads
+
+
+def test_threads_are_the_share_of_the_host(bare_environment):
+    assert default_threads() == available_cores()
+    assert default_threads(1000) == 1
+    assert default_threads(2) == max(1, available_cores() // 2)
+    bare_environment.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(available_cores()))
+    assert default_threads() == 1
+    bare_environment.setenv("HOROVOD_LOCAL_SIZE", "1")
+    assert default_threads() == available_cores()
+    bare_environment.setenv(threads_module.THREADS_VARIABLE, "7")
+    assert default_threads() == 7
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", ""])
+def test_a_wrong_number_of_threads_is_an_error(bare_environment, value):
+    bare_environment.setenv(threads_module.THREADS_VARIABLE, value)
+    with pytest.raises(ConfigError, match="whole number"):
+        NumbaKernels()
+
+
+def test_more_threads_than_numba_has_are_cut(bare_environment):
+    import numba
+
+    kernels = NumbaKernels(10_000)
+    assert kernels.threads == numba.config.NUMBA_NUM_THREADS
+    kernels.set_threads(0)
+    assert kernels.threads == 1
+
+
+def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
+    script = """
+        import time, sys
+        from numba.core import event
+        from dgc.core.kernels import places
+        from dgc.core.kernels.cpu import NumbaKernels
+        import numpy as np
+        NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
+        hits = sum(places.gather_alone.stats.cache_hits.values())
+        print("hits", hits)
+    """
+    first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
+    second = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "hits 0" in first.stdout, first.stderr
+    assert "hits 1" in second.stdout, second.stderr
+
+
+def test_without_a_writable_cache_kernels_still_work(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory should be")
+    done = run_script(
+        """
+        import numpy as np
+        from dgc.core.kernels.cpu import NumbaKernels
+        assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
+        """,
+        NUMBA_CACHE_DIR=str(blocked),
+    )
+    assert done.returncode == 0, done.stderr
