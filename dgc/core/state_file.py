@@ -27,7 +27,7 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     header = json.dumps(_take_out(state, arrays))
     draft = path.with_name(path.name + ".part")
     with draft.open("wb") as file:
-        np.savez(file, **arrays, **{_HEADER: np.frombuffer(header.encode(), np.uint8)})
+        np.savez(file, **arrays, **{_HEADER: np.frombuffer(header.encode(), np.uint8)})  # type: ignore[arg-type]
     draft.replace(path)
 
 

@@ -58,7 +58,7 @@ def cross(
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         results, verdict = call(arrays)
-        return [*results, np.int32(verdict)]
+        return [*results, np.int32(verdict)]  # type: ignore[list-item]
 
     types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
     *outputs, verdict = tf.numpy_function(run, inputs, [*types, tf.int32], name="dgc_exchange")

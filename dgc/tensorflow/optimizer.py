@@ -71,7 +71,7 @@ def DistributedOptimizer(
     settings = Settings(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
     if is_alone(process_set) is False:
         settings.adopt(optimizer)
-    optimizer.__class__ = _distributed_class(type(optimizer))
+    optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._dgc_settings = settings
     return optimizer
 

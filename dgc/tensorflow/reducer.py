@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.horovod import import_horovod
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 class Reducer:
@@ -143,7 +143,7 @@ class Reducer:
         process_set = self.compression.process_set(self._process_set)
         for i in sparse:
             reduced[i] = hvd.allreduce(reduced[i], op=op, process_set=process_set)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])  # type: ignore[union-attr]
         return reduced, tf.where(finite, verdict, tf.constant(REFUSED, tf.int32))
 
     def _step(
@@ -160,7 +160,7 @@ class Reducer:
                 return arrays, ACCUMULATED
         if engine is None or group is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate)
+        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate)  # type: ignore[list-item]
         return results, REFUSED if refused else APPLY
 
     def _accumulate(self, arrays: list[np.ndarray]) -> list[np.ndarray]:

@@ -52,7 +52,7 @@ class Settings:
         self._lost = tuple(lost)
         self._arguments = {"sparse_as_dense": sparse_as_dense, "passes": passes, "average_passes": average_passes}
         self._op = op
-        self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)
+        self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)  # type: ignore[arg-type]
 
     @property
     def compression(self) -> DGCCompressor | None:

@@ -140,7 +140,7 @@ class Stock:
         def step(arrays: list[np.ndarray], rate: float | None, extra: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
             *gradients, sum_of_ones, probed = arrays[: count + 2]
             self._check(engine, group, own, probed, float(sum_of_ones[0]))
-            parameters: Sequence[Any] = extra or [None] * count
+            parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
             results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate)
             # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.
             return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], (

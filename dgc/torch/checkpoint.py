@@ -56,7 +56,7 @@ def save_checkpoint(
     transport = compression.engine.transport if compression.engine is not None else None
     rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
     token = _common_token(transport)
-    _on_all_ranks(transport, lambda: _require_loadable(extra) or {}, "save extra")
+    _on_all_ranks(transport, lambda: _require_loadable(extra), "save extra")
 
     def write_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def load_checkpoint(
     main, states = loaded["main"], loaded["states"]
     if size == 1 and len(states) > 1:
         warnings.warn(
-            f"one process compresses nothing: what the {len(states)} ranks of the checkpoint had not sent yet, and their "
+            f"one process compresses nothing: what the {len(states)} ranks had not sent yet, and their "
             "momentum, are dropped",
             RuntimeWarning,
             stacklevel=2,
@@ -155,7 +155,7 @@ def load_checkpoint(
     return main["extra"]
 
 
-def _require_loadable(extra: Any) -> None:
+def _require_loadable(extra: Any) -> dict[str, Any]:
     """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
@@ -167,6 +167,7 @@ def _require_loadable(extra: Any) -> None:
             "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
             f"be loaded safely; convert it (float(x), vars(args)): {str(error).splitlines()[0]}"
         ) from error
+    return {}
 
 
 def _dense_optimizer_state(optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> dict[str, Any]:

@@ -88,7 +88,29 @@ static void fiber_main() {
     resume_scheduler();
 }
 
-// Run one block's fibers to their ends.
+// Let one fiber run to its next barrier or its end. Returns whether it could.
+inline bool resume(unsigned t) {
+    Machine& m = machine;
+    Fiber& fiber = m.fibers[t];
+    if (fiber.ended || (fiber.waits && fiber.waits->generation == fiber.since)) return false;
+    fiber.waits = nullptr;
+    m.current = t;
+    threadIdx.x = t;
+    if (_setjmp(m.scheduler) == 0) {
+        if (fiber.begun) _longjmp(fiber.place, 1);
+        fiber.begun = true;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.data();
+        fiber.start.uc_stack.ss_size = fiber.stack.size();
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, fiber_main, 0);
+        setcontext(&fiber.start);
+    }
+    return true;
+}
+
+// Run one block's fibers to their ends: in turns, or, for every second shuffled block, one warp after the other as far
+// as it comes. The latter shows a missing barrier: a warp is then ahead of the others as far as the code allows.
 inline void run_block(unsigned threads, void (*body)(void*), void* data, std::mt19937* random) {
     Machine& m = machine;
     if (m.fibers.size() < threads) m.fibers.resize(threads);
@@ -98,35 +120,31 @@ inline void run_block(unsigned threads, void (*body)(void*), void* data, std::mt
     m.warps.assign((threads + 31) / 32, Barrier{32});
     m.slots.assign(threads, 0);
     m.votes.assign(threads, 0);
-    std::vector<unsigned> order(threads);
-    std::iota(order.begin(), order.end(), 0u);
     for (unsigned t = 0; t < threads; t++) {
-        Fiber& fiber = m.fibers[t];
-        fiber.begun = fiber.ended = false;
-        fiber.waits = nullptr;
+        m.fibers[t].begun = m.fibers[t].ended = false;
+        m.fibers[t].waits = nullptr;
     }
-    unsigned live = threads;
-    while (live > 0) {
+    const bool ahead = random && (*random)() % 2;
+    std::vector<unsigned> order(ahead ? threads / 32 : threads);
+    std::iota(order.begin(), order.end(), 0u);
+    auto running = [&] {
+        for (unsigned t = 0; t < threads; t++)
+            if (!m.fibers[t].ended) return true;
+        return false;
+    };
+    while (running()) {
         bool progress = false;
         if (random) std::shuffle(order.begin(), order.end(), *random);
-        for (unsigned t : order) {
-            Fiber& fiber = m.fibers[t];
-            if (fiber.ended || (fiber.waits && fiber.waits->generation == fiber.since)) continue;
-            progress = true;
-            fiber.waits = nullptr;
-            m.current = t;
-            threadIdx.x = t;
-            if (_setjmp(m.scheduler) == 0) {
-                if (fiber.begun) _longjmp(fiber.place, 1);
-                fiber.begun = true;
-                getcontext(&fiber.start);
-                fiber.start.uc_stack.ss_sp = fiber.stack.data();
-                fiber.start.uc_stack.ss_size = fiber.stack.size();
-                fiber.start.uc_link = nullptr;
-                makecontext(&fiber.start, fiber_main, 0);
-                setcontext(&fiber.start);
+        for (unsigned next : order) {
+            if (!ahead) {
+                progress |= resume(next);
+                continue;
             }
-            if (m.fibers[m.current].ended) live--;
+            for (bool again = true; again;) {
+                again = false;
+                for (unsigned t = next * 32; t < next * 32 + 32; t++) again |= resume(t);
+                progress |= again;
+            }
         }
         if (!progress) {
             std::fprintf(stderr, "threads of block %u wait for each other at different barriers\n", blockIdx.x);

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import carray, prange, types
 
 from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
 from dgc.core.kernels.table import FLOAT32, FLOAT64
-from dgc.core.kernels.vector import LANES, add_squares, at_address, bits_of, fetch_add, load, store, threshold
+from dgc.core.kernels.vector import (
+    LANES,
+    add_squares,
+    at_address,
+    bits_of,
+    fetch_add,
+    finite_part,
+    load,
+    store,
+    threshold,
+)
 
 TILE = 32768
 """Elements of one partial sum; fixed, so that a sum does not depend on the number of threads."""
@@ -17,42 +29,64 @@ SUM_LANES = 64
 """Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
 
 
+def _make_squares(checked: bool) -> Callable[..., None]:
+    """Build the loop that leaves out entries that are not finite, or the one that trusts that there are none."""
+
+    @helper
+    def squares(array, start, stop, sums):
+        """Add the squares of ``array[start:stop]`` to ``sums``, (SUM_LANES,) float64: entry i to sum i % SUM_LANES."""
+        mask, infinity = magnitude_mask(array.itemsize), infinity_key(array.itemsize)
+        bits = bits_of(array)
+        limit = threshold(array, infinity)
+        for lane in range(0, SUM_LANES, LANES):
+            total = load(sums, lane)
+            i = start + lane
+            while i - lane + SUM_LANES <= stop:
+                x = load(array, i)
+                total = add_squares(total, finite_part(x, limit) if checked else x)
+                i += SUM_LANES
+            store(sums, lane, total)
+        rest = start + (stop - start) // SUM_LANES * SUM_LANES
+        for j in range(rest, stop):
+            if bits[j] & mask < infinity:
+                x = np.float64(array[j])
+                sums[j - rest] += x * x
+
+    return squares
+
+
+_squares_trusting = _make_squares(False)
+_squares_checked = _make_squares(True)
+
+
 @helper
 def _squares(array, start, stop, sums):
-    """Add the squares of ``array[start:stop]`` to ``sums``, (SUM_LANES,) float64: entry i to sum i % SUM_LANES."""
-    mask, infinity = magnitude_mask(array.itemsize), infinity_key(array.itemsize)
-    bits = bits_of(array)
-    limit = threshold(array, infinity)
-    i = start
-    for lane in range(0, SUM_LANES, LANES):
-        total = load(sums, lane)
-        i = start + lane
-        while i - lane + SUM_LANES <= stop:
-            total = add_squares(total, load(array, i), limit)
-            i += SUM_LANES
-        store(sums, lane, total)
-    i = start + (stop - start) // SUM_LANES * SUM_LANES
-    for j in range(i, stop):
-        if bits[j] & mask < infinity:
-            x = np.float64(array[j])
-            sums[j - i] += x * x
+    """The sum of squares of the finite entries; one that is not finite shows in the sum, and is rare."""
+    for checked in range(2):
+        sums[:] = 0
+        if checked:
+            _squares_checked(array, start, stop, sums)
+        else:
+            _squares_trusting(array, start, stop, sums)
+        total = 0.0
+        for lane in range(SUM_LANES):
+            total += sums[lane]
+        if total < np.inf:
+            break
+    return total
 
 
 @helper
 def _squares_of_tile(address, code, start, stop, strip, sums):
-    sums[:] = 0
     if code == FLOAT32:
-        _squares(carray(at_address(address), (stop,), types.float32), start, stop, sums)
-    elif code == FLOAT64:
-        _squares(carray(at_address(address), (stop,), types.float64), start, stop, sums)
-    else:
-        for low in range(start, stop, STRIP):
-            count = min(STRIP, stop - low)
-            widen(address, code, low, count, strip)
-            _squares(strip, 0, count, sums)
+        return _squares(carray(at_address(address), (stop,), types.float32), start, stop, sums)
+    if code == FLOAT64:
+        return _squares(carray(at_address(address), (stop,), types.float64), start, stop, sums)
     total = 0.0
-    for lane in range(SUM_LANES):
-        total += sums[lane]
+    for low in range(start, stop, STRIP):
+        count = min(STRIP, stop - low)
+        widen(address, code, low, count, strip)
+        total += _squares(strip, 0, count, sums)
     return total
 
 

@@ -72,7 +72,7 @@ def infinity_key(itemsize: int) -> int:
 def key_of(value: float, like: np.ndarray) -> int:
     """Bits of a magnitude, rounded to the type of ``like``, (1,) scratch."""
     like[0] = value
-    return np.int64(bits_of(like)[0])
+    return np.int64(bits_of(like)[0])  # type: ignore[return-value]
 
 
 @helper
@@ -222,7 +222,7 @@ def _half(word):
     elif exponent == 0:
         value = fraction * 2.0**-24
     else:
-        value = math.ldexp(float(1024 + fraction), exponent - 25)
+        value = math.ldexp(float(1024 + fraction), exponent - 25)  # type: ignore[arg-type]
     return -value if word & 0x8000 else value
 
 

@@ -64,7 +64,7 @@ def element_code(array: np.ndarray, length: int, what: str) -> int:
 def address_of(array: np.ndarray) -> int:
     """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
     try:
-        return addressof(c_char.from_buffer(array))
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, empty, or a type that buffers do not know
         return array.ctypes.data
 

@@ -196,18 +196,27 @@ def reaching(typing_context: Any, vector: Any, limit: Any) -> Any:
 
 
 @intrinsic
-def add_squares(typing_context: Any, sums: Any, vector: Any, infinity: Any) -> Any:
-    """``sums + vector**2`` in float64, lane by lane; entries that are not finite count as 0."""
+def finite_part(typing_context: Any, vector: Any, infinity: Any) -> Any:
+    """The vector with 0 in place of what is not finite."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        total, x, limit = args
-        finite = builder.icmp_signed("<", _magnitude(builder, x), limit)
-        x = builder.select(finite, x, ir.Constant(x.type, None))
+        x, limit = args
+        return builder.select(builder.icmp_signed("<", _magnitude(builder, x), limit), x, ir.Constant(x.type, None))
+
+    return vector(vector, infinity), code
+
+
+@intrinsic
+def add_squares(typing_context: Any, sums: Any, vector: Any) -> Any:
+    """``sums + vector**2`` in float64, lane by lane."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        total, x = args
         if x.type.element != total.type.element:
             x = builder.fpext(x, total.type)
         return builder.fadd(total, builder.fmul(x, x))
 
-    return sums(sums, vector, infinity), code
+    return sums(sums, vector), code
 
 
 @intrinsic

@@ -141,7 +141,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if not self.built:
+        if not self.built:  # type: ignore[has-type]
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
             self.built = True
@@ -155,7 +155,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
-                lambda: _nothing(self._count_pass()),
+                lambda: _nothing(self._count_pass()),  # type: ignore[func-returns-value]
                 lambda: _nothing(inner.apply(reduced, variables)),
             )
         self._iterations.assign_add(1)
@@ -229,7 +229,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if not self.built:
+        if not self.built:  # type: ignore[has-type]
             with keras.name_scope(self.name, caller=self):
                 self._prepare()
                 self.build(variables)
@@ -249,7 +249,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             self._stateful_handle_non_finite_grads()
             return 0
 
-        branches = {APPLY: finite, ACCUMULATED: lambda: _nothing(self._count_pass())}
+        branches = {APPLY: finite, ACCUMULATED: lambda: _nothing(self._count_pass())}  # type: ignore[func-returns-value]
         tf.switch_case(verdict, [branches[ACCUMULATED], branches[APPLY], overflow])
 
     def get_config(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
     if is_alone(settings.process_set) is False:
         settings.adopt(inner)
-    inner.__class__ = _distributed_class(type(inner))
+    inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
     inner._dgc_name = name
     return optimizer
@@ -83,11 +83,11 @@ class _Distributed:
 
         def update() -> tf.Tensor:
             apply(reduced, *args, **{skip: skip == "skip_gradients_aggregation"})
-            return tf.convert_to_tensor(self.iterations)
+            return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
 
         def count() -> tf.Tensor:
-            self.iterations.assign_add(1)
-            return tf.convert_to_tensor(self.iterations)
+            self.iterations.assign_add(1)  # type: ignore[attr-defined]
+            return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
 
         return tf.cond(tf.equal(verdict, ACCUMULATED), count, update)
 
@@ -112,7 +112,7 @@ class _Distributed:
         base = cls.__mro__[2]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
-        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)
+        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.core.errors import LayoutError, WireError
+from dgc.core.kernels import control as rules
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.device_dense import DenseTensor
 from dgc.core.kernels.device_kernels import DeviceKernels
@@ -161,6 +162,61 @@ def test_control_and_selection_equal_the_cpu_backends():
         bucket.kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
         cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
         same_bits(bucket.device_v, v)
+
+
+@pytest.mark.parametrize("extra", [-20, -3, -1, 0, 1, 2, 500, 5000])
+def test_candidates_just_enough_and_not(extra):
+    """Around k candidates, and far off: the same entries and the same control as on the CPU."""
+    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    n, k = 20000, 64
+    magnitudes = np.linspace(0.5, 2.0, n, dtype=np.float32)
+    gradient = np.random.default_rng(0).permutation(magnitudes) * np.float32(-1)
+    bucket = Bucket([n], "float32", DeviceKernels(HostRuntime(seed=9)))
+    wanted_control = cpu.new_control(1)
+    for control in (bucket.control, wanted_control):
+        # What a pass over the same values leaves behind, and then another threshold.
+        u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, control)
+        control[0, rules.NEXT] = np.sort(magnitudes)[n - k - extra]
+    mine, _ = bucket.work([gradient], None, dict(k=k))
+    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
+    wanted = cpu.accumulate_and_select(
+        [SegmentWork(gradient, None, 0, n, k)], bucket.u, bucket.v, wanted_control
+    )
+    assert_same_selection(got, wanted)
+    same_bits(bucket.control, wanted_control)
+    assert len(got.positions) == (k + extra if -0.2 * k <= extra < 0 else k)
+
+
+@pytest.mark.parametrize("values", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_messages_over_steps_equal_the_cpus(values, dtype):
+    """A jump and a fall of the gradient: the message is written anew when a threshold was of no use."""
+    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    rng = np.random.default_rng(6)
+    lengths = [20000, 3000, 9000]
+    ks = [40, 30, 9]
+    bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=11, deferred=True)))
+    codec = codec_of(bucket, ks, "uint16", values)
+    u, v, control = bucket.u, bucket.v, cpu.new_control(3)
+    waits = []
+    for step in range(9):
+        scale = {4: 1000.0, 6: 0.0}.get(step, 1.0)
+        gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in lengths]
+        mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
+        before = bucket.kernels.runtime.waits
+        _, payload = compress(bucket, mine, codec)
+        waits.append(bucket.kernels.runtime.waits - before)
+        chosen = cpu.accumulate_and_select(theirs, u, v, control)
+        wanted = np.zeros(codec.max_bytes, np.uint8)
+        decoded = codec.encode(chosen.positions, chosen.values, wanted)
+        cpu.mask(u, v, chosen.positions, decoded, masking=True)
+        np.testing.assert_array_equal(payload, wanted)
+        same_bits(bucket.control, control)
+        bucket.kernels.wait()
+        bucket.assert_same_state()
+    assert waits[3] == 1
+    assert waits[4] == 2, "the jump makes the thresholds useless"
 
 
 @pytest.mark.parametrize("state", ["float32", "float64"])
@@ -444,6 +500,14 @@ def test_unaligned_arrays():
         wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
         assert_same_selection(got, wanted)
         bucket.assert_same_state()
+
+
+def test_warm_up_runs_every_kernel_of_a_step():
+    for dtype in ("float32", "float64"):
+        kernels = DeviceKernels(HostRuntime(seed=1, deferred=True))
+        kernels.warm_up(dtype)
+        assert {"sweep", "refine", "emit", "send", "receive", "pack", "update", "restore"} <= set(kernels.runtime.launches)
+    assert "host" in kernels.describe()
 
 
 def test_nothing_to_send():

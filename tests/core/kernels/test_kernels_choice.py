@@ -63,7 +63,7 @@ def test_a_wrong_option_is_not_taken_for_a_broken_numba(monkeypatch):
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(ConfigError, match="'tpu'.*allowed: cpu, gpu"):
+    with pytest.raises(ConfigError, match=r"'tpu'.*allowed: cpu, gpu"):
         arrays.choose_kernels("tpu")
 
 
