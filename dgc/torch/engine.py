@@ -320,7 +320,7 @@ class Engine:
             return
         if not self._owns(optimizer):
             return
-        if self.owned_by is not None and self._error is None:
+        if self._error is None:
             self._refuse_strangers(optimizer)
         self.adoption.take(optimizer)
 
@@ -328,7 +328,7 @@ class Engine:
         owner = self.owner() if self.owner is not None else None
         if owner is not None:
             return optimizer is owner
-        return self.owned_by is None or self.owned_by(optimizer)
+        return self.owned_by is not None and self.owned_by(optimizer)
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         """Horovod averages no gradient of a parameter that was frozen when the optimizer was wrapped."""

@@ -48,6 +48,7 @@ class DeviceKernels(BucketKernels):
         n = 8192
         kind = np.dtype(dtype)
         u, v, g, r = (self.runtime.zeros(n, kind) for _ in range(4))
+        self.memory.copy_in(g, np.ones(n, kind))
         control = self.new_control(1)
         form, vector = Format(1, 2), self.runtime.host_array(n, kind)
         payload = self.runtime.host_array(1024, np.uint8)

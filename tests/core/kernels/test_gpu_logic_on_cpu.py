@@ -188,6 +188,40 @@ def test_candidates_just_enough_and_not(extra):
     assert len(got.positions) == (k + extra if -0.2 * k <= extra < 0 else k)
 
 
+def test_candidates_far_above_their_threshold():
+    """The k-th largest is beyond the bins of the first histogram: whole segments are searched, and rows stay equal."""
+    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    n, k = 20000, 64
+    gradient = np.full(n, 0.5, np.float32)
+    gradient[::40] = np.linspace(1.0, 1.1, n // 40)
+    gradient[7 : 7 + 100 * k : 100] = np.linspace(64.0, 65.0, k)
+    bucket = Bucket([n], "float32", DeviceKernels(HostRuntime(seed=9)))
+    controls = [bucket.control, cpu.new_control(1)]
+    for control in controls:
+        u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, control)
+        control[0, rules.NEXT] = 1.0
+    mine, theirs = bucket.work([gradient], None, dict(k=k))
+    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
+    assert bucket.kernels.runtime.launches.count("emit") == 2
+    wanted = cpu.accumulate_and_select(theirs, bucket.u, bucket.v, controls[1])
+    assert_same_selection(got, wanted)
+    same_bits(*controls)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_segments_of_many_tiles(seed):
+    """More tiles than a block has threads, so that sums run over several rounds, warps and segments."""
+    rng = np.random.default_rng(seed)
+    lengths = [300000, 1_200_000, 5000]
+    bucket = Bucket(lengths, "float32", DeviceKernels(HostRuntime(seed=seed)))
+    gradients = [draw(rng, n, "heavy").astype(np.float32) for n in lengths]
+    options = [dict(k=n // 100) for n in lengths]
+    for _ in range(2):
+        got, wanted = step_both(bucket, gradients, None, options)
+        assert_same_selection(got, wanted)
+
+
 @pytest.mark.parametrize("values", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_messages_over_steps_equal_the_cpus(values, dtype):
@@ -506,7 +540,8 @@ def test_warm_up_runs_every_kernel_of_a_step():
     for dtype in ("float32", "float64"):
         kernels = DeviceKernels(HostRuntime(seed=1, deferred=True))
         kernels.warm_up(dtype)
-        assert {"sweep", "refine", "emit", "send", "receive", "pack", "update", "restore"} <= set(kernels.runtime.launches)
+        expected = {"sweep", "refine", "emit", "send", "receive", "pack", "update", "restore"}
+        assert expected <= set(kernels.runtime.launches)
     assert "host" in kernels.describe()
 
 
