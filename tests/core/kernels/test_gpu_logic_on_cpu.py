@@ -180,9 +180,7 @@ def test_candidates_just_enough_and_not(extra):
         control[0, rules.NEXT] = np.sort(magnitudes)[n - k - extra]
     mine, _ = bucket.work([gradient], None, dict(k=k))
     got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-    wanted = cpu.accumulate_and_select(
-        [SegmentWork(gradient, None, 0, n, k)], bucket.u, bucket.v, wanted_control
-    )
+    wanted = cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], bucket.u, bucket.v, wanted_control)
     assert_same_selection(got, wanted)
     same_bits(bucket.control, wanted_control)
     assert len(got.positions) == (k + extra if -0.2 * k <= extra < 0 else k)
