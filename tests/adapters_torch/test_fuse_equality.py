@@ -320,6 +320,7 @@ def test_gradients_that_are_re_pointed_in_place():
     assert fused_counts(twins.fused) == (1, len(SHAPES))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradients_are_left_to_the_plain_step(cls):
     def step(params, optimizer, fuse, seed):
