@@ -27,8 +27,6 @@ in, all ranks are awake and test without pause for as long as the bytes should t
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +36,7 @@ import numpy as np
 
 from dgc.core.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.transport.mpi_exit import expect_farewell, is_done, waiting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -105,12 +104,6 @@ def why_unusable(mpi: Any, comm: Any, expect_rank: int | None = None, expect_siz
     return None
 
 
-_testing = threading.Lock()
-"""Held during each test of a request, so that leaving can wait for the last one."""
-_leaving = threading.Event()
-_registered: list[bool] = []
-
-
 class MPITransport:
     """Collectives of mpi4py on a duplicate of a communicator, so that nobody else's messages can be taken for ours.
 
@@ -156,13 +149,10 @@ class MPITransport:
             self._comm = parent.Dup() if ranks is None else _subgroup(parent, ranks)
             # The default handler of a communicator made by others may be to abort the job.
             self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+            expect_farewell(self._mpi, self._comm)
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self._closed = False
-        if not _registered:
-            # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
-            _registered.append(True)
-            atexit.register(_leave)
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
 
@@ -266,24 +256,11 @@ class MPITransport:
         """Return when ``request`` is done; ``size`` bytes decide how long to test without pause."""
         start = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
-        while not self._is_done(request):
-            waited = time.perf_counter() - start
-            if waited > spin:
-                time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
-
-    def _is_done(self, request: Any) -> bool:
-        """One test, unless MPI is on its way out: a test after MPI_Finalize ends the process without a Python error."""
-        with _testing:
-            if _leaving.is_set() or self._mpi.Is_finalized():
-                raise TransportError("MPI was shut down while a collective waited: this process or another rank ended")
-            return bool(request.Test())
-
-
-def _leave() -> None:
-    """At exit, before Horovod shuts MPI down: no thread tests any more once this returns."""
-    _leaving.set()
-    if _testing.acquire(timeout=1.0):
-        _testing.release()
+        with waiting():
+            while not is_done(self._mpi, request):
+                waited = time.perf_counter() - start
+                if waited > spin:
+                    time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

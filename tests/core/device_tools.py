@@ -3,7 +3,11 @@
 import numpy as np
 
 from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.device_messages import device_format
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.layout import Bucket as LayoutBucket
+from dgc.core.layout import Segment
+from dgc.core.sparse_codec import SparseCodec
 
 ALIGNMENT = 16
 
@@ -56,3 +60,52 @@ def same_bits(a, b):
     kind = f"u{a.dtype.itemsize}"
     different = (a.view(kind) != b.view(kind)) & ~(np.isnan(a) & np.isnan(b))
     assert not different.any(), (np.flatnonzero(different)[:5], a[different][:5], b[different][:5])
+
+
+PATTERNS = ("normal", "heavy", "ties", "constant", "zeros", "few", "tiny", "huge", "broken")
+
+
+def draw(rng, length, pattern):
+    """Gradients of one tensor."""
+    if pattern == "normal":
+        return rng.standard_normal(length) * 0.1
+    if pattern == "heavy":
+        return rng.standard_t(1.5, length) * 0.01
+    if pattern == "ties":
+        return rng.integers(-3, 4, length) * 0.125
+    if pattern == "constant":
+        return np.full(length, -0.5)
+    if pattern == "zeros":
+        return np.zeros(length)
+    if pattern == "few":
+        g = np.zeros(length)
+        g[rng.integers(0, length, 5)] = rng.standard_normal(5)
+        return g
+    if pattern == "tiny":
+        return rng.standard_normal(length) * 1e-42
+    if pattern == "huge":
+        return rng.standard_normal(length) * 1e37
+    assert pattern == "broken"
+    g = rng.standard_normal(length)
+    g[rng.integers(0, length, 3)] = [np.inf, -np.inf, np.nan]
+    return g
+
+
+def assert_same_selection(got, wanted):
+    np.testing.assert_array_equal(got.positions, wanted.positions)
+    assert got.positions.dtype == np.int64
+    same_bits(got.values, wanted.values)
+
+
+def codec_of(bucket, ks, indices, values):
+    places = zip(bucket.offsets[:-1].tolist(), bucket.lengths, strict=True)
+    segments = tuple(Segment(i, o, n) for i, (o, n) in enumerate(places))
+    n = int(bucket.offsets[-1])
+    return SparseCodec(LayoutBucket(0, str(bucket.dtype), segments, (), n, n), sum(ks), indices, values)
+
+
+def compress(bucket, work, codec, payload=None, **more):
+    payload = np.full(codec.max_bytes, 0xFF, np.uint8) if payload is None else payload
+    form = device_format(codec.indices, codec.values)
+    done = bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.control, form, payload, **more)
+    return done, payload

@@ -59,3 +59,58 @@ print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if 
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+LATE = """
+import sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+import dgc.transport.mpi as mpi
+from worker_tools import report
+
+transport = mpi.MPITransport()
+if hvd.rank() == 0:
+    test = mpi.is_done
+    def late(*arguments):
+        time.sleep(2)
+        return test(*arguments)
+    mpi.is_done = late
+out = np.empty((2, 4), np.uint8)
+transport.allgather(np.full(4, hvd.rank(), np.uint8), out)
+report(out)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("closing", ["", "transport.close()"], ids=["left open", "closed"])
+def test_a_rank_that_ends_first_does_not_take_mpi_from_one_that_still_receives(closing):
+    """Horovod's exit handler ends Horovod on all ranks, and with it MPI."""
+    assert run_mpi(2, LATE + closing).values == [[[0] * 4, [1] * 4]] * 2
+
+
+LEAVE = """
+import sys
+import dgc.transport.mpi_exit as mpi_exit
+from worker_tools import report
+
+met = []
+mpi_exit.say_farewell = lambda mpi: met.append(True)
+{before}
+mpi_exit.leave()
+report(len(met))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("before", "meetings"),
+    [
+        ("", 1),
+        ("sys.last_value = ValueError('uncaught')", 0),
+        ("mpi_exit.waiting().__enter__()", 0),
+        ("with mpi_exit.waiting(): pass", 1),
+    ],
+)
+def test_a_rank_that_failed_does_not_wait_for_others(before, meetings):
+    assert run_mpi(1, LEAVE.format(before=before)).values == [meetings]

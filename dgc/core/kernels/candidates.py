@@ -1,15 +1,13 @@
 """The compress pass of one bucket: all chunks of all segments, shared out to the threads; the last to finish picks.
 
-A chunk is a piece of one segment. Threads take chunks by ticket, so that a thread that is held up (by the backward
-pass, by another process) delays nobody, and write candidates into room of their own. Whoever finishes a segment's last
-chunk picks its entries at once: one parallel region, no barrier. Chunks do not depend on the number of threads and a
-segment's candidates are read in the order of its chunks, so neither do the results.
+A chunk is a piece of one segment. Threads take chunks by ticket and write candidates into room of their own. Whoever
+finishes a segment's last chunk picks its entries at once, so nobody waits for anybody in between. Chunks do not depend
+on the number of threads and a segment's candidates are read in the order of its chunks, so neither do the results.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from numba.extending import register_jitable
 
 from dgc.core.kernels import control as rules
@@ -20,7 +18,7 @@ from dgc.core.kernels.sweep import infinity_key, key_of, sweep_chunk, value_of
 from dgc.core.kernels.table import ENTRIES, FIRST_CHUNK, KEY, LENGTH, MOST, OUT, USED
 from dgc.core.kernels.vector import LANES, bits_of, fetch_add
 
-CHUNK = 32768
+CHUNK = 131072
 """Elements that a thread takes at a time; a multiple of LANES."""
 
 UNFINISHED = -1
@@ -64,12 +62,16 @@ def prepare(integers, reals, control, selecting, like):
     return chunks, room + LANES, out, elements
 
 
-@helper
-def _spread_chunks(integers, chunk_segment, left):
+@entry()
+def begin(integers, chunk_table, left, spent, nonfinite, taken):
+    """Set the scratch arrays of :func:`compress_chunks` up; for their meaning see there."""
+    nonfinite[:] = 0
+    taken[:] = 0
     for s in range(len(integers)):
+        spent[:, s] = 0
         left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
         for c in range(left[s]):
-            chunk_segment[integers[s, FIRST_CHUNK] + c] = s
+            chunk_table[0, integers[s, FIRST_CHUNK] + c] = s
 
 
 @helper
@@ -110,19 +112,44 @@ def _conclude(
     return min(total, k)
 
 
-@helper
-def _work(
-    worker, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
+@entry()
+def compress_chunks(
+    worker, progress, chunks, integers, reals, control, u, v, selecting, room, chunk_table, left,
     positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
 ):  # fmt: skip
+    """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
+
+    A kernel for :class:`dgc.core.kernels.threads.Team`, W threads.
+
+    Args:
+        worker: this thread's number, below W.
+        progress: (2,) int64: chunks taken, chunks done.
+        chunks: C, number of chunks.
+        integers: (S, 13) int64 work table, prepared.
+        reals: (S, 4) float64 work table, prepared.
+        control: (S, COLUMNS) float64, updated.
+        u: (·,) float32 or float64, in place.
+        v: (·,) of u's type, in place.
+        selecting: False updates only.
+        room: candidates that one thread may hold.
+        chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
+        left: (>= S,) int64 scratch: chunks of each segment that are not done.
+        positions: (>= W * room,) int32 scratch.
+        values: (>= W * room,) of u's type, scratch.
+        spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
+        wide: (>= W, 2 * STRIP) of u's type, scratch.
+        bins: (>= W, BINS) int64 scratch.
+        like: (>= W, 1) of u's type, scratch.
+        nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
+        taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
+        out_positions: (k,) int64; segment s fills its part from its OUT on.
+        out_values: (k,) of u's type, likewise.
+    """
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
-    v_bits = bits_of(v)
-    value_bits = bits_of(values)
+    v_bits, value_bits = bits_of(v), bits_of(values)
     n = worker * room
-    spent[worker] = 0
-    met = False
     while True:
-        c = fetch_add(tickets, 0, 1)
+        c = fetch_add(progress, 0, 1)
         if c >= chunks:
             break
         s = chunk_segment[c]
@@ -131,70 +158,22 @@ def _work(
         # More than this from one thread alone is too many for the segment, whatever the others find.
         allowed = integers[s, MOST] - spent[worker, s]
         key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
-        begin = n
-        n, bad = sweep_chunk(
-            integers, reals, s, start, stop, u, v, v_bits, key, wide[worker], positions, values, n,
-            n + allowed,
-        )  # fmt: skip
-        met |= bad
-        found = n - begin
+        first = n
+        n, met = sweep_chunk(
+            integers, reals, s, start, stop, u, v, v_bits, key, wide[worker], positions, values, n, n + allowed
+        )
+        if met:
+            nonfinite[worker] = 1
+        found = n - first
         if found > allowed:
-            found, n = UNFINISHED, begin
+            found, n = UNFINISHED, first
             spent[worker, s] = integers[s, MOST] + 1
         else:
             spent[worker, s] += found
-        if not selecting:
-            continue
-        starts[c], counts[c] = begin, found
-        if fetch_add(left, s, -1) == 1:
+        starts[c], counts[c] = first, found
+        if fetch_add(left, s, -1) == 1 and selecting:
             taken[s] = _conclude(
-                integers, reals, control, s, positions, values, value_bits, starts, counts, bins[worker, 0],
-                like, out_positions, out_values,
+                integers, reals, control, s, positions, values, value_bits, starts, counts, bins[worker],
+                like[worker], out_positions, out_values,
             )  # fmt: skip
-    nonfinite[worker] = met
-
-
-def _pass(
-    workers, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
-    positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
-):  # fmt: skip
-    """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
-
-    Args:
-        workers: W, number of threads.
-        integers: (S, 13) int64 and ``reals`` (S, 4) float64, the work tables, prepared.
-        reals: see integers.
-        control: (S, COLUMNS) float64, updated.
-        u: (·,) float32 or float64, in place.
-        v: (·,) of u's type, in place.
-        selecting: False updates only.
-        room: candidates that one thread may hold.
-        chunks: C, number of chunks.
-        chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
-        left: (>= S,) int64 scratch: chunks of each segment that are not done.
-        tickets: (1,) int64 scratch.
-        positions: (>= W * room,) int32 scratch.
-        values: (>= W * room,) of u's type, scratch.
-        spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
-        wide: (>= W, 2 * STRIP) of u's type, scratch.
-        bins: (>= W, 2, BINS) int64 scratch.
-        like: (>= W, 1) of u's type, scratch.
-        nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
-        taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
-        out_positions: (k,) int64; segment s fills its part from its OUT on.
-        out_values: (k,) of u's type, likewise.
-    """
-    tickets[0] = 0
-    _spread_chunks(integers, chunk_table[0], left)
-    for s in range(len(integers)):
-        taken[s] = 0
-    for turn in prange(workers):
-        worker = np.int64(turn)
-        _work(
-            worker, integers, reals, control, u, v, selecting, room, chunks, chunk_table, left, tickets,
-            positions, values, spent, wide, bins, like[worker], nonfinite, taken, out_positions, out_values,
-        )  # fmt: skip
-
-
-pass_alone = entry()(_pass)
-pass_together = entry(parallel=True)(_pass)
+        fetch_add(progress, 1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,34 +11,16 @@ import numpy as np
 
 from dgc.core.errors import LayoutError
 from dgc.core.kernels import control as rules
+from dgc.core.kernels import histogram, places
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.candidates import UNFINISHED, pass_alone, pass_together, prepare
-from dgc.core.kernels.dense import (
-    SUM_LANES,
-    TILE,
-    sums_of_squares_alone,
-    sums_of_squares_together,
-    update_alone,
-    update_together,
-)
-from dgc.core.kernels.histogram import large_alone, large_together, small_alone, small_together
+from dgc.core.kernels.candidates import UNFINISHED, begin, compress_chunks, prepare
+from dgc.core.kernels.dense import SUM_LANES, TILE, add_tiles, tile_sums, update
+from dgc.core.kernels.histogram import COUNT, TALLY_ALL, TALLY_RANGE, WRITE
 from dgc.core.kernels.pick import BINS
-from dgc.core.kernels.places import (
-    gather_alone,
-    gather_together,
-    mask_alone,
-    mask_together,
-    restore_alone,
-    restore_together,
-    scatter_add_alone,
-    scatter_add_together,
-)
 from dgc.core.kernels.sweep import STRIP
 from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, element_code, make_table
-from dgc.core.kernels.threads import default_threads, threading_layer
+from dgc.core.kernels.threads import Team, default_threads
 from dgc.core.kernels.vector import bits_of
-
-logger = logging.getLogger(__name__)
 
 ALONE = 65536
 """Elements below which waking other threads costs more than it saves."""
@@ -49,6 +30,9 @@ PLACE = 32
 
 LARGE = 262144
 """Segments from this length on are selected with all threads at once, shorter ones each by one thread."""
+
+LARGEST_PARTS = 64
+"""Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
 
 
 class _Scratch:
@@ -62,9 +46,8 @@ class _Scratch:
         self.positions = np.empty(workers * room, np.int32)
         self.values = np.empty(workers * room, kind)
         self.wide = np.empty((workers, 2 * STRIP), kind)
-        self.bins = np.empty((workers, 2, BINS), np.int64)
+        self.bins = np.empty((workers, BINS), np.int64)
         self.likes = np.empty((workers, 1), kind)
-        self.tickets = np.empty(1, np.int64)
 
 
 class _Workspace(threading.local):
@@ -90,13 +73,13 @@ class NumbaKernels:
     """The operations of size n on CPU arrays; see :class:`dgc.core.kernels.base.Kernels`.
 
     Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
-    results do not depend on the number of threads.
+    what comes out does not depend on the number of threads.
     """
 
     name = "numba"
 
     def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
-        """Choose the threading.
+        """Choose the number of threads.
 
         Args:
             threads: threads per call; None takes the process's share of the host's cores.
@@ -105,9 +88,9 @@ class NumbaKernels:
         Raises:
             ConfigError: DGC_NUM_THREADS is set to something else than a number.
         """
-        self._layer = threading_layer()
-        self._threads = 1
+        self._team = Team()
         self._workspace = _Workspace()
+        self._threads = 1
         self.set_threads(threads if threads is not None else default_threads(local_size))
 
     @property
@@ -116,14 +99,12 @@ class NumbaKernels:
         return self._threads
 
     def set_threads(self, threads: int) -> None:
-        """Use ``threads`` threads per call: at most as many as Numba has, and 1 without a safe threading layer."""
-        self._threads = max(1, min(threads, numba.config.NUMBA_NUM_THREADS)) if self._layer else 1
+        """Use up to ``threads`` threads per call from now on, at least 1."""
+        self._threads = max(1, threads)
 
     def describe(self) -> str:
-        """One line for a log: what runs, on how many threads, and why."""
-        if self._layer is None:
-            return f"numba {numba.__version__}, 1 thread (no threading layer that two threads may enter: install tbb)"
-        return f"numba {numba.__version__}, {self._threads} thread(s), threading layer {self._layer}"
+        """One line for a log: what runs, and on how many threads."""
+        return f"numba {numba.__version__}, {self._threads} thread{'s' if self._threads > 1 else ''}"
 
     def warm_up(self, dtype: str = "float32") -> None:
         """Compile every kernel for buckets of ``dtype``, or load it from the cache, so that no step waits for it."""
@@ -157,12 +138,11 @@ class NumbaKernels:
         addresses = np.array([address_of(g) for g in gradients], np.int64)
         tiles = np.zeros(len(gradients) + 1, np.int64)
         np.cumsum(-(-lengths // TILE), out=tiles[1:])
-        parts = self._parts(int(lengths.sum()))
-        self._run(
-            sums_of_squares_alone, sums_of_squares_together, parts,
-            addresses, codes, lengths, tiles, np.empty((parts, STRIP), np.float32), np.empty((parts, SUM_LANES)),
-            np.zeros(1, np.int64), out,
-        )  # fmt: skip
+        count = int(tiles[-1])
+        threads = self._threads_for(count * TILE)
+        strips, sums, partial = np.empty((threads, STRIP), np.float32), np.empty((threads, SUM_LANES)), np.empty(count)
+        self._team.run(threads, tile_sums, count, addresses, codes, lengths, tiles, strips, sums, partial)
+        add_tiles(tiles, partial, out)
         return out
 
     def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
@@ -176,25 +156,22 @@ class NumbaKernels:
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         _check_positions(positions, array.size)
         out = np.empty(positions.size, array.dtype)
-        self._run(gather_alone, gather_together, self._parts(PLACE * positions.size), array, positions, out)
+        self._run_places(places.gather, positions.size, array, positions, out)
         return out
 
-    def mask(  # noqa: D102
-        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
-    ) -> Kept:
+    def mask(self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:  # noqa: D102
         _check_positions(positions, min(u.size, v.size))
         k = positions.size
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
-        self._run(mask_alone, mask_together, self._parts(PLACE * k), u, v, positions, decoded, masking, kept.u, kept.v)
+        self._run_places(places.mask, k, u, v, positions, decoded, masking, kept.u, kept.v)
         return kept
 
     def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
         _check_positions(kept.positions, min(u.size, v.size))
-        parts = self._parts(PLACE * kept.positions.size)
-        self._run(restore_alone, restore_together, parts, u, v, kept.positions, kept.u, kept.v)
+        self._run_places(places.restore, kept.positions.size, u, v, kept.positions, kept.u, kept.v)
 
     def scatter_add(  # noqa: D102
         self,
@@ -214,14 +191,12 @@ class NumbaKernels:
             raise LayoutError(f"{values.size} values were given for {positions.size} positions")
         addresses = np.array([address_of(r) for r in results], np.int64)
         lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
-        parts = self._parts(PLACE * positions.size)
-        done = np.zeros(parts, np.bool_)
-        self._run(
-            scatter_add_alone, scatter_add_together, parts,
-            addresses, lengths, offsets, positions, np.ascontiguousarray(values, kind),
-            np.array([factor], kind), done,
+        refused = np.zeros(1, np.int64)
+        self._run_places(
+            places.scatter_add, positions.size, addresses, lengths, offsets, positions,
+            np.ascontiguousarray(values, kind), np.array([factor], kind), refused,
         )  # fmt: skip
-        if not done.all():
+        if refused[0]:
             raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
 
     def dense_update(  # noqa: D102
@@ -239,33 +214,24 @@ class NumbaKernels:
         n = result.size
         if mean.shape != (n,) or u.shape != (n,):
             raise LayoutError(f"a result of {n} elements was given a mean of {mean.size} and a momentum of {u.size}")
+        at = code = 0
         if parameter is None:
             weight_decay = 0.0
-        parts = self._parts(n)
-        strips = (parts, STRIP if parameter is not None and weight_decay else 0)
-        self._run(
-            update_alone, update_together, parts, result, mean, u,
-            address_of(parameter) if parameter is not None and weight_decay else 0,
-            element_code(parameter, n, "parameter") if parameter is not None and weight_decay else 0,
-            float(momentum), bool(nesterov), float(weight_decay), float(scale),
-            np.empty(strips, result.dtype),
+        elif weight_decay:
+            at, code = address_of(parameter), element_code(parameter, n, "parameter")
+        threads = self._threads_for(n)
+        self._team.run(
+            threads, update, -(-n // TILE), result, mean, u, at, code, float(momentum), bool(nesterov),
+            float(weight_decay), float(scale), np.empty((threads, STRIP if weight_decay else 0), result.dtype),
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _parts(self, elements: int) -> int:
+    def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self._threads
 
-    def _run(self, alone: Callable[..., None], together: Callable[..., None], parts: int, *arguments: Any) -> Any:
-        """Call a kernel on ``parts`` threads. Numba's own setting, one for each Python thread, is left as it was."""
-        if parts == 1 and alone is not together:
-            return alone(1, *arguments)
-        before = numba.get_num_threads()
-        numba.set_num_threads(parts)
-        try:
-            return together(parts, *arguments)
-        finally:
-            numba.set_num_threads(before)
+    def _run_places(self, kernel: Callable[..., None], k: int, *arguments: Any) -> None:
+        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // places.PART), *arguments)
 
     def _pass(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray | None) -> Selection:
         kind = _check_state(u, v)
@@ -276,21 +242,19 @@ class NumbaKernels:
         elif control.shape != (segments, rules.COLUMNS) or not control.flags.c_contiguous:
             raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS}), contiguous")
         chunks, room, count, elements = prepare(integers, reals, control, selecting, np.empty(1, kind))
-        workers = self._parts(elements)
-        scratch = self._workspace.scratch(kind, workers, segments, chunks, room)
+        threads = self._threads_for(elements)
+        scratch = self._workspace.scratch(kind, threads, segments, chunks, room)
         positions, values = np.empty(count, np.int64), np.empty(count, kind)
-        taken, nonfinite = np.empty(segments, np.int64), np.empty(workers, np.int64)
-        # Alone or together, not both: the two take long to compile.
-        self._run(
-            pass_together if self._threads > 1 else pass_alone, pass_together, workers,
-            integers, reals, control, u, v, selecting, room, chunks, scratch.chunks, scratch.left, scratch.tickets,
-            scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins,
-            scratch.likes, nonfinite, taken, positions, values,
+        taken, nonfinite = np.empty(segments, np.int64), np.empty(threads, np.int64)
+        begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
+        self._team.run(
+            threads, compress_chunks, chunks, integers, reals, control, u, v, selecting, room, scratch.chunks,
+            scratch.left, scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins, scratch.likes,
+            nonfinite, taken, positions, values,
         )  # fmt: skip
         if selecting:
             if taken.min(initial=0) == UNFINISHED:
-                unfinished = np.flatnonzero(taken == UNFINISHED)
-                self._select_by_histogram(integers, control, unfinished, v, scratch, workers, positions, values, taken)
+                self._select_by_histogram(integers, control, v, positions, values, taken)
             if int(taken.sum()) < count:
                 positions, values = _without_gaps(integers, taken, positions, values)
         return Selection(positions, bool(nonfinite.any()), values)
@@ -299,36 +263,66 @@ class NumbaKernels:
         self,
         integers: np.ndarray,
         control: np.ndarray,
-        unfinished: np.ndarray,
         v: np.ndarray,
-        scratch: _Scratch,
-        workers: int,
         positions: np.ndarray,
         values: np.ndarray,
         taken: np.ndarray,
     ) -> None:
-        bits = bits_of(v)
-        bins, likes = scratch.bins, scratch.likes
-        keys, wider = np.zeros(len(integers), np.int64), np.zeros(len(integers), np.int64)
+        """Select the segments that are UNFINISHED, large ones with all threads at once, small ones side by side."""
+        unfinished = np.flatnonzero(taken == UNFINISHED)
         lengths = integers[unfinished, LENGTH]
+        bits, found = bits_of(v), np.zeros((len(integers), 3), np.int64)
         small = unfinished[lengths < LARGE]
+        threads = max(1, min(self._threads_for(int(lengths.sum())), small.size))
+        likes = np.empty((threads, 1), v.dtype)
         if small.size:
-            parts = min(workers, small.size)
-            self._run(
-                small_alone, small_together, parts,
-                v, bits, integers, small, bins, likes, np.zeros(1, np.int64), positions, values, taken, keys, wider,
+            bins = np.empty((threads, 2, BINS), np.int64)
+            self._team.run(
+                threads, histogram.select_each, small.size, v, bits, integers, small, bins, likes, positions, values,
+                found,
             )  # fmt: skip
-        tallies = np.empty((workers, 2), np.int64)
         for s in unfinished[lengths >= LARGE]:
-            offset, length, k, out = (int(integers[s, column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
-            taken[s], keys[s], wider[s] = self._run(
-                large_alone, large_together, workers,
-                v, bits, offset, length, k, bins, tallies, likes[0], positions, values, out,
-            )  # fmt: skip
-        magnitudes = keys.astype(bits.dtype).view(v.dtype)
+            found[s] = self._select_large(integers[s], v, bits, likes[0], positions, values)
+        taken[unfinished] = found[unfinished, 0]
+        magnitudes = found[:, 1].astype(bits.dtype).view(v.dtype)
         for s in unfinished:
             kth = float(magnitudes[s])
-            rules.learn(control[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(wider[s]), kth)
+            rules.learn(control[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(found[s, 2]), kth)
+
+    def _select_large(
+        self,
+        row: np.ndarray,
+        v: np.ndarray,
+        bits: np.ndarray,
+        like: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+    ) -> tuple[int, int, int]:
+        """Select one segment; returns what :func:`dgc.core.kernels.histogram.select_each` does."""
+        offset, length, k, place = (int(row[column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
+        parts = min(LARGEST_PARTS, length // LARGE * 2)
+        bins, tallies = np.empty((parts, 2, BINS), np.int64), np.empty((parts, 2), np.int64)
+
+        def sweep(task: int, low: int, high: int = 0, shift: int = 0, ties: int = 0) -> int:
+            self._team.run(
+                self._threads, histogram.sweep_parts, parts, task, v, bits, offset, length, low, high, shift, bins,
+                tallies, ties, positions, values, place,
+            )  # fmt: skip
+            return int(tallies[:, 0].sum())
+
+        nonzero = sweep(COUNT, 1)
+        if nonzero <= k:
+            sweep(WRITE, 0)
+            return nonzero, 0, 0
+        low, high, shift = 0, np.iinfo(bits.dtype).max, histogram.first_shift(v.itemsize)
+        sweep(TALLY_ALL, low, high, shift)
+        low, high, ties, shift = histogram.descend(bins, low, high, shift, k)
+        while low < high:
+            sweep(TALLY_RANGE, low, high, shift)
+            low, high, ties, shift = histogram.descend(bins, low, high, shift, ties)
+        sweep(COUNT, low)
+        sweep(WRITE, low, ties=ties)
+        return k, low, sweep(COUNT, histogram.wider_key(low, like))
 
 
 def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, prange, types
+from numba import carray, types
 
 from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
@@ -23,7 +23,8 @@ from dgc.core.kernels.vector import (
 )
 
 TILE = 32768
-"""Elements of one partial sum; fixed, so that a sum does not depend on the number of threads."""
+"""Elements that a thread takes at a time, and those of one partial sum: fixed, so that a sum does not depend on the
+number of threads."""
 
 SUM_LANES = 64
 """Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
@@ -90,47 +91,53 @@ def _squares_of_tile(address, code, start, stop, strip, sums):
     return total
 
 
-def _sums_of_squares(parts, addresses, codes, lengths, tiles, strips, sums, tickets, out):
-    """Sum of squares over the finite entries of each array.
+@entry()
+def tile_sums(worker, progress, count, addresses, codes, lengths, tiles, strips, sums, partial):
+    """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
 
     Args:
-        parts: number of threads, P.
+        worker: this thread's number, below W.
+        progress: (2,) int64: tiles taken, tiles done.
+        count: number of tiles.
         addresses: (S,) int64.
         codes: (S,) int64 element types.
         lengths: (S,) int64.
         tiles: (S + 1,) int64: array s has the tiles ``tiles[s]`` to ``tiles[s + 1]``, each TILE elements but the last.
-        strips: (P, STRIP) float32 scratch.
-        sums: (P, SUM_LANES) float64 scratch.
-        tickets: (1,) int64, 0.
-        out: (S,) float64.
+        strips: (W, STRIP) float32 scratch.
+        sums: (W, SUM_LANES) float64 scratch.
+        partial: (count,) float64, filled.
     """
-    count = tiles[-1]
-    partial = np.empty(count)
-    for turn in prange(parts):
-        part = np.int64(turn)
-        s = 0
-        while True:
-            tile = fetch_add(tickets, 0, 1)
-            if tile >= count:
-                break
-            while tile >= tiles[s + 1]:
-                s += 1
-            start = (tile - tiles[s]) * TILE
-            partial[tile] = _squares_of_tile(
-                addresses[s], codes[s], start, min(start + TILE, lengths[s]), strips[part], sums[part]
-            )
-    for s in range(len(lengths)):
+    s = 0
+    while True:
+        tile = fetch_add(progress, 0, 1)
+        if tile >= count:
+            break
+        while tile >= tiles[s + 1]:
+            s += 1
+        start = (tile - tiles[s]) * TILE
+        stop = min(start + TILE, lengths[s])
+        partial[tile] = _squares_of_tile(addresses[s], codes[s], start, stop, strips[worker], sums[worker])
+        fetch_add(progress, 1, 1)
+
+
+@entry()
+def add_tiles(tiles, partial, out):
+    """``out[s]`` = the sum of tiles ``tiles[s]`` to ``tiles[s + 1]``, in order."""
+    for s in range(out.size):
         total = 0.0
         for tile in range(tiles[s], tiles[s + 1]):
             total += partial[tile]
         out[s] = total
 
 
-def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
-    """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache.
+@entry()
+def update(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
+    """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
 
     Args:
-        parts: number of threads, P.
+        worker: this thread's number, below W.
+        progress: (2,) int64: tiles taken, tiles done.
+        tiles: number of tiles of TILE elements.
         result: (n,) float32 or float64, written.
         mean: (n,) of that type.
         u: (n,) of that type, in place when there is momentum.
@@ -140,20 +147,22 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
         nesterov: bool.
         decay: 0 for none.
         scale: of the result.
-        strips: (P, STRIP) of the type, scratch; not used without weight decay.
+        strips: (W, STRIP) of the type, scratch; not used without weight decay.
     """
     n = result.size
     kind = result.dtype.type
     m, d, c = kind(momentum), kind(decay), kind(scale)
-    for turn in prange(parts):
-        part = np.int64(turn)
-        first, last = n * part // parts, n * (part + 1) // parts
-        for start in range(first, last, STRIP):
+    while True:
+        tile = fetch_add(progress, 0, 1)
+        if tile >= tiles:
+            break
+        last = min((tile + 1) * TILE, n)
+        for start in range(tile * TILE, last, STRIP):
             count = min(STRIP, last - start)
             # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
             r, g, w = result[start : start + count], mean[start : start + count], u[start : start + count]
             if decay != 0:
-                p = strips[part]
+                p = strips[worker]
                 widen(address, code, start, count, p)
                 for i in range(count):
                     r[i] = g[i] + p[i] * d
@@ -172,9 +181,4 @@ def _update(parts, result, mean, u, address, code, momentum, nesterov, decay, sc
             if scale != 1:
                 for i in range(count):
                     r[i] *= c
-
-
-sums_of_squares_alone = entry()(_sums_of_squares)
-sums_of_squares_together = entry(parallel=True)(_sums_of_squares)
-update_alone = entry()(_update)
-update_together = entry(parallel=True)(_update)
+        fetch_add(progress, 1, 1)

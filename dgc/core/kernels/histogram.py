@@ -8,7 +8,6 @@ magnitude, then one pass counts and one writes the entries in order. A bounded n
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from dgc.core.kernels.control import WIDER
 from dgc.core.kernels.jit import entry, helper
@@ -83,12 +82,15 @@ def _tally_range(v, bits, start, stop, low, high, shift, bins):
 
 
 @helper
-def _descend(bins, parts, low, high, shift, wanted):
-    """The bin that holds the ``wanted``-th largest key: its (low, high), and how many are still wanted inside."""
+def _descend(bins, low, high, shift, wanted):
+    """The bin that holds the ``wanted``-th largest key: its (low, high), and how many are still wanted inside.
+
+    ``bins``: (·, 2, BINS), the histograms of all parts.
+    """
     b = BINS - 1
     while True:
         members = 0
-        for part in range(parts):
+        for part in range(len(bins)):
             members += bins[part, 0, b] + bins[part, 1, b]
         if wanted <= members:
             break
@@ -96,6 +98,12 @@ def _descend(bins, parts, low, high, shift, wanted):
         b -= 1
     bottom = low + (b << shift)
     return max(bottom, 1), min(high, bottom + (1 << shift) - 1), wanted
+
+
+@helper
+def first_shift(itemsize):
+    """Bits of a key below those of the first histogram."""
+    return (31 if itemsize == 4 else 63) - 11
 
 
 @helper
@@ -132,127 +140,114 @@ def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):
         i += step
 
 
-def _select_large(parts, v, bits, offset, length, k, bins, tallies, like, out_positions, out_values, place):
-    """Select one segment with all threads.
+COUNT, TALLY_ALL, TALLY_RANGE, WRITE = range(4)
+"""What :func:`sweep_parts` does with each part of a segment."""
+
+
+@entry()
+def sweep_parts(
+    worker, progress, parts, task, v, bits, offset, length, low, high, shift, bins, tallies, ties, out_positions,
+    out_values, place,
+):  # fmt: skip
+    """One pass over a segment in parts. A kernel for ``Team``.
+
+    COUNT: ``tallies`` receives how many entries reach ``low`` and how many exceed it. TALLY_ALL and TALLY_RANGE:
+    ``bins`` receives the histograms of all keys, or of those from ``low`` to ``high``. WRITE: the entries above ``low``
+    and the first ``ties`` equal to it go out, in order, ``tallies`` being those of a COUNT of ``max(low, 1)``.
 
     Args:
-        parts: number of threads, P.
+        worker: not used.
+        progress: (2,) int64: parts taken, parts done.
+        parts: P.
+        task: see above.
         v: (n,) float32 or float64.
         bits: the same memory as int32 or int64.
         offset: where the segment begins.
         length: its elements.
-        k: 0 < k.
-        bins: (P, 2, BINS) int64 scratch.
-        tallies: (P, 2) int64 scratch.
-        like: (1,) of v's type, scratch.
+        low: see above.
+        high: see above.
+        shift: bits of a key below the histogram's.
+        bins: (P, 2, BINS) int64.
+        tallies: (P, 2) int64.
+        ties: see above.
         out_positions: (·,) int64, filled from ``place`` on.
         out_values: (·,) of v's type, likewise.
         place: see out_positions.
-
-    Returns:
-        How many entries were written, the key of the k-th largest magnitude (0 when fewer are not zero), and how many
-        entries reach WIDER times that magnitude.
     """
-    for turn in prange(parts):
-        part = np.int64(turn)
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
         start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
-        tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, 1)
-    nonzero = tallies[:parts, 0].sum()
-    key, ties, taken = 0, 0, nonzero
-    if nonzero > k:
-        taken = k
-        shift = (31 if v.itemsize == 4 else 63) - 11
-        for turn in prange(parts):
-            part = np.int64(turn)
-            start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
+        if task == COUNT:
+            tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, low)
+        elif task == TALLY_ALL:
             _tally_all(bits, start, stop, shift, bins[part])
-        low, high, wanted = _descend(bins, parts, 0, magnitude_mask(v.itemsize), shift, k)
-        while low < high:
-            shift = _finer(low, high)
-            for turn in prange(parts):
-                part = np.int64(turn)
-                start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
-                _tally_range(v, bits, start, stop, low, high, shift, bins[part])
-            low, high, wanted = _descend(bins, parts, low, high, shift, wanted)
-        key, ties = low, wanted
-        for turn in prange(parts):
-            part = np.int64(turn)
-            start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
-            tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, key)
-    for turn in prange(parts):
-        part = np.int64(turn)
-        start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
-        before, left = place, ties
-        for earlier in range(part):
-            equal = tallies[earlier, 0] - tallies[earlier, 1] if key > 0 else 0
-            before += (tallies[earlier, 1] if key > 0 else tallies[earlier, 0]) + min(left, equal)
-            left -= min(left, equal)
-        _write(v, bits, start, stop, key, left, out_positions, out_values, before)
-    wider = 0
-    if key > 0:
-        below = key_of(WIDER * value_of(key, like), like)
-        for turn in prange(parts):
-            part = np.int64(turn)
-            start, stop = offset + _bound(length, parts, part), offset + _bound(length, parts, part + 1)
-            tallies[part, 0], tallies[part, 1] = _count(v, bits, start, stop, below)
-        wider = tallies[:parts, 0].sum()
-    return taken, key, wider
+        elif task == TALLY_RANGE:
+            _tally_range(v, bits, start, stop, low, high, shift, bins[part])
+        else:
+            before, left = place, ties
+            for earlier in range(part):
+                equal = min(left, tallies[earlier, 0] - tallies[earlier, 1]) if low > 0 else 0
+                before += (tallies[earlier, 1] if low > 0 else tallies[earlier, 0]) + equal
+                left -= equal
+            _write(v, bits, start, stop, low, left, out_positions, out_values, before)
+        fetch_add(progress, 1, 1)
 
 
-@helper
-def _select_one(v, bits, offset, length, k, bins, like, out_positions, out_values, place):
-    stop = offset + length
-    nonzero, _ = _count(v, bits, offset, stop, 1)
-    key, ties, taken = 0, 0, nonzero
-    if nonzero > k:
-        taken = k
-        shift = (31 if v.itemsize == 4 else 63) - 11
-        _tally_all(bits, offset, stop, shift, bins[0])
-        low, high, wanted = _descend(bins, 1, 0, magnitude_mask(v.itemsize), shift, k)
-        while low < high:
-            shift = _finer(low, high)
-            _tally_range(v, bits, offset, stop, low, high, shift, bins[0])
-            low, high, wanted = _descend(bins, 1, low, high, shift, wanted)
-        key, ties = low, wanted
-    _write(v, bits, offset, stop, key, ties, out_positions, out_values, place)
-    wider = 0
-    if key > 0:
-        wider, _ = _count(v, bits, offset, stop, key_of(WIDER * value_of(key, like), like))
-    return taken, key, wider
+@entry()
+def descend(bins, low, high, shift, wanted):
+    """After a histogram: the range that holds the k-th largest key, how many are wanted in it, and the next shift."""
+    low, high, wanted = _descend(bins, low, high, shift, wanted)
+    return low, high, wanted, _finer(low, high)
 
 
-def _select_small(parts, v, bits, integers, which, bins, likes, tickets, out_positions, out_values, taken, keys, wider):
-    """Select several segments, each by one thread.
+@entry()
+def wider_key(key, like):
+    """The key of WIDER times the magnitude of ``key``. ``like``: (1,) scratch of the type."""
+    return key_of(WIDER * value_of(key, like), like)
+
+
+@entry()
+def select_each(worker, progress, count, v, bits, integers, which, bins, likes, out_positions, out_values, found):
+    """Select several segments, each by one thread. A kernel for ``Team``, W threads.
 
     Args:
-        parts: number of threads, P.
+        worker: this thread's number, below W.
+        progress: (2,) int64: segments taken, segments done.
+        count: number of segments.
         v: (n,) float32 or float64.
         bits: the same memory as int32 or int64.
         integers: (S, 13) the work table.
-        which: (·,) int64 rows of it.
-        bins: (P, 2, BINS) int64 scratch.
-        likes: (P, 1) of v's type, scratch.
-        tickets: (1,) int64, 0.
+        which: (count,) int64 rows of it.
+        bins: (W, 2, BINS) int64 scratch.
+        likes: (W, 1) of v's type, scratch.
         out_positions: (·,) int64; segment s fills it from its OUT on.
         out_values: (·,) of v's type, likewise.
-        taken: (S,) int64, how many entries were written.
-        keys: (S,) int64, the key of the k-th largest magnitude (0 when fewer are not zero).
-        wider: (S,) int64, how many entries reach WIDER times that magnitude.
+        found: (S, 3) int64, receives how many entries were written, the key of the k-th largest magnitude (0 when
+            fewer are not zero), and how many entries reach WIDER times that magnitude.
     """
-    for turn in prange(parts):
-        part = np.int64(turn)
-        while True:
-            ticket = fetch_add(tickets, 0, 1)
-            if ticket >= which.size:
-                break
-            s = which[ticket]
-            taken[s], keys[s], wider[s] = _select_one(
-                v, bits, integers[s, OFFSET], integers[s, LENGTH], integers[s, ENTRIES], bins[part : part + 1],
-                likes[part], out_positions, out_values, integers[s, OUT],
-            )  # fmt: skip
-
-
-large_alone = entry()(_select_large)
-large_together = entry(parallel=True)(_select_large)
-small_alone = entry()(_select_small)
-small_together = entry(parallel=True)(_select_small)
+    while True:
+        ticket = fetch_add(progress, 0, 1)
+        if ticket >= count:
+            break
+        s = which[ticket]
+        offset, length, k = integers[s, OFFSET], integers[s, LENGTH], integers[s, ENTRIES]
+        stop = offset + length
+        nonzero, _ = _count(v, bits, offset, stop, 1)
+        key, ties = 0, 0
+        if nonzero > k:
+            shift = first_shift(v.itemsize)
+            _tally_all(bits, offset, stop, shift, bins[worker])
+            low, high, wanted = _descend(bins[worker : worker + 1], 0, magnitude_mask(v.itemsize), shift, k)
+            while low < high:
+                shift = _finer(low, high)
+                _tally_range(v, bits, offset, stop, low, high, shift, bins[worker])
+                low, high, wanted = _descend(bins[worker : worker + 1], low, high, shift, wanted)
+            key, ties = low, wanted
+        _write(v, bits, offset, stop, key, ties, out_positions, out_values, integers[s, OUT])
+        found[s, 0], found[s, 1], found[s, 2] = min(k, nonzero), key, 0
+        if key > 0:
+            below = key_of(WIDER * value_of(key, likes[worker]), likes[worker])
+            found[s, 2], _ = _count(v, bits, offset, stop, below)
+        fetch_add(progress, 1, 1)

@@ -47,19 +47,17 @@ def _user_cache() -> Path:
         return Path(tempfile.gettempdir()) / f"dgc-{os.getuid()}"
 
 
-def entry(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def entry() -> Callable[[Callable[..., Any]], Any]:
     """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        options = {"nogil": True, "parallel": parallel, "error_model": "numpy"}
         before = numba.config.CACHE_DIR
-        # Numba's index does not tell a parallel compilation of a function from another one of the same function.
-        numba.config.CACHE_DIR = str(Path(cache_directory()) / ("parallel" if parallel else "serial"))
+        numba.config.CACHE_DIR = cache_directory()
         try:
-            return numba.njit(cache=True, **options)(function)
+            return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
         except RuntimeError:
             # No directory can be written: kernels are compiled anew in each process.
-            return numba.njit(**options)(function)
+            return numba.njit(nogil=True, error_model="numpy")(function)
         finally:
             numba.config.CACHE_DIR = before
 

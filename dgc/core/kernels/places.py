@@ -1,32 +1,41 @@
 """Work at the k selected places: gather, mask, put back, and the sum of messages into results.
 
-k entries; positions are ascending and unique, so threads that take disjoint parts of them never meet.
+k entries; positions are ascending and unique, so threads that take disjoint parts of them never meet. All are kernels
+for :class:`dgc.core.kernels.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64 counts the parts
+of PART entries that were taken and that are done, ``parts`` is how many there are.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numba import carray, prange
+from numba import carray
 
 from dgc.core.kernels.jit import entry, helper
-from dgc.core.kernels.vector import at_address
+from dgc.core.kernels.vector import at_address, fetch_add
+
+PART = 4096
+"""Entries that a thread takes at a time."""
 
 
-def _gather(parts, array, positions, out):
+@entry()
+def gather(worker, progress, parts, array, positions, out):
     """``out = array[positions]``."""
-    k = positions.size
-    for turn in prange(parts):
-        part = np.int64(turn)
-        for i in range(k * part // parts, k * (part + 1) // parts):
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        for i in range(part * PART, min((part + 1) * PART, positions.size)):
             out[i] = array[positions[i]]
+        fetch_add(progress, 1, 1)
 
 
-def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):
+@entry()
+def mask(worker, progress, parts, u, v, positions, decoded, masking, kept_u, kept_v):
     """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking; the former state goes to kept_u, kept_v."""
-    k = positions.size
-    for turn in prange(parts):
-        part = np.int64(turn)
-        for i in range(k * part // parts, k * (part + 1) // parts):
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        for i in range(part * PART, min((part + 1) * PART, positions.size)):
             p = positions[i]
             old = v[p]
             kept_v[i] = old
@@ -34,17 +43,21 @@ def _mask(parts, u, v, positions, decoded, masking, kept_u, kept_v):
             kept_u[i] = u[p]
             if masking:
                 u[p] = 0
+        fetch_add(progress, 1, 1)
 
 
-def _restore(parts, u, v, positions, kept_u, kept_v):
+@entry()
+def restore(worker, progress, parts, u, v, positions, kept_u, kept_v):
     """``u[positions] = kept_u; v[positions] = kept_v``."""
-    k = positions.size
-    for turn in prange(parts):
-        part = np.int64(turn)
-        for i in range(k * part // parts, k * (part + 1) // parts):
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        for i in range(part * PART, min((part + 1) * PART, positions.size)):
             p = positions[i]
             u[p] = kept_u[i]
             v[p] = kept_v[i]
+        fetch_add(progress, 1, 1)
 
 
 @helper
@@ -74,32 +87,27 @@ def _add_part(addresses, lengths, offsets, positions, values, factor, first, las
     return True
 
 
-def _scatter_add(parts, addresses, lengths, offsets, positions, values, factor, done):
+@entry()
+def scatter_add(worker, progress, parts, addresses, lengths, offsets, positions, values, factor, refused):
     """Add ``values * factor`` at ``positions`` to S results.
 
     Args:
-        parts: number of threads.
+        worker: see above.
+        progress: see above.
+        parts: see above.
         addresses: (S,) int64, of arrays of the values' type.
         lengths: (S,) int64, their lengths.
         offsets: (S + 1,) int64, the position where each begins.
         positions: (k,) int64.
         values: (k,) float32 or float64.
         factor: (1,) of the values' type.
-        done: (parts,) bool, receives False where a position lies in no result; what came before it was added.
+        refused: (1,) int64, receives 1 when a position lies in no result; other entries may have been added then.
     """
-    k = positions.size
-    for turn in prange(parts):
-        part = np.int64(turn)
-        done[part] = _add_part(
-            addresses, lengths, offsets, positions, values, factor[0], k * part // parts, k * (part + 1) // parts
-        )
-
-
-gather_alone = entry()(_gather)
-gather_together = entry(parallel=True)(_gather)
-mask_alone = entry()(_mask)
-mask_together = entry(parallel=True)(_mask)
-restore_alone = entry()(_restore)
-restore_together = entry(parallel=True)(_restore)
-scatter_add_alone = entry()(_scatter_add)
-scatter_add_together = entry(parallel=True)(_scatter_add)
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        first, last = part * PART, min((part + 1) * PART, positions.size)
+        if not _add_part(addresses, lengths, offsets, positions, values, factor[0], first, last):
+            refused[0] = 1
+        fetch_add(progress, 1, 1)

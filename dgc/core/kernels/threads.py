@@ -1,23 +1,41 @@
-"""How many threads the kernels use, and whether they may use more than one at all."""
+"""How many threads the kernels use, and the team of threads that shares out their work.
+
+Not Numba's own parallel loops. Those run on OpenMP or on a pool of Numba's that two Python threads may not enter at
+once; they end in a barrier, where a thread that the system has not scheduled yet holds up all others although nothing
+is left for it to do; and OpenMP neither survives a fork nor stops spinning when the framework needs the cores. Here
+every thread takes pieces of the work by ticket, the calling thread among them, and the call returns when all pieces
+are done: a helper that comes late finds nothing to do and goes back to sleep.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
 
-import numba
+import numpy as np
 
 from dgc.core.errors import ConfigError
 from dgc.core.kernels.jit import entry
-
-logger = logging.getLogger(__name__)
+from dgc.core.kernels.vector import fetch_add
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-"""Where launchers say how many ranks share this host, the first that is set counts."""
+"""Where launchers say how many ranks share this host; the first that is set counts."""
 
-_lock = threading.Lock()
+LOOKS = 20000
+"""How often the end of the work is looked for before sleeping, a few hundred microseconds."""
+NAP = 5e-5
+"""Seconds of sleep between further looks."""
+
+logger = logging.getLogger("dgc")
+
+Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def available_cores() -> int:
@@ -48,37 +66,80 @@ def default_threads(local_size: int | None = None) -> int:
     return max(1, available_cores() // max(1, local_size))
 
 
-def _count(parts, out):
-    for part in numba.prange(parts):
-        out[part] += 1
+@entry()
+def _all_done(progress, pieces, looks):
+    """Whether all pieces are done, looked for up to ``looks`` times."""
+    for _ in range(looks):
+        if fetch_add(progress, 1, 0) >= pieces:
+            return True
+    return False
 
 
-_count_together = entry(parallel=True)(_count)
+class Team:
+    """Threads that help the calling one with a kernel; they start when first needed and sleep in between.
 
-
-def threading_layer() -> str | None:
-    """Name of the threading layer that Numba runs on, if two Python threads may use it at once; else None.
-
-    Numba decides on one layer per process, at the first parallel kernel, and its own fallback ``workqueue`` aborts
-    the process when two threads enter it. So a safe one is asked for before that, and an unsafe one never entered.
+    A kernel is called as ``kernel(worker, progress, pieces, *arguments)``. It takes pieces 0 to ``pieces`` by
+    ``fetch_add(progress, 0, 1)`` until none is left, and after each one does ``fetch_add(progress, 1, 1)``; what it
+    writes it writes in between, because whoever called may go on once all are done. Any number of Python threads may
+    call :meth:`run` at once. After a fork the child has a team of its own.
     """
-    import numpy as np
 
-    with _lock:
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._reset()
+        itself = weakref.ref(self)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=lambda: _reset(itself()))
+
+    def _reset(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._helpers: list[Thread] = []
+        self._lock = Lock()
+        self._finalizer = weakref.finalize(self, _dismiss, self._jobs, self._helpers)
+        # At the end of the process the helpers are simply left behind.
+        self._finalizer.atexit = False
+
+    def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
+        """Run a kernel on up to ``threads`` threads, this one included; returns when all pieces are done."""
+        progress = np.zeros(2, np.int64)
+        helpers = min(threads, pieces) - 1
+        if helpers > 0:
+            self._hire(helpers)
+            for worker in range(1, helpers + 1):
+                self._jobs.put((kernel, (worker, progress, pieces, *arguments)))
+        kernel(0, progress, pieces, *arguments)
+        if helpers > 0:
+            while not _all_done(progress, pieces, LOOKS):
+                # A helper was interrupted by the system in the middle of a piece.
+                time.sleep(NAP)
+
+    def _hire(self, helpers: int) -> None:
+        if len(self._helpers) >= helpers:
+            return
+        with self._lock:
+            while len(self._helpers) < helpers:
+                thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
+                thread.start()
+                self._helpers.append(thread)
+
+
+def _reset(team: Team | None) -> None:
+    if team is not None:
+        team._reset()
+
+
+def _help(jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        kernel, arguments = job
         try:
-            layer = numba.threading_layer()
-        except ValueError:  # none has been chosen yet
-            before = numba.config.THREADING_LAYER
-            if before == "workqueue":
-                return None
-            if before == "default":
-                numba.config.THREADING_LAYER = "threadsafe"
-            try:
-                _count_together(2, np.zeros(2, np.int64))
-            except (ValueError, ImportError, OSError) as error:
-                logger.debug("no thread-safe threading layer: %s", error)
-                return None
-            finally:
-                numba.config.THREADING_LAYER = before
-            layer = numba.threading_layer()
-    return layer if layer != "workqueue" else None
+            kernel(*arguments)
+        except Exception:
+            # It had no piece yet, so the caller does not wait for it and meets the same error.
+            logger.exception("a helper thread could not run a kernel")
+        # Until the next job comes, nothing of this one is kept alive.
+        del job, kernel, arguments
+
+
+def _dismiss(jobs: SimpleQueue[Job | None], helpers: list[Thread]) -> None:
+    for _ in helpers:
+        jobs.put(None)

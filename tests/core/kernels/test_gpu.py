@@ -4,15 +4,12 @@ import time
 
 import numpy as np
 import pytest
-from device_tools import Bucket, as_bfloat16, convert, same_bits
+from device_tools import Bucket, as_bfloat16, codec_of, convert, draw, same_bits
 
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.device_dense import DenseTensor
 from dgc.core.kernels.device_messages import device_format
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import Bucket as LayoutBucket
-from dgc.core.layout import Segment
-from dgc.core.sparse_codec import SparseCodec
 
 pytestmark = pytest.mark.gpu
 
@@ -43,23 +40,6 @@ def on_device(kernels, array):
 
 def bucket_of(kernels, lengths, dtype):
     return Bucket(lengths, dtype, kernels, lambda a: on_device(kernels, a), kernels.memory.to_host)
-
-
-def draw(rng, length, pattern):
-    if pattern == "normal":
-        return rng.standard_normal(length) * 0.1
-    if pattern == "heavy":
-        return rng.standard_t(1.5, length) * 0.01
-    if pattern == "ties":
-        return rng.integers(-3, 4, length) * 0.125
-    if pattern == "zeros":
-        return np.zeros(length)
-    if pattern == "tiny":
-        return rng.standard_normal(length) * 1e-42
-    assert pattern == "broken"
-    g = rng.standard_normal(length)
-    g[rng.integers(0, length, 3)] = [np.inf, -np.inf, np.nan]
-    return g
 
 
 @pytest.mark.parametrize("pattern", ["normal", "heavy", "ties", "zeros", "tiny", "broken"])
@@ -104,13 +84,6 @@ def test_steps_equal_the_cpu_backend(kernels, dtype):
         kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
         cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
     same_bits(kernels.memory.to_host(bucket.device_v), v)
-
-
-def codec_of(bucket, ks, indices, values):
-    places = zip(bucket.offsets[:-1].tolist(), bucket.lengths, strict=True)
-    segments = tuple(Segment(i, o, n) for i, (o, n) in enumerate(places))
-    n = int(bucket.offsets[-1])
-    return SparseCodec(LayoutBucket(0, str(bucket.dtype), segments, (), n, n), sum(ks), indices, values)
 
 
 @pytest.mark.parametrize("pattern", ["normal", "heavy", "ties", "zeros", "tiny"])

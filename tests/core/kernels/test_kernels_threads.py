@@ -83,35 +83,48 @@ CONCURRENT = """
 """
 
 
-@pytest.mark.parametrize("layer", ["default", "workqueue"])
-def test_python_threads_call_kernels_at_once(layer):
-    done = run_script(CONCURRENT, NUMBA_THREADING_LAYER=layer)
+def test_python_threads_call_kernels_at_once():
+    done = run_script(CONCURRENT)
     assert done.returncode == 0, done.stderr
-    if layer == "workqueue":
-        assert "1 thread" in done.stdout
-        assert "threading layer" in done.stdout, "the line says why"
+    assert "2 threads" in done.stdout
 
 
-def test_the_layer_that_aborts_does_abort():
-    """Numba's workqueue under two threads: the reason why the backend never enters it."""
+def test_after_a_fork_the_child_has_a_team_of_its_own():
     done = run_script(
         """
-        import threading, numba, numpy as np
-        @numba.njit(parallel=True, nogil=True)
-        def f(x):
-            for i in numba.prange(x.size):
-                x[i] = np.sin(x[i])
-        f(np.ones(10))
-        def g():
-            x = np.ones(2_000_000)
-            for _ in range(20): f(x)
-        threads = [threading.Thread(target=g) for _ in range(3)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        """,
-        NUMBA_THREADING_LAYER="workqueue",
+        import os
+        import numpy as np
+        from dgc.core.kernels.cpu import NumbaKernels
+        kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
+        assert kernels.sums_of_squares([v])[0] == v.size
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if kernels.sums_of_squares([v])[0] == v.size else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert kernels.sums_of_squares([v])[0] == v.size
+        """
     )
-    assert done.returncode != 0
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dropped_backend_leaves_no_thread():
+    done = run_script(
+        """
+        import gc, threading, time
+        import numpy as np
+        from dgc.core.kernels.cpu import NumbaKernels
+        kernels = NumbaKernels(2)
+        kernels.sums_of_squares([np.ones(3_000_000, np.float32)])
+        assert threading.active_count() == 2
+        del kernels
+        gc.collect()
+        deadline = time.monotonic() + 30
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == 1
+        """
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_and_torch_share_a_process():
@@ -197,11 +210,9 @@ def test_a_wrong_number_of_threads_is_an_error(bare_environment, value):
         NumbaKernels()
 
 
-def test_more_threads_than_numba_has_are_cut(bare_environment):
-    import numba
-
-    kernels = NumbaKernels(10_000)
-    assert kernels.threads == numba.config.NUMBA_NUM_THREADS
+def test_there_is_at_least_one_thread(bare_environment):
+    kernels = NumbaKernels(3)
+    assert kernels.threads == 3
     kernels.set_threads(0)
     assert kernels.threads == 1
 
@@ -214,7 +225,7 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
         from dgc.core.kernels.cpu import NumbaKernels
         import numpy as np
         NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
-        hits = sum(places.gather_alone.stats.cache_hits.values())
+        hits = sum(places.gather.stats.cache_hits.values())
         print("hits", hits)
     """
     first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))

@@ -1,0 +1,114 @@
+"""How a process leaves an MPI job without pulling MPI away from a rank that is still receiving.
+
+A collective may be over on one rank before another has everything. If the first one then ends, Horovod's exit handler
+shuts Horovod down on all ranks, and its background thread finalizes MPI beside a rank that waits for the last bytes of
+the last step. So ranks say farewell first: on a communicator of its own, because a rank that failed and one that still
+waits in a collective must not be matched with each other, and never for longer than a few seconds, because a rank that
+failed does not come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dgc.core.errors import TransportError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FAREWELL_SECONDS = 5.0
+"""The longest wait for ranks that do not come; they have failed, or still evaluate and need nothing from this one."""
+
+NAP = 200e-6
+
+_testing = threading.Lock()
+"""Held during each test of a request, so that leaving can wait for the last one."""
+_leaving = threading.Event()
+_waiting: Counter[int] = Counter()
+"""Collectives of this rank that are under way or were given up, by thread."""
+_farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
+"""A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
+
+
+def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
+    """Let this rank and the others of ``comm`` leave together. Collective over its ranks.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        comm: the communicator whose ranks meet at exit; it may be freed long before.
+    """
+    if not _farewells:
+        # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
+        atexit.register(leave)
+    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = tuple(mpi.Group.Translate_ranks(group, list(range(comm.size)), world))
+    group.Free()
+    world.Free()
+    if ranks not in _farewells:
+        _farewells[ranks] = comm.Dup()
+        _farewells[ranks].Set_errhandler(mpi.ERRORS_RETURN)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """While a collective is under way. One that fails counts for ever: nobody can be expected to come after it."""
+    me = threading.get_ident()
+    _waiting[me] += 1
+    yield
+    _waiting[me] -= 1
+
+
+def is_done(mpi: Any, request: Any) -> bool:
+    """One test, unless MPI is on its way out: a test after MPI_Finalize ends the process without a Python error.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        request: of a non-blocking collective.
+
+    Raises:
+        TransportError: MPI is finalized, or will be in a moment.
+    """
+    with _testing:
+        if _leaving.is_set() or mpi.Is_finalized():
+            raise TransportError("MPI was shut down while a collective waited: this process or another rank ended")
+        return bool(request.Test())
+
+
+def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
+    """Wait until all ranks that this one exchanged with are here; returns whether they came.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        seconds: the longest wait.
+    """
+    if mpi.Is_finalized():
+        return False
+    requests = [comm.Ibarrier() for comm in _farewells.values()]
+    deadline = time.monotonic() + seconds
+    while requests and time.monotonic() < deadline:
+        with _testing:
+            if mpi.Is_finalized():
+                return False
+            requests = [request for request in requests if not request.Test()]
+        if requests:
+            time.sleep(NAP)
+    return not requests
+
+
+def leave() -> None:
+    """At exit, before Horovod shuts MPI down: meet the other ranks; no thread tests any more once this returns."""
+    from mpi4py import MPI
+
+    # After an uncaught exception, or in the middle of a step, nobody else comes.
+    if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
+        say_farewell(MPI)
+    _leaving.set()
+    if _testing.acquire(timeout=1.0):
+        _testing.release()

@@ -1,0 +1,265 @@
+"""The CUDA kernels' own text, compiled for a processor: message bytes, dense tensors and work at given places."""
+
+import numpy as np
+import pytest
+from device_tools import PATTERNS, Bucket, codec_of, compress, convert, draw, same_bits
+from host_runtime import HostRuntime, compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.core.errors import LayoutError, WireError
+from dgc.core.kernels.device_dense import DenseTensor
+from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.core.kernels.device_messages import device_format
+from dgc.core.kernels.reference import ReferenceKernels
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+
+INDICES = ("uint16", "int32")
+VALUES = ("float16", "float32", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        yield
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    indices=st.sampled_from(INDICES),
+    values=st.sampled_from((*VALUES, "float64")),
+    pattern=st.sampled_from(PATTERNS),
+    dtype=st.sampled_from(["float32", "float64"]),
+    masking=st.booleans(),
+    lengths=st.sampled_from([[70000], [1000, 70000, 17], [3], [65536, 65536]]),
+)
+def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, masking, lengths):
+    """The device writes what the host's codecs write, masks what was sent, and reads it back the same."""
+    rng = np.random.default_rng(seed)
+    bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=seed)))
+    ks = [max(1, n // 300) for n in lengths]
+    codec = codec_of(bucket, ks, indices, values)
+    gradients = [draw(rng, n, pattern).astype(dtype) for n in lengths]
+    mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.5) for k in ks])
+    done, payload = compress(bucket, mine, codec, masking=masking)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    wanted = np.full(codec.max_bytes, 0xFF, np.uint8)
+    decoded = codec.encode(selection.positions, selection.values, wanted)
+    assert done.count == len(selection.positions)
+    assert done.nonfinite == selection.nonfinite
+    np.testing.assert_array_equal(payload, wanted)
+    kept = bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=masking)
+    bucket.assert_same_state()
+
+    form = device_format(codec.indices, codec.values)
+    n = int(bucket.offsets[-1])
+    form.check(payload, n, done.count, codec.indices)
+    got = [np.full(m, 7, dtype) for m in lengths]
+    bucket.kernels.receive(got, bucket.offsets, n, form, [(payload, done.count), (payload.copy(), done.count)], 1 / 3)
+    expected = [np.zeros(m, dtype) for m in lengths]
+    for _ in range(2):
+        positions, numbers = codec.decode(wanted, done.count, 0)
+        bucket.reference.scatter_add(expected, bucket.offsets, positions, numbers, 1 / 3)
+    for a, b in zip(got, expected, strict=True):
+        same_bits(a, b)
+
+    bucket.kernels.restore(bucket.device_u, bucket.device_v, done.kept)
+    bucket.reference.restore(bucket.u, bucket.v, kept)
+    bucket.assert_same_state()
+
+
+@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-30, 1.0, 65519.0, 3.4028235e38])
+def test_float16_scale_over_the_whole_range(largest):
+    bucket = Bucket([3000], "float32", DeviceKernels(HostRuntime()))
+    codec = codec_of(bucket, [500], "uint16", "float16")
+    rng = np.random.default_rng(0)
+    gradient = (rng.uniform(-1, 1, 3000) * np.exp2(rng.uniform(-30, 0, 3000)) * largest).astype(np.float32)
+    gradient[17] = largest
+    mine, theirs = bucket.work([gradient], None, dict(k=500))
+    _, payload = compress(bucket, mine, codec)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    wanted = np.zeros(codec.max_bytes, np.uint8)
+    decoded = codec.encode(selection.positions, selection.values, wanted)
+    np.testing.assert_array_equal(payload, wanted)
+    bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=True)
+    bucket.assert_same_state()
+
+
+def test_damaged_messages_are_refused_before_they_are_read():
+    bucket = Bucket([70000], "float32", DeviceKernels(HostRuntime()))
+    n = int(bucket.offsets[-1])
+    positions = np.array([5, 9, 65535, 65536, 69999])
+    for indices in INDICES:
+        codec = codec_of(bucket, [5], indices, "float16")
+        payload = np.zeros(codec.max_bytes, np.uint8)
+        codec.encode(positions, np.ones(5, np.float32), payload)
+        form = device_format(codec.indices, codec.values)
+        form.check(payload, n, 5, codec.indices)
+        for at in range(codec.indices.max_bytes(n, 5)):
+            damaged = payload.copy()
+            damaged[at] ^= 0xFF
+            try:
+                expected = codec.decode(damaged, 5, 0)
+            except WireError:
+                with pytest.raises(WireError):
+                    form.check(damaged, n, 5, codec.indices)
+            else:
+                form.check(damaged, n, 5, codec.indices)
+                assert len(expected[0]) == 5
+        with pytest.raises(WireError):
+            form.check(payload, n, 4, codec.indices)
+        with pytest.raises(WireError):
+            form.check(payload[:8], n, 5, codec.indices)
+        damaged = payload.copy()
+        damaged[codec.indices.max_bytes(n, 5) + 2] = 9
+        with pytest.raises(WireError, match="exponent"):
+            form.check(damaged, n, 5, codec.indices)
+
+
+def test_formats_that_the_host_writes():
+    bucket = Bucket([5000], "float32", DeviceKernels(HostRuntime()))
+    for indices, values in (("bitmap", "float32"), ("uint16", "sign"), ("uint16", "int8")):
+        codec = codec_of(bucket, [5], indices, values)
+        assert device_format(codec.indices, codec.values) is None
+
+
+# -- dense tensors, and work at given places -----------------------------------------------------------------------
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    kind=st.sampled_from(["float32", "float16", "bfloat16", "float64"]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    nesterov=st.booleans(),
+    decay=st.sampled_from([0.0, 0.1]),
+    scale=st.sampled_from([1.0, 128.0]),
+)
+def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
+    rng = np.random.default_rng(seed)
+    runtime = HostRuntime(seed=seed)
+    kernels, reference = DeviceKernels(runtime), ReferenceKernels()
+    lengths, places = [5, 4097, 0, 64], [0, 16, 4128, 4128]
+    gradients = [convert(rng.standard_normal(n), kind) for n in lengths]
+    parameters = [convert(rng.standard_normal(n), kind) for n in lengths]
+    vector = np.full(4200, np.nan, dtype)
+    items = [DenseTensor(gradient=g, vector=p, scale=1 / scale) for g, p in zip(gradients, places, strict=True)]
+    none = np.zeros(4200, dtype), np.zeros(0, dtype), kernels.new_control(0), None, np.zeros(0, np.uint8)
+    done = kernels.compress([], *none, items, vector)
+    assert (done.count, done.nonfinite, done.kept) == (0, False, None)
+    expected = np.zeros(4200, dtype)
+    for g, p in zip(gradients, places, strict=True):
+        wide = (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g
+        expected[p : p + g.size] = wide.astype(dtype) * np.dtype(dtype).type(1 / scale)
+    same_bits(vector, expected)
+
+    u = rng.standard_normal(4200).astype(dtype)
+    wanted_u = u.copy()
+    results = [np.full(n, 3, dtype) for n in lengths]
+    options = dict(momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=scale)
+    items = [
+        DenseTensor(result=r, parameter=p if decay else None, u=at, vector=at, limit=1.0, **options)
+        for r, p, at in zip(results, parameters, places, strict=True)
+    ]
+    wanted = [np.empty(n, dtype) for n in lengths]
+    for r, p, at, n in zip(wanted, parameters, places, lengths, strict=True):
+        reference.dense_update(r, vector[at : at + n], wanted_u[at : at + n], p, **options)
+    before = u.copy()
+    assert kernels.exceeds(items, vector, u) == any((np.abs(r) > 1.0).any() for r in wanted)
+    same_bits(u, before)
+    kernels.write(items, vector, u)
+    for a, b in zip(results, wanted, strict=True):
+        same_bits(a, b)
+    same_bits(u, wanted_u)
+    single = np.full(64, 3, dtype)
+    again = before[4128:4192].copy()
+    kernels.dense_update(single, vector[4128:4192], again, parameters[3], **options)
+    same_bits(single, wanted[3])
+
+
+def test_dense_tensors_tell_of_nonfinite_entries():
+    kernels = DeviceKernels(HostRuntime())
+    gradient = np.zeros(5000, np.float16)
+    vector = np.zeros(5008, np.float32)
+    none = np.zeros(0, np.float32), np.zeros(0, np.float32), kernels.new_control(0), None, np.zeros(0, np.uint8)
+    for bad, expected in ((1.0, False), (np.inf, True), (np.nan, True)):
+        gradient[4999] = bad
+        item = DenseTensor(gradient=gradient, vector=0)
+        assert kernels.compress([], *none, [item], vector).nonfinite is expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_of_squares(dtype):
+    kernels = DeviceKernels(HostRuntime(seed=2))
+    rng = np.random.default_rng(0)
+    gradients = [rng.standard_normal(n).astype(dtype) for n in (1, 4096, 10001)]
+    gradients[1][7] = np.inf
+    gradients.append(as_half := rng.standard_normal(100).astype(np.float16))
+    as_half[3] = np.nan
+    got = kernels.sums_of_squares(gradients)
+    np.testing.assert_allclose(got, ReferenceKernels().sums_of_squares(gradients), rtol=1e-13)
+    assert kernels.sums_of_squares([]).size == 0
+
+
+def test_work_at_given_places():
+    kernels, reference = DeviceKernels(HostRuntime(seed=3)), ReferenceKernels()
+    rng = np.random.default_rng(0)
+    positions = np.sort(rng.choice(5000, 700, replace=False))
+    u, v = rng.standard_normal((2, 5000)).astype(np.float32)
+    decoded = rng.standard_normal(700).astype(np.float32)
+    same_bits(kernels.take(v, positions), v[positions])
+    mine, theirs = (u.copy(), v.copy()), (u.copy(), v.copy())
+    kept = kernels.mask(*mine, positions, decoded, masking=True)
+    reference.mask(*theirs, positions, decoded, masking=True)
+    same_bits(mine[0], theirs[0])
+    same_bits(mine[1], theirs[1])
+    kernels.restore(*mine, kept)
+    same_bits(mine[0], u)
+    same_bits(mine[1], v)
+    offsets = np.array([0, 2000, 2016, 5000])
+    results = [np.ones(2000, np.float32), np.ones(16, np.float32), np.ones(2984, np.float32)]
+    expected = [r.copy() for r in results]
+    kernels.scatter_add(results, offsets, positions, decoded, 0.3)
+    reference.scatter_add(expected, offsets, positions, decoded, 0.3)
+    for a, b in zip(results, expected, strict=True):
+        same_bits(a, b)
+    none = np.empty(0, np.int64)
+    assert kernels.take(v, none).size == 0
+    kernels.restore(*mine, kernels.mask(*mine, none, np.empty(0, np.float32), masking=True))
+    for bad in ([-1], [5000]):
+        with pytest.raises(LayoutError, match="lie within"):
+            kernels.take(v, np.array(bad))
+
+
+@pytest.mark.parametrize("values", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_messages_over_steps_equal_the_cpus(values, dtype):
+    """A jump and a fall of the gradient: the message is written anew when a threshold was of no use."""
+    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    rng = np.random.default_rng(6)
+    lengths = [20000, 3000, 9000]
+    ks = [40, 30, 9]
+    bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=11, deferred=True)))
+    codec = codec_of(bucket, ks, "uint16", values)
+    u, v, control = bucket.u, bucket.v, cpu.new_control(3)
+    waits = []
+    for step in range(9):
+        scale = {4: 1000.0, 6: 0.0}.get(step, 1.0)
+        gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in lengths]
+        mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
+        before = bucket.kernels.runtime.waits
+        _, payload = compress(bucket, mine, codec)
+        waits.append(bucket.kernels.runtime.waits - before)
+        chosen = cpu.accumulate_and_select(theirs, u, v, control)
+        wanted = np.zeros(codec.max_bytes, np.uint8)
+        decoded = codec.encode(chosen.positions, chosen.values, wanted)
+        cpu.mask(u, v, chosen.positions, decoded, masking=True)
+        np.testing.assert_array_equal(payload, wanted)
+        same_bits(bucket.control, control)
+        bucket.kernels.wait()
+        bucket.assert_same_state()
+    assert waits[3] == 1
+    assert waits[4] == 2, "the jump makes the thresholds useless"
