@@ -68,6 +68,10 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 }
 
 
+PAUSE = 0.02
+"""Seconds before each timed call, so that OpenMP threads of the one before no longer spin on a core."""
+
+
 @numba.njit(parallel=True, nogil=True)
 def bare_update(g, u, v, m):  # type: ignore[no-untyped-def]
     """Momentum correction and nothing else."""
@@ -216,6 +220,7 @@ def measure(
         for name, call in calls.items():
             if name == "torch.topk" and step < warm:
                 continue
+            time.sleep(PAUSE)
             times[name].append(timed(call))
             if name in ranks and step >= warm:
                 ranks[name].count()
