@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -42,3 +43,15 @@ def bit_kernels() -> BitKernels:
     from dgc.core.wire import bits_numpy
 
     return bits_numpy
+
+
+@lru_cache(maxsize=1)
+def default_loops() -> ModuleType | None:
+    """Return the Numba loops of the default codecs, None where they do not work; NumPy then writes the same bytes."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        from dgc.core.wire import halves_numba
+    except ImportError:
+        return None
+    return halves_numba

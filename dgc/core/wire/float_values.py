@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from dgc.core.errors import WireError
+from dgc.core.wire.bits import default_loops
 from dgc.core.wire.blocks import block_to_read, block_to_write, padded
 from dgc.core.wire.ids import ValueCodecId
 
@@ -95,6 +96,17 @@ class Float16Values:
         """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         block = block_to_write(out, self.max_bytes(values.size, 0), self.name)
+        loops = default_loops()
+        if loops is not None and values.flags.c_contiguous:
+            largest = int(loops.largest_magnitude(values))
+            exponent = (largest >> 23) - 141  # for a normal number, what frexp(largest) - 15 is
+            if _SMALLEST_NORMAL <= largest and abs(exponent) <= 112:
+                end = self.HEAD + 2 * values.size
+                loops.to_halves(values, np.float32(2.0**-exponent), block[self.HEAD : end].view(np.uint16))
+                block[:4].view(np.int32)[0] = exponent
+                block[4:8] = 0
+                block[end:] = 0
+                return block.size
         halves, exponent = self._scale_down(values)
         block[:4].view("<i4")[...] = exponent
         block[4:8] = 0
@@ -110,6 +122,12 @@ class Float16Values:
                 f"{self.name}: the scale's exponent is {exponent}, it must be in {self.MIN_EXPONENT}.."
                 f"{self.MAX_EXPONENT}. The message is damaged."
             )
+        loops = default_loops()
+        if loops is not None and -126 <= exponent:
+            values = np.empty(count, np.float32)
+            bits = block[self.HEAD : self.HEAD + 2 * count].view(np.uint16)
+            if loops.from_halves(bits, np.float32(2.0**exponent), values):
+                return values, block.size
         halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
         return _times_power_of_two(halves.astype(np.float32), exponent), block.size
 
@@ -167,6 +185,7 @@ class Bfloat16Values:
         return (_upper_halves(values) << np.uint32(16)).view(np.float32)
 
 
+_SMALLEST_NORMAL = 0x00800000  # 2^-126, the smallest normal float32
 _LARGEST_HALF = np.float32(32752)  # the half-precision number just below 2^15
 _INFINITY = np.uint32(0x7F800000)
 _ROUNDS_TO_INFINITY = np.uint32(0x7F7F8000)
@@ -192,7 +211,7 @@ def _upper_halves(values: np.ndarray) -> np.ndarray:
 def _times_power_of_two(values: np.ndarray, exponent: int) -> np.ndarray:
     """Multiply (k,) float32 by 2^exponent in place, -163 <= exponent <= 163, with at most one rounding."""
     # Small values may fall below float32's range on purpose, and NaN may come in: neither is worth a warning.
-    with np.errstate(under="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if -126 <= exponent <= 127:
             values *= np.float32(math.ldexp(1.0, exponent))
         else:

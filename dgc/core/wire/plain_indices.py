@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dgc.core.errors import ConfigError, WireError
+from dgc.core.wire.bits import default_loops
 from dgc.core.wire.blocks import block_to_read, block_to_write, padded
 from dgc.core.wire.ids import IndexCodecId
 
@@ -116,6 +117,13 @@ class Uint16Indices:
         block = block_to_write(out, self.max_bytes(n, k), self.name)
         tiles = _tiles(n)
         table = padded(4 * tiles)
+        loops = default_loops()
+        if loops is not None:
+            low = block[table : table + 2 * k].view(np.uint16)
+            loops.to_tiles(positions, block[: 4 * tiles].view(np.uint32), low)
+            block[4 * tiles : table] = 0
+            block[table + 2 * k :] = 0
+            return block.size
         edges = np.searchsorted(positions, np.arange(tiles + 1, dtype=np.int64) << _TILE_BITS)
         block[: 4 * tiles].view("<u4")[...] = edges[1:] - edges[:-1]
         block[4 * tiles : table] = 0
