@@ -305,7 +305,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         """This optimizer's step taken apart, for ``fuse_step``."""
         from dgc.torch.fuse.seam import StepSeam
 
+        begun = False
+
         def before() -> None:
+            nonlocal begun
+            begun = True
             self._sharing.begin()
             self._before_update(gradients_known=True)
 
@@ -313,7 +317,12 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._pull_options()
             self._sharing.publish()
 
-        return StepSeam(self.optim, type(self.optim), before, after)
+        def failed(error: Exception) -> None:
+            if not begun:  # the closure failed; the other ranks are on their way to their own update
+                self._sharing.begin()
+            self._sharing.fail(error)
+
+        return StepSeam(self.optim, type(self.optim), before, after, failed)
 
     def _before_update(self, *, gradients_known: bool) -> None:
         averaged_over = getattr(self, "process_set", None)  # set by Horovod's DistributedOptimizer

@@ -120,6 +120,31 @@ def a_failing_update_reaches_all_ranks():
 
 
 @case
+def a_failing_fused_update_reaches_all_ranks():
+    from dgc.torch.fuse import fuse_optimizer, fuse_step
+
+    own = list(make_model().parameters())
+    zero = Zero(own, torch.optim.SGD, lr=0.1)
+    fuse_optimizer(zero)
+
+    def closure():
+        if hvd.rank() == 1:
+            raise KeyError("no more data")
+        set_mean_gradients(own, 0)
+
+    error = KeyError if hvd.rank() == 1 else RemoteError
+    raises(error, "no more data", lambda: fuse_step(zero, closure))
+
+    def broken_update(*_):
+        if hvd.rank() == 1:
+            raise KeyError("no more memory")
+
+    zero.optim.register_step_pre_hook(broken_update)
+    set_mean_gradients(own, 1)
+    raises(error, "no more memory", lambda: fuse_step(zero))
+
+
+@case
 def unpicklable_state_fails_on_all_ranks():
     own = parameters_of_sizes(4, 5, 6, 7)
     zero = Zero(own, torch.optim.SGD, lr=0.1)
