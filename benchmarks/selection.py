@@ -16,7 +16,8 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -152,15 +153,19 @@ def flat_memory() -> dict[str, float]:
 
 def example_memory(compression: str) -> float:
     """Peak MiB of one rank of the example, launched on two."""
-    code = (
-        "import resource, runpy, sys; sys.argv = ['torch_digits.py', '--epochs', '3', '--compression', sys.argv[1]]; "
-        f"runpy.run_path({str(HERE.parent / 'examples/torch_digits.py')!r}, run_name='__main__'); "
-        "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    command = ["horovodrun", "-np", "2", sys.executable, "-c", code, compression]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peaks = [int(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines() if "PEAK" in line]
-    return max(peaks) / 1024
+    with tempfile.TemporaryDirectory() as folder:
+        code = (
+            "import os, resource, runpy, sys\n"
+            "sys.argv = ['torch_digits.py', '--epochs', '3', '--compression', sys.argv[1]]\n"
+            f"runpy.run_path({str(HERE.parent / 'examples/torch_digits.py')!r}, run_name='__main__')\n"
+            "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            f"open({folder!r} + '/' + str(os.getpid()), 'w').write(str(peak))\n"
+        )
+        script = Path(folder) / "measured.py"
+        script.write_text(code)
+        command = ["horovodrun", "-np", "2", sys.executable, str(script), compression]
+        subprocess.run(command, capture_output=True, check=True)
+        return max(int(file.read_text()) for file in Path(folder).glob("[0-9]*")) / 1024
 
 
 def _peak() -> int:
@@ -172,12 +177,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "selection-cpu.json")
     out = parser.parse_args().out
-    results: dict[str, object] = {"environment": environment(), "memory_of_a_flat_step": flat_memory()}
-    results["resnet50_shapes_200_steps"] = on_resnet50()
-    results["training_gradients_of_the_example"] = {f"seed {seed}": on_the_example(seed) for seed in (1, 2, 3)}
-    results["peak_MiB_of_a_rank_of_the_example"] = {name: example_memory(name) for name in ("none", "dgc")}
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+    parts: dict[str, Callable[[], object]] = {
+        "memory_of_a_flat_step": flat_memory,
+        "peak_MiB_of_a_rank_of_the_example": lambda: {name: example_memory(name) for name in ("none", "dgc")},
+        "training_gradients_of_the_example": lambda: {f"seed {seed}": on_the_example(seed) for seed in (1, 2, 3)},
+        "resnet50_shapes_200_steps": on_resnet50,
+    }
+    results: dict[str, object] = {"environment": environment()}
+    for name, part in parts.items():
+        results[name] = part()
+        print(name, json.dumps(results[name], indent=1), flush=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

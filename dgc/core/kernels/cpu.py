@@ -31,6 +31,9 @@ PLACE = 32
 LARGE = 262144
 """Segments from this length on are selected with all threads at once, shorter ones each by one thread."""
 
+MOST_ELEMENTS = 2**31
+"""Candidates' positions are int32."""
+
 LARGEST_PARTS = 64
 """Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
 
@@ -183,8 +186,12 @@ class NumbaKernels:
     ) -> None:
         if positions.size == 0:
             return
-        kind = results[0].dtype if results else np.dtype(np.float32)
+        if not results:
+            raise LayoutError(f"{positions.size} positions were given, and no result to add to")
+        kind = results[0].dtype
         for s, result in enumerate(results):
+            if not result.flags.writeable:
+                raise LayoutError(f"result {s} is read-only")
             if result.dtype != kind or kind not in (np.float32, np.float64) or not result.flags.c_contiguous:
                 raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32, or all float64")
         if values.shape != positions.shape:
@@ -212,6 +219,8 @@ class NumbaKernels:
         scale: float,
     ) -> None:
         n = result.size
+        if not result.dtype == mean.dtype == u.dtype or result.dtype not in (np.float32, np.float64):
+            raise LayoutError(f"{result.dtype}, {mean.dtype} and {u.dtype}: all must be float32, or all float64")
         if mean.shape != (n,) or u.shape != (n,):
             raise LayoutError(f"a result of {n} elements was given a mean of {mean.size} and a momentum of {u.size}")
         at = code = 0
@@ -331,6 +340,10 @@ def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
         raise LayoutError(f"u is {u.dtype} and v is {kind}; both must be float32, or both float64")
     if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
         raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
+    if v.size >= MOST_ELEMENTS:
+        raise LayoutError(
+            f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
+        )
     return kind
 
 

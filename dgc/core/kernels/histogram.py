@@ -17,6 +17,7 @@ from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT
 from dgc.core.kernels.vector import LANES, count_bits, fetch_add, load, lowest_bit, reaching, threshold
 
 _UINT64_1 = np.uint64(1)
+_ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @helper
@@ -26,16 +27,23 @@ def _bound(length, parts, part):
 
 
 @helper
+def _none_above(key, itemsize):
+    """All lanes if no key is greater than ``key``, the largest there is: ``key + 1`` would be negative. Else none."""
+    return _ALL_LANES if key == magnitude_mask(itemsize) else np.uint64(0)
+
+
+@helper
 def _count(v, bits, start, stop, key):
     """How many of the entries ``start`` to ``stop`` reach ``key``, and how many exceed it."""
     mask = magnitude_mask(v.itemsize)
     keys, above = threshold(v, key), threshold(v, key + 1)
+    no = _none_above(key, v.itemsize)
     reach, exceed = 0, 0
     i = start
     while i + LANES <= stop:
         x = load(v, i)
         reach += count_bits(reaching(x, keys))
-        exceed += count_bits(reaching(x, above))
+        exceed += count_bits(reaching(x, above) & ~no)
         i += LANES
     while i < stop:
         own = bits[i] & mask
@@ -66,10 +74,11 @@ def _tally_range(v, bits, start, stop, low, high, shift, bins):
     mask = magnitude_mask(v.itemsize)
     bins[:] = 0
     lows, highs = threshold(v, low), threshold(v, high + 1)
+    no = _none_above(high, v.itemsize)
     i = start
     while i + LANES <= stop:
         x = load(v, i)
-        found = reaching(x, lows) & ~reaching(x, highs)
+        found = reaching(x, lows) & (~reaching(x, highs) | no)
         while found != 0:
             bins[0, ((bits[i + lowest_bit(found)] & mask) - low) >> shift] += 1
             found &= found - _UINT64_1
@@ -92,7 +101,7 @@ def _descend(bins, low, high, shift, wanted):
         members = 0
         for part in range(len(bins)):
             members += bins[part, 0, b] + bins[part, 1, b]
-        if wanted <= members:
+        if wanted <= members or b == 0:
             break
         wanted -= members
         b -= 1
@@ -134,6 +143,8 @@ def _write(v, bits, start, stop, key, ties, out_positions, out_values, place):
                 if ties == 0:
                     continue
                 ties -= 1
+            if place >= out_positions.size:
+                return
             out_positions[place] = j
             out_values[place] = v[j]
             place += 1

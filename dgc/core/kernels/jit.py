@@ -21,16 +21,21 @@ SOURCES = "candidates control dense histogram jit pick places sweep table thread
 
 
 @cache
-def cache_directory() -> str:
+def cache_directory(own: str | None = None) -> str:
     """Where compiled kernels are kept: one directory for each version of the sources and each kind of processor.
 
     Numba looks for changes only in the file that defines a kernel, not in those of the functions which that kernel
     calls, and its index is not safe when processors of two kinds share a home directory. Naming the directory after
     both makes either harmless. NUMBA_CACHE_DIR, when set, says where this directory is made.
+
+    Args:
+        own: the file of kernels that call nothing outside it; None for those of this package.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name in SOURCES:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    here = Path(__file__)
+    files = [here.with_name(f"{name}.py") for name in SOURCES] if own is None else [here, Path(own)]
+    for file in files:
+        digest.update(file.read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(repr(sorted(binding.get_host_cpu_features().items())).encode())
     digest.update(f"{os.environ.get('NUMBA_CPU_NAME')} {os.environ.get('NUMBA_CPU_FEATURES')}".encode())
@@ -47,12 +52,29 @@ def _user_cache() -> Path:
         return Path(tempfile.gettempdir()) / f"dgc-{os.getuid()}"
 
 
-def entry() -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that."""
+@cache
+def _usable(directory: str) -> bool:
+    """Whether kernels may be kept there. Left to itself, Numba would go on to a folder that knows no versions."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        # What is found there is run: a folder that another user made first, under a common name, is no good.
+        return os.access(directory, os.W_OK) and Path(directory).parent.stat().st_uid in (os.getuid(), 0)
+    except OSError:
+        return False
+
+
+def entry(own: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that.
+
+    Args:
+        own: as for :func:`cache_directory`.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
+        if not _usable(cache_directory(own)):
+            return numba.njit(nogil=True, error_model="numpy")(function)
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = cache_directory()
+        numba.config.CACHE_DIR = cache_directory(own)
         try:
             return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
         except RuntimeError:

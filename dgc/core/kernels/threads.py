@@ -9,7 +9,6 @@ are done: a helper that comes late finds nothing to do and goes back to sleep.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -33,9 +32,7 @@ LOOKS = 20000
 NAP = 5e-5
 """Seconds of sleep between further looks."""
 
-logger = logging.getLogger("dgc")
-
-Job = tuple[Callable[..., None], tuple[Any, ...]]
+Job = tuple[Callable[..., None], tuple[Any, ...], list[Exception], list[int]]
 
 
 def available_cores() -> int:
@@ -100,27 +97,48 @@ class Team:
         self._finalizer.atexit = False
 
     def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
-        """Run a kernel on up to ``threads`` threads, this one included; returns when all pieces are done."""
+        """Run a kernel on up to ``threads`` threads, this one included; returns when all pieces are done.
+
+        However it ends, by an interrupt too, no thread works on the arguments' memory any more.
+
+        Raises:
+            Exception: what the kernel raised, on whichever thread.
+        """
         progress = np.zeros(2, np.int64)
-        helpers = min(threads, pieces) - 1
-        if helpers > 0:
-            self._hire(helpers)
+        helpers = self._hire(min(threads, pieces) - 1)
+        if helpers <= 0:
+            kernel(0, progress, pieces, *arguments)
+            return
+        errors: list[Exception] = []
+        finished: list[int] = []
+        given = 0
+        try:
             for worker in range(1, helpers + 1):
-                self._jobs.put((kernel, (worker, progress, pieces, *arguments)))
-        kernel(0, progress, pieces, *arguments)
-        if helpers > 0:
+                given += 1
+                self._jobs.put((kernel, (worker, progress, pieces, *arguments), errors, finished))
+            kernel(0, progress, pieces, *arguments)
             while not _all_done(progress, pieces, LOOKS):
+                if errors:
+                    raise errors[0]
                 # A helper was interrupted by the system in the middle of a piece.
                 time.sleep(NAP)
+        except BaseException:
+            progress[0] = pieces  # nobody takes another piece
+            _wait_for(finished, given)
+            raise
 
-    def _hire(self, helpers: int) -> None:
-        if len(self._helpers) >= helpers:
-            return
-        with self._lock:
-            while len(self._helpers) < helpers:
-                thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
-                thread.start()
-                self._helpers.append(thread)
+    def _hire(self, helpers: int) -> int:
+        """Start threads until there are ``helpers``; returns how many of those there are."""
+        if len(self._helpers) < helpers:
+            with self._lock:
+                while len(self._helpers) < helpers:
+                    thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError:  # no more threads are allowed
+                        break
+                    self._helpers.append(thread)
+        return min(helpers, len(self._helpers))
 
 
 def _reset(team: Team | None) -> None:
@@ -130,14 +148,25 @@ def _reset(team: Team | None) -> None:
 
 def _help(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        kernel, arguments = job
+        kernel, arguments, errors, finished = job
         try:
             kernel(*arguments)
-        except Exception:
-            # It had no piece yet, so the caller does not wait for it and meets the same error.
-            logger.exception("a helper thread could not run a kernel")
+        except Exception as error:
+            errors.append(error)
+        finished.append(1)
         # Until the next job comes, nothing of this one is kept alive.
-        del job, kernel, arguments
+        del job, kernel, arguments, errors, finished
+
+
+def _wait_for(finished: list[int], count: int) -> None:
+    """Wait, interrupts or not: a piece takes a millisecond, and its memory may be freed after this."""
+    while True:
+        try:
+            while len(finished) < count:
+                time.sleep(NAP)
+            return
+        except BaseException:  # the first one is on its way already
+            continue
 
 
 def _dismiss(jobs: SimpleQueue[Job | None], helpers: list[Thread]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+
+logger = logging.getLogger("dgc")
 
 
 class BitKernels(Protocol):
@@ -37,9 +40,14 @@ def bit_kernels() -> BitKernels:
         try:
             from dgc.core.wire import bits_numba
 
-            return bits_numba
+            words, one = np.zeros(1, np.uint64), np.zeros(1, np.int64)
+            bits_numba.bitmap_encode(one, 1, words)
+            if bits_numba.bitmap_decode(words, 1, one) == 1:
+                return bits_numba
         except ImportError:
             pass
+        except Exception:
+            logger.warning("Numba's bit loops do not work here; index codecs use NumPy", exc_info=True)
     from dgc.core.wire import bits_numpy
 
     return bits_numpy
@@ -47,11 +55,23 @@ def bit_kernels() -> BitKernels:
 
 @lru_cache(maxsize=1)
 def default_loops() -> ModuleType | None:
-    """Return the Numba loops of the default codecs, None where they do not work; NumPy then writes the same bytes."""
+    """Return the Numba loops of the default codecs, None where they do not work; NumPy then writes the same bytes.
+
+    The first call compiles them, or loads them from the cache.
+    """
     if sys.byteorder != "little":
         return None
     try:
-        from dgc.core.wire import halves_numba
+        from dgc.core.wire import halves_numba as loops
+
+        values, halves = np.full(1, 1.5, np.float32), np.empty(1, np.uint16)
+        loops.to_halves(values, np.float32(2), halves)
+        loops.from_halves(halves, np.float32(0.5), values)
+        loops.to_tiles(np.zeros(1, np.int64), np.empty(1, np.uint32), halves)
+        if values[0] == 1.5 and loops.largest_magnitude(values) == 0x3FC00000:
+            return loops
     except ImportError:
-        return None
-    return halves_numba
+        pass
+    except Exception:
+        logger.warning("Numba's loops of the default codecs do not work here; they use NumPy", exc_info=True)
+    return None

@@ -5,8 +5,10 @@ All word arithmetic is in uint64: Numba turns a mix of int64 and uint64 into flo
 
 from __future__ import annotations
 
-from numba import njit, types, uint64
+from numba import types, uint64
 from numba.extending import intrinsic
+
+from dgc.core.kernels.jit import entry
 
 
 @intrinsic
@@ -20,7 +22,7 @@ def _trailing_zeros(typing_context, word):
     return types.uint64(types.uint64), generate
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def elias_fano_encode(positions, n, width, low, high):
     """See :class:`~dgc.core.wire.bits.BitKernels`."""
     high[:] = 0
@@ -49,7 +51,7 @@ def elias_fano_encode(positions, n, width, low, high):
     return positions.size
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def elias_fano_decode(low, high, n, width, positions):
     """See :class:`~dgc.core.wire.bits.BitKernels`."""
     mask = (uint64(1) << uint64(width)) - uint64(1)
@@ -80,7 +82,7 @@ def elias_fano_decode(low, high, n, width, positions):
     return i
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def bitmap_encode(positions, n, words):
     """See :class:`~dgc.core.wire.bits.BitKernels`."""
     words[:] = 0
@@ -94,7 +96,7 @@ def bitmap_encode(positions, n, words):
     return positions.size
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def bitmap_decode(words, n, positions):
     """See :class:`~dgc.core.wire.bits.BitKernels`."""
     count = positions.size

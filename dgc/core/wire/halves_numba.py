@@ -7,8 +7,10 @@ After a compress pass the caches hold gradients, and every NumPy call pays for f
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types, uint32
+from numba import types, uint32
 from numba.extending import intrinsic
+
+from dgc.core.kernels.jit import entry
 
 _SMALLEST_NORMAL = np.uint32(0x38800000)
 """2^-14 as float32 bits: below it half precision is subnormal."""
@@ -34,7 +36,7 @@ def _float(typing_context, x):
     return types.float32(types.uint32), generate
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def largest_magnitude(values):
     """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
     largest = uint32(0)
@@ -43,7 +45,7 @@ def largest_magnitude(values):
     return largest
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def to_halves(values, factor, halves):
     """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
 
@@ -63,7 +65,7 @@ def to_halves(values, factor, halves):
         halves[i] = half | ((bits >> uint32(16)) & uint32(0x8000))
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def from_halves(halves, factor, values):
     """``values[i]`` = ``halves[i] * factor`` with one rounding.
 
@@ -87,7 +89,7 @@ def from_halves(halves, factor, values):
     return finite
 
 
-@njit(cache=True, nogil=True)
+@entry(__file__)
 def to_tiles(positions, counts, offsets):
     """Split positions into tiles of 65 536.
 

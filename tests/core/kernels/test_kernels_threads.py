@@ -234,15 +234,124 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
     assert "hits 1" in second.stdout, second.stderr
 
 
-def test_without_a_writable_cache_kernels_still_work(tmp_path):
+@pytest.mark.parametrize("tried", ["kernels", "codec"])
+def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, tried):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory should be")
     done = run_script(
         """
+        import sys
         import numpy as np
+        from dgc.core.kernels import places
         from dgc.core.kernels.cpu import NumbaKernels
-        assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
-        """,
+        from dgc.core.wire import value_codec
+        from dgc.core.wire.bits import bit_kernels, default_loops
+        if sys.argv[1:] == ["kernels"]:
+            assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
+            kept = places.gather
+        else:
+            out = np.zeros(16, np.uint8)
+            value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
+            kept = default_loops().to_halves
+            assert bit_kernels().__name__.endswith("numba")
+        assert type(kept._cache).__name__ == "NullCache", kept._cache
+        """.replace("sys.argv[1:]", f"[{tried!r}]"),
         NUMBA_CACHE_DIR=str(blocked),
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_codecs_work_where_numba_does_not():
+    done = run_script(
+        """
+        import numpy as np
+        from dgc.core.wire import index_codec, value_codec
+        from dgc.core.wire.bits import default_loops
+        out = np.zeros(64, np.uint8)
+        value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
+        assert value_codec("float16").decode(out, 3, np.zeros(1, np.int64))[0].tolist() == [1, 1, 1]
+        codec = index_codec("elias_fano")
+        codec.encode(np.arange(3), 10, out)
+        assert codec.decode(out, 10, 3)[0].tolist() == [0, 1, 2]
+        assert default_loops() is None
+        """,
+        NUMBA_DISABLE_JIT="1",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+PIECE = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    from dgc.core.kernels.threads import Team
+
+    taken, lock, working = [], threading.Lock(), []
+
+    def kernel(worker, progress, pieces, fails):
+        while True:
+            with lock:
+                if progress[0] >= pieces:
+                    return
+                piece = int(progress[0])
+                progress[0] += 1
+            working.append(piece)
+            time.sleep(0.05)
+            if worker == fails:
+                working.remove(piece)
+                raise MemoryError("no room")
+            working.remove(piece)
+            with lock:
+                progress[1] += 1
+"""
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_kernel_that_fails_on_any_thread_fails_the_call_and_leaves_nothing_running(worker):
+    done = run_script(
+        PIECE
+        + f"""
+    team = Team()
+    for _ in range(3):
+        try:
+            team.run(2, kernel, 10, {worker})
+        except MemoryError as error:
+            assert "no room" in str(error)
+        else:
+            sys.exit("no error")
+        assert not working, working
+    team.run(2, kernel, 10, None)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_waits_for_the_pieces_under_way():
+    done = run_script(
+        PIECE
+        + """
+    team, interrupted = Team(), 0
+    for delay in np.linspace(0.01, 0.3, 12):
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            team.run(2, kernel, 10, None)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            interrupted += 1
+        # The interrupt may have hit this thread's own piece, which then stays in the list; a helper's may not.
+        before = list(working)
+        time.sleep(0.1)
+        assert working == before, (working, before)
+        working.clear()
+    assert interrupted == 12, interrupted
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_with_no_more_threads_the_caller_works_alone(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads_module.Thread, "start", refuse)
+    v = np.ones(3_000_000, np.float32)
+    assert NumbaKernels(2).sums_of_squares([v])[0] == v.size

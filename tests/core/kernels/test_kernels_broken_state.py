@@ -1,0 +1,64 @@
+"""v that is not finite: what finite gradients too large for the type, or a loaded state, may leave behind."""
+
+import numpy as np
+import pytest
+
+from dgc.core.errors import LayoutError
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.cpu import LARGE, NumbaKernels
+
+LARGEST_NAN = {np.float32: np.uint32(0x7FFFFFFF), np.float64: np.uint64(0x7FFFFFFFFFFFFFFF)}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [1000, 6001, LARGE + 7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("broken", ["inf", "nan", "largest nan"])
+@pytest.mark.parametrize("share", [0.0005, 0.1, 1.0])
+def test_the_largest_come_first_and_nothing_is_written_outside(threads, size, dtype, broken, share):
+    rng = np.random.default_rng(0)
+    v = rng.standard_normal(size).astype(dtype)
+    bad = np.sort(rng.choice(size, max(1, int(size * share)), replace=False))
+    if broken == "largest nan":
+        v.view(LARGEST_NAN[dtype].dtype)[bad] = LARGEST_NAN[dtype]
+    else:
+        v[bad] = np.inf if broken == "inf" else np.nan
+    kernels, k = NumbaKernels(threads), max(1, size // 100)
+    u, control, zeros = np.zeros(size, dtype), kernels.new_control(1), np.zeros(size, dtype)
+    for _ in range(3):
+        before = v.copy()
+        chosen = kernels.accumulate_and_select([SegmentWork(zeros, None, 0, size, k, 0.9)], u, v, control)
+        positions = chosen.positions
+        assert len(positions) <= k
+        assert np.all(np.diff(positions) > 0)
+        assert positions.size == 0 or (positions[0] >= 0 and positions[-1] < size)
+        np.testing.assert_array_equal(chosen.values, before[positions])
+        if len(bad) >= k:
+            assert np.isin(positions, bad).all()
+        else:
+            assert np.isin(bad, positions).all()
+
+
+def test_finite_gradients_that_overflow_v():
+    size = 10_000
+    kernels = NumbaKernels(2)
+    u, v, g = np.zeros(size), np.zeros(size), np.zeros(size)
+    g[::100] = 1.5e308
+    for _ in range(4):
+        control = kernels.new_control(1)
+        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, size, 5, 0.0)], u, v, control)
+        assert len(chosen.positions) == 5
+        assert (chosen.positions % 100 == 0).all()
+
+
+def test_results_that_cannot_be_written_are_refused():
+    kernels, one = NumbaKernels(1), np.ones(1, np.float32)
+    with pytest.raises(LayoutError, match="no result"):
+        kernels.scatter_add([], np.array([0]), np.array([3]), one, 1.0)
+    result = np.zeros(4, np.float32)
+    result.flags.writeable = False
+    with pytest.raises(LayoutError, match="read-only"):
+        kernels.scatter_add([result], np.array([0, 4]), np.array([3]), one, 1.0)
+    half = np.zeros(4, np.float16)
+    with pytest.raises(LayoutError, match="float16"):
+        kernels.dense_update(half, half, half, None, momentum=0.9, nesterov=False, weight_decay=0.0, scale=1.0)
