@@ -54,10 +54,9 @@ def main() -> None:
         nesterov=args.nesterov,
         weight_decay=args.weight_decay,
     )
-    if args.compression == "dgc":
-        compression = dgc.Compression.dgc(**options(args, steps))
-    else:
-        compression = getattr(dgc.Compression, args.compression)
+    compression = getattr(dgc.Compression, args.compression)
+    if args.compression not in ("none", "fp16"):
+        compression = compression(**options(args, steps))
     model.compile(
         optimizer=dgc.DistributedOptimizer(optimizer, compression=compression),
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -54,10 +54,9 @@ def main() -> None:
         weight_decay=args.weight_decay,
     )
     loss_function = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if args.compression == "dgc":
-        compression = dgc.Compression.dgc(optimizer=optimizer, **options(args, steps))
-    else:
-        compression = getattr(dgc.Compression, args.compression)
+    compression = getattr(dgc.Compression, args.compression)
+    if args.compression not in ("none", "fp16"):
+        compression = compression(optimizer=optimizer, **options(args, steps))
 
     variables = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in model.trainable_variables]
     hvd.broadcast_variables(variables, root_rank=0)

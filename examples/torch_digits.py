@@ -2,6 +2,7 @@
 
     horovodrun -np 2 python examples/torch_digits.py                       # DGC: sends 0.1 % of each gradient
     horovodrun -np 2 python examples/torch_digits.py --compression none    # plain Horovod
+    horovodrun -np 2 python examples/torch_digits.py --compression qsgd --option bits=8    # or another compressor
 
 It is an ordinary Horovod script. This is all that turns DGC on (way a; the optimizer's own line stays as it is):
 
@@ -23,6 +24,7 @@ tests it. They are not shuffled before: neighbours tend to be from the same hand
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import math
@@ -40,6 +42,7 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 import dgc.torch as dgc
+from dgc.core.compressors import compressor_names
 
 TRAIN_IMAGES = 898
 PAPER_WARMUP = [0.75, 0.9375, 0.984375, 0.996, 0.999]
@@ -80,15 +83,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=1, help="of the initial weights, the shuffling and the augmentation"
     )
-    parser.add_argument("--compression", choices=("none", "fp16", "dgc"), default="dgc", help="how gradients travel")
+    parser.add_argument(
+        "--compression", choices=("none", "fp16", *compressor_names()), default="dgc", help="how gradients travel"
+    )
+    parser.add_argument(
+        "--option", type=option, action="append", default=[], metavar="NAME=VALUE", help="an option of the compressor"
+    )
     parser.add_argument("--way", choices=("a", "b"), default="a", help="a: Horovod's own wrapper, b: dgc's")
-    parser.add_argument("--sparsity", type=float, nargs="+", default=PAPER_WARMUP, help="share of entries held back")
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", help="share of entries held back; dgc: the paper's warm-up to 0.999"
+    )
     parser.add_argument("--rampup-begin-step", type=int, default=0, help="first compressed step")
     parser.add_argument("--rampup-step", type=int, default=0, help="steps of ramp-up; 0: an eighth of all steps")
     parser.add_argument("--drop-residual", action="store_true", help="control experiment: forget what was not sent")
     parser.add_argument("--progress", action="store_true", help="show a progress bar even if this is no terminal")
     parser.add_argument("--json", metavar="OUT", help="write the results to this file")
     return parser.parse_args()
+
+
+def option(text: str) -> tuple[str, Any]:
+    """``name=value``, the value as Python writes it, or a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
 
 
 def load_images() -> tuple[TensorDataset, TensorDataset]:
@@ -116,18 +135,18 @@ def make_compression(
     args: argparse.Namespace, rampup_step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Any:
     """What ``DistributedOptimizer(compression=...)`` takes."""
-    if args.compression != "dgc":
+    if args.compression in ("none", "fp16"):
         return getattr(hvd.Compression, args.compression)
-    options: dict[str, Any] = {
-        "sparsity": args.sparsity,
-        "rampup_begin_step": args.rampup_begin_step,
-        "rampup_step": rampup_step,
-    }
+    options: dict[str, Any] = {"rampup_begin_step": args.rampup_begin_step}
+    if args.compression == "dgc" or args.sparsity:
+        options.update(sparsity=args.sparsity or PAPER_WARMUP, rampup_step=rampup_step)
     if args.drop_residual:
         options["error_feedback"] = False
+    options.update(args.option)
+    make = getattr(dgc.Compression, args.compression)
     if args.way == "b":
-        return dgc.Compression.dgc(**options)
-    return dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **options)
+        return make(**options)
+    return make(model.named_parameters(), optimizer=optimizer, **options)
 
 
 def evaluate(model: nn.Module, test: TensorDataset) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dgc.core.compressors.registry import compressor_class
 from dgc.core.config import DGCConfig
 from dgc.core.errors import DGCError
 from dgc.core.kernels.base import Kernels, SegmentWork
@@ -61,6 +62,7 @@ class BucketStep:
                 ranks=self._transport.size,
                 indices=self._config.indices,
                 values=self._config.values,
+                compressor=compressor_class(self._config.algorithm).number,
             )
         return self._plans[density]
 

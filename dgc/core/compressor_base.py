@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from dgc.core.compressors.wrappers import WRAPPERS, make_wrapper_config
 from dgc.core.config import DGCConfig, make_config
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.exchange import Exchange
@@ -49,25 +50,31 @@ class CompressorBase:
         config: the validated options.
     """
 
-    def __init__(self, options: dict[str, Any], ops: Any) -> None:
+    def __init__(self, options: dict[str, Any], ops: Any, algorithm: str = "dgc", members: Any = None) -> None:
         """Check the options.
 
         Args:
-            options: keyword options of ``Compression.dgc``.
+            options: keyword options of ``Compression.dgc``, or of the compressor that ``algorithm`` names.
             ops: has Horovod's reduce ops ``Average`` and ``Sum`` as attributes; only asked when ``op`` is not a name.
+            algorithm: the compressor's name in the registry, or that of a wrapper.
+            members: of a wrapper: key -> compressor or None.
 
         Raises:
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        self.given_options = dict(options)
+        self.given_options = dict(options) if members is None else {**options, "members": members}
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
         self._ops = ops
         self._op_was_given = "op" in options
         options["op"] = op_name(options.get("op", "average"), ops)
         try:
-            self.config: DGCConfig = make_config(options)
+            self.config: DGCConfig = (
+                make_wrapper_config(algorithm, members, options)
+                if algorithm in WRAPPERS
+                else make_config(options, algorithm=algorithm)
+            )
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
         self._engine: Any = None

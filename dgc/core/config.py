@@ -1,14 +1,14 @@
-"""Options of the ``dgc`` compressor: one frozen, validated dataclass, the same for every framework."""
+"""Options of a compressor: one frozen, validated dataclass, the same for every framework."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dgc.core.errors import ConfigError
+from dgc.core.options import require_choice, require_integer, require_number
 
 PAPER_WARMUP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 """The sparsities of the paper's warm-up epochs (arXiv 1712.01887, section 3.3)."""
@@ -57,6 +57,9 @@ class DGCConfig:
     seed: int = 0
     # False drops what is not sent (a control experiment: accuracy collapses).
     error_feedback: bool = field(default=True, repr=False)
+    # Which compressor, by its name in the registry, and the options that it alone has.
+    algorithm: str = "dgc"
+    own: Any = None
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and refuse what is out of range.
@@ -68,16 +71,16 @@ class DGCConfig:
         set_(self, "sparsity", _sparsities(self.sparsity))
         for name in ("include", "exclude"):
             set_(self, name, _patterns(name, getattr(self, name)))
-        _require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
-        _require_number("weight_decay", self.weight_decay, low=0.0, optional=True)
-        _require_number("local_grad_clip_norm", self.local_grad_clip_norm, low=0.0, low_open=True, optional=True)
-        _require_integer("rampup_begin_step", self.rampup_begin_step, 0)
-        _require_integer("rampup_step", self.rampup_step, 1)
-        _require_integer("min_numel", self.min_numel, 0)
-        _require_integer("bucket_bytes", self.bucket_bytes, 1)
-        _require_integer("seed", self.seed, 0)
-        _require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
-        _require_choice("op", self.op, ("average", "sum"))
+        require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
+        require_number("weight_decay", self.weight_decay, low=0.0, optional=True)
+        require_number("local_grad_clip_norm", self.local_grad_clip_norm, low=0.0, low_open=True, optional=True)
+        require_integer("rampup_begin_step", self.rampup_begin_step, 0)
+        require_integer("rampup_step", self.rampup_step, 1)
+        require_integer("min_numel", self.min_numel, 0)
+        require_integer("bucket_bytes", self.bucket_bytes, 1)
+        require_integer("seed", self.seed, 0)
+        require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
+        require_choice("op", self.op, ("average", "sum"))
         if self.nesterov not in (None, True, False):
             raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
@@ -88,18 +91,31 @@ class DGCConfig:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
 
 
-def make_config(options: dict[str, Any], *, owner: str = "dgc") -> DGCConfig:
+def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
     """Build a config from keyword options.
 
+    Args:
+        options: those of the compressor; what all compressors share and what is its own in one dictionary.
+        algorithm: the compressor's name.
+        owner: who is named in errors, if not the compressor.
+
     Raises:
-        TypeError: an option is unknown; the message lists the valid ones.
-        ConfigError: a value is out of range.
+        TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
+        ConfigError: a value is out of range, or there is no such compressor.
     """
-    valid = [f.name for f in dataclasses.fields(DGCConfig)]
+    from dgc.core.compressors.registry import compressor_class  # its options need this module's checks
+
+    row = compressor_class(algorithm)
+    own = [f.name for f in dataclasses.fields(row.Options)]
+    valid = [*own, *row.common_options()]
     unknown = [name for name in options if name not in valid]
     if unknown:
-        raise TypeError(f"Compression.{owner} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
-    return DGCConfig(**options)
+        raise TypeError(
+            f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
+        )
+    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
+    chosen = row.Options(**{name: value for name, value in options.items() if name in own}) if own else None
+    return DGCConfig(**common, algorithm=algorithm, own=chosen)
 
 
 def _sparsities(value: Any) -> tuple[float, ...]:
@@ -119,31 +135,3 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(p, str) for p in values):
         raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")
     return values
-
-
-def _require_number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    optional: bool = False,
-) -> None:
-    if value is None and optional:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < low or value > high or (low_open and value == low) or (high_open and value == high):
-        span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
-        raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
-
-
-def _require_integer(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number >= {low}")
-
-
-def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")

@@ -24,6 +24,7 @@ from dgc.core.sparse_codec import check_codecs
 from dgc.core.state import State
 from dgc.core.stats import Stats, StepStats
 from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
+from dgc.core.step_choice import make_steps
 from dgc.core.transport import Transport
 
 _CLOSE_PATIENCE = 5.0
@@ -67,8 +68,7 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
-        make_step = _step_class(kernels)
-        self._steps = [make_step(b, config, kernels, transport) for b in layout.buckets]
+        self._steps = make_steps(layout, config, kernels, transport)
         for sparsity in config.sparsity:
             for step in self._steps:
                 step.plan(1.0 - sparsity)
@@ -445,11 +445,3 @@ class Exchange:
     def _sums_of_squares(self, parameters: Sequence[int]) -> np.ndarray:
         gradients = [given.gradient for i in parameters if (given := self._given[i]) is not None]
         return self._kernels.sums_of_squares(gradients)
-
-
-def _step_class(kernels: Kernels) -> type[BucketStep]:
-    if not getattr(kernels, "on_device", False):
-        return BucketStep
-    from dgc.core.device_step import DeviceBucketStep
-
-    return DeviceBucketStep

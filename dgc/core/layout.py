@@ -67,6 +67,8 @@ class Bucket:
     dense: tuple[Segment, ...]
     sparse_size: int
     size: int
+    part: int = 0
+    """Which member of a wrapper (``by_size``, ``by_name``, ``by_step``) compresses the bucket."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -118,6 +120,8 @@ def travels_dense(parameter: Parameter, config: DGCConfig) -> bool:
     """Whether a parameter is exchanged dense whatever the step: 1-D, small or excluded, and not included by name."""
     if parameter.numel == 0 or any(fnmatchcase(parameter.name, p) for p in config.exclude):
         return True
+    if _part(parameter, config) is None:
+        return True
     if any(fnmatchcase(parameter.name, p) for p in config.include):
         return False
     return len(parameter.shape) <= 1 or parameter.numel < config.min_numel
@@ -126,7 +130,8 @@ def travels_dense(parameter: Parameter, config: DGCConfig) -> bool:
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
 
-    float64 parameters get buckets of their own, because their state is float64.
+    float64 parameters get buckets of their own, because their state is float64, and so do those that another member of
+    a wrapper compresses.
 
     Raises:
         LayoutError: no parameters, two of one name, a type that is no float, or a tensor of 2**31 elements or more.
@@ -134,23 +139,35 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     parameters = tuple(parameters)
     _check(parameters)
     capacity = max(1, config.bucket_bytes // 4)
-    groups: list[tuple[str, list[int]]] = []
-    open_group: dict[str, tuple[list[int], int]] = {}
+    groups: list[tuple[str, int, list[int]]] = []
+    open_group: dict[tuple[str, int], tuple[list[int], int]] = {}
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         dtype = "float64" if parameter.dtype == "float64" else "float32"
-        members, filled = open_group.get(dtype, ([], 0))
+        kind = dtype, _part(parameter, config) or 0
+        members, filled = open_group.get(kind, ([], 0))
         if not members or filled + parameter.numel > capacity:
             members, filled = [], 0
-            groups.append((dtype, members))
+            groups.append((*kind, members))
         members.append(index)
-        open_group[dtype] = (members, filled + parameter.numel)
-    buckets = tuple(_bucket(i, dtype, members, parameters, config) for i, (dtype, members) in enumerate(groups))
+        open_group[kind] = (members, filled + parameter.numel)
+    buckets = tuple(_bucket(i, *group, parameters, config) for i, group in enumerate(groups))
     places = {s.parameter: (b.index, s) for b in buckets for s in b.segments}
     return Layout(parameters, buckets, places)
 
 
-def _bucket(index: int, dtype: str, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig) -> Bucket:
+def _part(parameter: Parameter, config: DGCConfig) -> int | None:
+    """Which member of a wrapper compresses the parameter; None for none of them. Without a wrapper, 0."""
+    parts = config.own
+    if not hasattr(parts, "configs"):
+        return 0
+    place = parts.place(config.algorithm, parameter.name, parameter.numel)
+    return None if place is None or parts.configs[place] is None else place
+
+
+def _bucket(
+    index: int, dtype: str, part: int, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig
+) -> Bucket:
     offset = 0
 
     def place(chosen: list[int]) -> tuple[Segment, ...]:
@@ -164,7 +181,7 @@ def _bucket(index: int, dtype: str, members: list[int], parameters: tuple[Parame
     sparse = place([i for i in members if not travels_dense(parameters[i], config)])
     sparse_size = offset
     dense = place([i for i in members if travels_dense(parameters[i], config)])
-    return Bucket(index, dtype, sparse, dense, sparse_size, offset)
+    return Bucket(index, dtype, sparse, dense, sparse_size, offset, part)
 
 
 def _check(parameters: tuple[Parameter, ...]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from dgc.core.errors import LayoutError
 from dgc.core.layout import Bucket
 from dgc.core.schedule import entries_to_send
-from dgc.core.sparse_codec import SparseCodec
+from dgc.core.sparse_codec import SPARSE_ID, SparseCodec
 from dgc.core.wire import HEADER_BYTES
 
 MIN_MESSAGE_BYTES = 256
@@ -45,7 +46,8 @@ class BucketPlan:
     """
 
     mode: Mode
-    codec: SparseCodec
+    codec: Any
+    """A :class:`SparseCodec`, or what stands in a header for one: ``compressor_id``, ``indices.id``, ``values.id``."""
     ks: tuple[int, ...]
     itemsize: int
     payload_bytes: int
@@ -70,8 +72,10 @@ class BucketPlan:
         return self.vector_size > 0 and not self.inline
 
 
-def make_plan(bucket: Bucket, *, density: float | None, ranks: int, indices: str, values: str) -> BucketPlan:
-    """Decide how ``bucket`` travels.
+def make_plan(
+    bucket: Bucket, *, density: float | None, ranks: int, indices: str, values: str, compressor: int = SPARSE_ID
+) -> BucketPlan:
+    """Decide how ``bucket`` travels as selected entries.
 
     Args:
         bucket: the bucket.
@@ -79,15 +83,35 @@ def make_plan(bucket: Bucket, *, density: float | None, ranks: int, indices: str
         ranks: P.
         indices: name of the index codec, or "auto".
         values: name of the value codec.
+        compressor: number of the compressor in the header.
+
+    Raises:
+        LayoutError: the message would reach 2 GiB.
+    """
+    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
+    codec = SparseCodec(bucket, sum(ks), indices, values, compressor)
+    return plan_for(bucket, codec, ks, codec.max_bytes, dense=density is None, ranks=ranks)
+
+
+def plan_for(
+    bucket: Bucket, codec: Any, ks: tuple[int, ...], payload_bytes: int, *, dense: bool, ranks: int
+) -> BucketPlan:
+    """Decide how ``bucket`` travels when its sparsified tensors make up to ``payload_bytes`` of payload.
+
+    Args:
+        bucket: the bucket.
+        codec: see :class:`BucketPlan`.
+        ks: the most entries of each sparsified tensor.
+        payload_bytes: what a message of entries reserves for them.
+        dense: whether this is a dense step (before the ramp-up).
+        ranks: P.
 
     Raises:
         LayoutError: the message would reach 2 GiB.
     """
     itemsize = 8 if bucket.dtype == "float64" else 4
-    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
-    codec = SparseCodec(bucket, sum(ks), indices, values)
-    mode, payload = Mode.DENSE, codec.max_bytes
-    if density is not None:
+    mode, payload = Mode.DENSE, payload_bytes
+    if not dense:
         # Ring costs: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
         gathered = (ranks - 1) * payload
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size

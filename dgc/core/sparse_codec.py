@@ -9,20 +9,19 @@ from dgc.core.layout import Bucket
 from dgc.core.wire import index_codec, smallest_index_codec, value_codec
 
 SPARSE_ID = 1
-"""Compressor id in the header: exact (position, value) entries."""
+"""Compressor id of ``dgc`` in the header."""
 
 
 class SparseCodec:
     """Encodes selected entries of one bucket at one density; knows what the receiver will read."""
 
-    compressor_id = SPARSE_ID
-
-    def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
+    def __init__(self, bucket: Bucket, k: int, indices: str, values: str, compressor: int = SPARSE_ID) -> None:
         """Look up the codecs; ``indices="auto"`` takes the smallest for k entries of this bucket.
 
         Raises:
             ConfigError: an unknown codec name; the message lists the valid ones.
         """
+        self.compressor_id = compressor
         self._bucket = bucket
         n = bucket.sparse_size
         self.indices = smallest_index_codec(n, k) if indices == "auto" else index_codec(indices)

@@ -9,7 +9,10 @@
 Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 """
 
+from typing import Any
+
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.core.paddle import L1Decay, L2Decay
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer
@@ -20,10 +23,22 @@ __all__ = [
     "ConfigError",
     "DGCCompressor",
     "DGCError",
+    "DGCMomentum",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "L1Decay",
+    "L2Decay",
     "LayoutError",
     "RemoteError",
     "TransportError",
     "WireError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It is a Keras optimizer, and Keras takes a second to import.
+    if name == "DGCMomentum":
+        from dgc.tensorflow.keras.dgc_momentum import DGCMomentum
+
+        return DGCMomentum
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

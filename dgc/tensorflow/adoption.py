@@ -114,6 +114,10 @@ class Adoption:
         """Extend ``hyper`` to ``count`` variables."""
         self._fill(count)
 
+    def decayed(self, index: int, variable: Any) -> Any:
+        """What weight decay is multiplied with: the variable's values."""
+        return raw_variable(variable)
+
     def absorb_slots(self, variables: Sequence[Any], absorb: Absorb) -> None:
         """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dgc.core.compressors.constructors import constructor
+from dgc.core.compressors.registry import compressor_names
 from dgc.core.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod
@@ -49,21 +51,43 @@ class _Compression:
 
         Source: Lin et al. 2018, arXiv 1712.01887.
         """
-        compressor = DGCCompressor(options)
-        if variables is None:
-            if optimizer is not None:
-                compressor.adopt(optimizer)
-            return compressor
-        if optimizer is None and compressor.config.momentum is None:
-            raise ConfigError(
-                "Compression.dgc(variables) also needs optimizer=, to take its momentum over; pass it, or momentum=0 "
-                "for plain error feedback"
-            )
-        variables = list(variables)
-        if not variables:
-            raise ConfigError("no variables to compress: build the model first (call it once, or model.build(...))")
-        compressor.bind(variables, optimizer)
+        return _make("dgc", variables, optimizer, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """``Compression.<name>(...)`` of every other compressor, with the arguments of :meth:`dgc` and its own options.
+
+        Raises:
+            AttributeError: there is no such compressor; the message lists those there are.
+        """
+        return constructor(name, self, _make)
+
+    def __dir__(self) -> list[str]:
+        return ["none", "fp16", *compressor_names()]
+
+
+def _make(
+    algorithm: str,
+    variables: Sequence[Any] | None = None,
+    optimizer: Any = None,
+    *,
+    members: Any = None,
+    **options: Any,
+) -> DGCCompressor:
+    compressor = DGCCompressor(options, algorithm, members)
+    if variables is None:
+        if optimizer is not None:
+            compressor.adopt(optimizer)
         return compressor
+    if optimizer is None and compressor.config.momentum is None:
+        raise ConfigError(
+            f"Compression.{algorithm}(variables) also needs optimizer=, to take its momentum over; pass it, or "
+            "momentum=0 for plain error feedback"
+        )
+    variables = list(variables)
+    if not variables:
+        raise ConfigError("no variables to compress: build the model first (call it once, or model.build(...))")
+    compressor.bind(variables, optimizer)
+    return compressor
 
 
 Compression = _Compression()

@@ -26,21 +26,21 @@ class _Ops:
 
 
 class DGCCompressor(CompressorBase):
-    """Deep Gradient Compression for one model and one optimizer.
+    """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
     (:mod:`dgc.tensorflow.stock`). Way B, the wrappers of this package, cross to its engine once per step.
     With one process nothing is adopted, and the optimizer keeps its momentum.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
         """Check the options; the variables come with :meth:`bind`.
 
         Raises:
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        super().__init__(options, _Ops())
+        super().__init__(options, _Ops(), algorithm, members)
         self._loss_scale = loss_scale_of(self._adapter.get("loss_scale", 1.0))
         self._adoption: Adoption | None = None
         self._bound_to: list[Any] | None = None

@@ -111,11 +111,13 @@ class Reducer:
         dense = sorted((place, i) for i, place in enumerate(places) if _kind(gradients[i]) == DENSE)
         positions = [i for _, i in dense]
         group = engine.group([place for place, _ in dense]) if engine is not None and dense else None
-        rate, parameters = None, []
+        rate: Any = None
+        parameters: list[Any] = []
         if engine is not None and group is not None:
             if engine.adoption.velocity_has_learning_rate:
                 rate = learning_rate(engine.adoption.optimizer)
-            parameters = [variables[i] for i in positions] if engine.needs_parameters() else []
+            if engine.needs_parameters():
+                parameters = [engine.adoption.decayed(place, variables[i]) for place, i in dense]
 
         def step(
             arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]

@@ -55,6 +55,11 @@ class Settings:
         self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)  # type: ignore[arg-type]
 
     @property
+    def lost(self) -> tuple[str, ...]:
+        """Names of options that could not be saved with the model."""
+        return self._lost
+
+    @property
     def compression(self) -> DGCCompressor | None:
         """The compressor; None for Horovod's dense exchange."""
         return self.reducer.compression
@@ -112,6 +117,7 @@ class Settings:
             options = self.compression.given_options
             config["options"] = {k: v for k, v in options.items() if isinstance(v, _PLAIN) and k != "op"}
             config["options"]["op"] = self.compression.config.op
+            config["algorithm"] = self.compression.config.algorithm
             config["lost"] += [k for k, v in options.items() if not isinstance(v, _PLAIN) and k != "op"]
         return config
 
@@ -119,5 +125,7 @@ class Settings:
     def from_config(cls, config: dict[str, Any]) -> Settings:
         """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
         config = dict(config)
-        options = config.pop("options")
-        return cls(None if options is None else DGCCompressor(options), **config)
+        options, algorithm = config.pop("options"), config.pop("algorithm", "dgc")
+        if "members" in config["lost"]:
+            algorithm = "dgc"  # a stand-in: it refuses to train until it is compiled anew
+        return cls(None if options is None else DGCCompressor(options, algorithm), **config)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dgc.core.compressors.constructors import constructor
+from dgc.core.compressors.registry import compressor_names
 from dgc.core.errors import ConfigError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.horovod import import_horovod
@@ -54,18 +56,42 @@ class _Compression:
 
         Source: Lin et al. 2018, arXiv 1712.01887.
         """
-        compressor = DGCCompressor(options)
-        if named_parameters is None:
-            if optimizer is not None:
-                raise ConfigError("Compression.dgc(optimizer=...) also needs named_parameters=model.named_parameters()")
-            return compressor
-        if optimizer is None and compressor.config.momentum is None:
+        return _make("dgc", named_parameters, optimizer, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """``Compression.<name>(...)`` of every other compressor, with the arguments of :meth:`dgc` and its own options.
+
+        Raises:
+            AttributeError: there is no such compressor; the message lists those there are.
+        """
+        return constructor(name, self, _make)
+
+    def __dir__(self) -> list[str]:
+        return ["none", "fp16", *compressor_names()]
+
+
+def _make(
+    algorithm: str,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    members: Any = None,
+    **options: Any,
+) -> DGCCompressor:
+    compressor = DGCCompressor(options, algorithm, members)
+    if named_parameters is None:
+        if optimizer is not None:
             raise ConfigError(
-                "Compression.dgc(named_parameters) also needs optimizer=, to take its momentum and weight decay over; "
-                "pass it, or momentum=0 for plain error feedback"
+                f"Compression.{algorithm}(optimizer=...) also needs named_parameters=model.named_parameters()"
             )
-        compressor.bind(named_parameters, optimizer)
         return compressor
+    if optimizer is None and compressor.config.momentum is None:
+        raise ConfigError(
+            f"Compression.{algorithm}(named_parameters) also needs optimizer=, to take its momentum and weight decay "
+            "over; pass it, or momentum=0 for plain error feedback"
+        )
+    compressor.bind(named_parameters, optimizer)
+    return compressor
 
 
 Compression = _Compression()

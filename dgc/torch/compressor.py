@@ -28,21 +28,21 @@ class _Ops:
 
 
 class DGCCompressor(CompressorBase):
-    """Deep Gradient Compression for one model and one optimizer.
+    """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock ``hvd.DistributedOptimizer(compression=...)``, which calls :meth:`compress` and
     :meth:`decompress`; way B (``dgc.torch.DistributedOptimizer``) binds it and drives its engine itself.
     With one process Horovod calls no compressor: nothing is adopted, and the optimizer keeps its momentum.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
         """Check the options; the parameters come with :meth:`bind`.
 
         Raises:
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        super().__init__(options, _Ops())
+        super().__init__(options, _Ops(), algorithm, members)
         self._bound = False
         self._engine: Engine | None = None
         self._deferred: DGCError | None = None
@@ -103,6 +103,11 @@ class DGCCompressor(CompressorBase):
         """The bound engine; None before :meth:`bind`, with one process, or outside the process set."""
         return self._engine
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the compressor belongs to a model already."""
+        return self._bound
+
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -117,8 +122,8 @@ class DGCCompressor(CompressorBase):
             return tensor, None  # a process set of one rank: Horovod calls, but there is nobody to exchange with
         if self._engine is None:
             raise ConfigError(
-                "Compression.dgc(...) was given no parameters: pass model.named_parameters() and optimizer=, or use "
-                "dgc.torch.DistributedOptimizer, which binds them"
+                f"Compression.{self.config.algorithm}(...) was given no parameters: pass model.named_parameters() and "
+                "optimizer=, or use dgc.torch.DistributedOptimizer, which binds them"
             )
         if isinstance(tensor, torch.nn.Parameter):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")

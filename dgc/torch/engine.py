@@ -21,9 +21,10 @@ from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.core.exchange import Exchange
 from dgc.core.layout import make_layout
 from dgc.core.stats import Stats
+from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, forget_steps, watch_steps
-from dgc.torch.device_tensors import tensors_for
+from dgc.torch.device_tensors import HostTensors, tensors_for
 from dgc.torch.tensors import Result, as_array, describe
 
 _PATIENCE = 1.0
@@ -85,7 +86,7 @@ class Engine:
             self.parameters = [p for _, p in pairs]
             self._ids = {id(p) for p in self.parameters}
             self._loss_scale = _loss_scale(loss_scale)
-            self._tensors = tensors_for(self.parameters)
+            self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
             self._exchange = self._new_exchange()
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
             return self._describe()

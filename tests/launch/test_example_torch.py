@@ -72,6 +72,15 @@ def test_horovod_s_own_compressions_still_work(compression, share, tmp_path):
     assert report["bytes_total"] == share * report["dense_bytes_per_step"] * report["steps"]
 
 
+@pytest.mark.parametrize(("compression", "option", "ratio"), [("qsgd", "bits=8", 3.9), ("topk", "sparsity=0.99", 60)])
+def test_other_compressors_by_name_with_options(compression, option, ratio, tmp_path):
+    report = train(tmp_path, "--epochs", 4, "--compression", compression, "--option", option, "--way", "b")
+
+    assert report["replicas_identical"]
+    assert report["accuracy"] > 4 * CHANCE
+    assert report["bytes_last_step"] * ratio < report["dense_bytes_per_step"]
+
+
 def test_what_is_not_sent_must_be_kept(tmp_path):
     """The control that forgets it learns far less in the same steps and bytes."""
     kept = train(tmp_path, "--epochs", 10)

@@ -1,0 +1,355 @@
+"""What a compressor is: a class with a row of facts about it, that turns a bucket into bytes and bytes into a bucket.
+
+Everything around it is common: momentum correction, clipping, warm-up, error feedback, refused steps, transport and
+the adapters. ``docs/add-a-compressor.md`` has a complete one.
+
+Letters: n elements of one tensor, N elements of a bucket's flat space (padding included, which is 0), P ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dgc.core.config import DGCConfig
+from dgc.core.errors import WireError
+from dgc.core.layout import Bucket
+from dgc.core.wire.blocks import padded
+
+COMMON = "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed".split()
+"""Options of every compressor."""
+FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
+"""Options of those with error feedback."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a compressor that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One sparsified tensor of a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Where it begins in the bucket's flat space."""
+    n: int
+
+    @property
+    def slice(self) -> slice:
+        """Its range in the bucket's flat space."""
+        return slice(self.offset, self.offset + self.n)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What all ranks know about a bucket at one density before anything is encoded."""
+
+    bucket: Bucket
+    tensors: tuple[Tensor, ...]
+    density: float
+    """Share of entries that the schedule allows; 1 for compressors without one."""
+    total: int
+    """Elements of all buckets together."""
+
+    @property
+    def size(self) -> int:
+        """N, elements of the flat space."""
+        return self.bucket.sparse_size
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.array([t.offset + t.n for t in self.tensors], np.int64)
+
+    def check_positions(self, positions: np.ndarray) -> None:
+        """Require positions that a sender may name.
+
+        Args:
+            positions: (k,) int64.
+
+        Raises:
+            WireError: not strictly ascending, outside the bucket, or between tensors.
+        """
+        if positions.size == 0:
+            return
+        if positions[0] < 0 or positions[-1] >= self.size or (positions[1:] <= positions[:-1]).any():
+            raise WireError("positions are not ascending within the bucket; the message is damaged")
+        tensor = np.searchsorted(self.bucket.sparse_offsets, positions, "right") - 1
+        if (positions >= self._ends[tensor]).any():
+            raise WireError("a position lies between tensors; the message is damaged")
+
+
+@dataclass
+class Moment:
+    """What differs from step to step and from rank to rank."""
+
+    step: int
+    rank: int
+    seed: int
+    control: np.ndarray
+    """(S, c) float64: memory of the bucket that is part of a checkpoint; NaN before anything was written there."""
+    shared: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """What :meth:`Algorithm.prepare` returned, the largest of all ranks."""
+    increment: np.ndarray | None = None
+    """(N,) what this step added to x; only for algorithms with ``needs_increment``."""
+
+    def key(self, tensor: str) -> np.uint64:
+        """Key of this rank's random numbers for a tensor in this step."""
+        text = f"{self.seed} {self.rank} {self.step} {tensor}"
+        return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+@dataclass
+class Entries:
+    """A decoded message of some entries: (k,) int64 ascending positions in the bucket, and (k,) values."""
+
+    positions: np.ndarray
+    values: np.ndarray
+
+
+@dataclass
+class Whole:
+    """A decoded message of all entries: for each tensor (n,) float32."""
+
+    values: list[np.ndarray]
+
+
+class Algorithm(ABC):
+    """One compressor. An object serves all buckets of a model on one rank; two threads never call it at once.
+
+    A subclass sets the facts and writes :meth:`max_bytes`, :meth:`encode` and :meth:`decode`, or derives from
+    :class:`PerTensor` and writes those of one tensor.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[int]
+    """In the header of its messages: 1 to 127 are this package's, 128 to 255 anybody's."""
+    source: ClassVar[str]
+    bits: ClassVar[str]
+    """Bits on the wire, in words, for the table."""
+    error_feedback: ClassVar[bool]
+    """Whether what a message does not say stays in a residual."""
+    unbiased: ClassVar[bool] = False
+    """Whether the expectation of what is decoded is what was encoded."""
+    sends_entries: ClassVar[bool] = False
+    """Whether messages hold some entries (:class:`Entries`); momentum factor masking is for those."""
+    scheduled: ClassVar[bool] = False
+    """Whether it has the options ``sparsity`` and ``rampup_step``."""
+    coded: ClassVar[bool] = False
+    """Whether it has the options ``indices`` and ``values``."""
+    needs_increment: ClassVar[bool] = False
+    """Whether :meth:`encode` needs ``moment.increment``."""
+    shares: ClassVar[bool] = False
+    """Whether :meth:`prepare` has numbers of which all ranks need the largest."""
+    Options: ClassVar[Any] = NoOptions
+    """Frozen dataclass of the compressor's own options."""
+
+    def __init__(self, config: DGCConfig) -> None:
+        """Keep the options: ``self.options`` are the compressor's own, ``self.config`` all of them."""
+        self.config = config
+        self.options = config.own
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def common_options(cls) -> list[str]:
+        """Names of the shared options that this compressor has."""
+        names = list(COMMON)
+        if cls.error_feedback:
+            names += FEEDBACK
+            if cls.sends_entries:
+                names.append("momentum_masking")
+        if cls.scheduled:
+            names += ["sparsity", "rampup_step"]
+        if cls.coded:
+            names += ["indices", "values"]
+        return names
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Defaults of the shared options where they are not those of ``dgc``: nothing is adopted unless asked."""
+        return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0}
+
+    @classmethod
+    def is_plain_selection(cls, config: DGCConfig) -> bool:
+        """Whether the selection of the k largest entries, which needs no algorithm, does it all."""
+        return False
+
+    @property
+    def varying(self) -> bool:
+        """Whether the length of messages depends on the values, so that the ranks have to ask for the longest."""
+        return False
+
+    def codec_ids(self, room: Room) -> tuple[int, int]:
+        """Numbers of the index and value codec in the header."""
+        return 0, 0
+
+    # -- sizes: the same on every rank -----------------------------------------------------------------------------
+
+    def max_counts(self, room: Room) -> tuple[int, ...]:
+        """The most entries of each tensor; a message holds at most their sum."""
+        return tuple(t.n for t in room.tensors)
+
+    @abstractmethod
+    def max_bytes(self, room: Room) -> int:
+        """Bytes that always suffice for a message."""
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, x: np.ndarray, room: Room) -> np.ndarray:
+        """Return (S,) numbers >= 0, one for each tensor, of which :meth:`encode` will see the largest of all ranks."""
+        return np.zeros(len(room.tensors))
+
+    @abstractmethod
+    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:
+        """Write a bucket's message.
+
+        Args:
+            x: (N,) float32 (float64 in float64 buckets), finite, read only: residual and gradient.
+            out: (m,) uint8, m >= :meth:`max_bytes`, of any content.
+            room: the bucket.
+            moment: the step.
+
+        Returns:
+            Entries in the message, and bytes written.
+        """
+
+    @abstractmethod
+    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries | Whole:
+        """Read a message, the sender's own included; the same bytes give the same values everywhere.
+
+        Args:
+            data: (m,) uint8, what :meth:`encode` wrote and zeros.
+            count: entries in the message, from its header.
+            room: the bucket.
+
+        Raises:
+            WireError: the message is damaged.
+        """
+
+    def finish(self, room: Room, control: np.ndarray, *, refused: bool) -> None:
+        """The step is over for a bucket; all buckets have been encoded."""
+        return
+
+
+class PerTensor(Algorithm):
+    """A compressor that works on each tensor by itself; each gets a block at a fixed place in the message."""
+
+    @abstractmethod
+    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:
+        """Bytes that always suffice for this tensor."""
+
+    @abstractmethod
+    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment) -> int:
+        """Write a tensor's block and return the number of entries in it.
+
+        Args:
+            x: (n,) float32 or float64, finite, read only.
+            out: (:meth:`tensor_bytes`,) uint8 zeros.
+            tensor: which.
+            room: its bucket.
+            moment: the step.
+        """
+
+    @abstractmethod
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Read a tensor's block: (n,) float32, or with ``sends_entries`` (k,) int64 positions and (k,) float32.
+
+        Raises:
+            WireError: the block is damaged.
+        """
+
+    def max_bytes(self, room: Room) -> int:  # noqa: D102
+        return sum(padded(self.tensor_bytes(t, room)) for t in room.tensors)
+
+    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:  # noqa: D102
+        count = at = 0
+        for tensor in room.tensors:
+            size = self.tensor_bytes(tensor, room)
+            block = out[at : at + size]
+            block[...] = 0
+            count += self.encode_tensor(x[tensor.slice], block, tensor, room, moment)
+            out[at + size : at + padded(size)] = 0
+            at += padded(size)
+        return count, at
+
+    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries | Whole:  # noqa: D102
+        at, parts = 0, []
+        for tensor in room.tensors:
+            size = self.tensor_bytes(tensor, room)
+            if at + size > data.size:
+                raise WireError(f"{tensor.name!r} takes {size} bytes, the message has {data.size - at} left for it")
+            parts.append(self.decode_tensor(data[at : at + size], tensor, room))
+            at += padded(size)
+        if not self.sends_entries:
+            if count != sum(t.n for t in room.tensors):
+                raise WireError(f"a message with {count} entries came where every element is sent")
+            return Whole(parts)  # type: ignore[arg-type]
+        return joined(parts, count, room)
+
+
+def joined(parts: Sequence[Any], count: int, room: Room) -> Entries:
+    """Put the entries of a bucket's tensors together.
+
+    Args:
+        parts: for each tensor its (k,) positions and (k,) values.
+        count: entries that the header promised.
+        room: the bucket.
+
+    Raises:
+        WireError: another number, or positions that a tensor does not have.
+    """
+    for (positions, _), tensor in zip(parts, room.tensors, strict=True):
+        if positions.size and (positions[0] < 0 or positions[-1] >= tensor.n):
+            raise WireError(f"a position lies outside of {tensor.name!r}; the message is damaged")
+        if (positions[1:] <= positions[:-1]).any():
+            raise WireError(f"positions in {tensor.name!r} are not ascending; the message is damaged")
+    found = sum(positions.size for positions, _ in parts)
+    if found != count:
+        raise WireError(f"the header says {count} entries, there are {found}; the message is damaged")
+    positions = [p + t.offset for (p, _), t in zip(parts, room.tensors, strict=True)]
+    return Entries(np.concatenate(positions), np.concatenate([values for _, values in parts]))
+
+
+def put(out: np.ndarray, at: int, values: np.ndarray) -> int:
+    """Copy an array's bytes to ``out`` from byte ``at`` on; returns where they end."""
+    data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    out[at : at + data.size] = data
+    return at + data.size
+
+
+def take(data: np.ndarray, at: int, count: int, dtype: Any) -> np.ndarray:
+    """Read an array of ``count`` numbers from byte ``at`` on, as a copy.
+
+    Raises:
+        WireError: there are fewer bytes than that.
+    """
+    size = count * np.dtype(dtype).itemsize
+    if at + size > data.size:
+        raise WireError(f"a block of {data.size} bytes ends before its content; the message is damaged")
+    return data[at : at + size].copy().view(dtype)
+
+
+def take_scales(data: np.ndarray, at: int, count: int) -> np.ndarray:
+    """Read float32 numbers that are finite and not negative.
+
+    Raises:
+        WireError: one is not.
+    """
+    scales = take(data, at, count, np.float32)
+    if not (np.isfinite(scales) & (scales >= 0)).all():
+        raise WireError("a scale is no finite number >= 0; the message is damaged")
+    return scales
+
+
+def as_scale(value: float) -> np.float32:
+    """A float64 >= 0 as a finite float32."""
+    return np.float32(min(value, float(np.finfo(np.float32).max)))

@@ -1,0 +1,70 @@
+"""DoReFa-Net's gradients: k bits between -M and M, rounded at random, without bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.loops import loops
+from dgc.core.options import require_integer, require_number
+
+
+@dataclass(frozen=True)
+class DorefaOptions:
+    """Options of ``dorefa``."""
+
+    bits: int = 4
+    """k, 1 to 8. The paper finds that fewer than 4 hurt."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require_integer("bits", self.bits, 1)
+        require_number("bits", self.bits, low=1, high=8)
+
+
+class Dorefa(PerTensor):
+    """k-bit gradients: unbiased, without error feedback.
+
+    ``f(r) = 2M [quantise_k(r / 2M + 1/2 + noise) - 1/2]`` with ``M = max|r|`` of the tensor, noise uniform in
+    ``±1/2 / (2^k - 1)`` and ``quantise_k(z) = round((2^k - 1) z) / (2^k - 1)``. The levels are odd multiples of
+    ``M / (2^k - 1)``: zero is none of them, and becomes one of its two neighbours. k bits an element, a float a tensor.
+
+    Departure: the paper quantises the gradients of activations, with an M for each image; here it is those of the
+    weights, with one M a tensor.
+
+    Source: Zhou et al. 2016, arXiv 1606.06160, equation 12.
+    """
+
+    name = "dorefa"
+    number = 9
+    source = "Zhou et al. 2016, arXiv 1606.06160"
+    bits = "4 (or 1 to 8) + 1 float a tensor"
+    error_feedback = False
+    unbiased = True
+    Options = DorefaOptions
+
+    @property
+    def _levels(self) -> int:
+        return 2**self.options.bits - 1
+
+    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+        return 4 + -(-tensor.n * self.options.bits // 8)
+
+    def encode_tensor(  # noqa: D102
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+    ) -> int:
+        scale = as_scale(float(np.abs(x).max(initial=0.0)))
+        codes = np.empty(tensor.n, np.uint8)
+        loops().round_span(x, float(scale), self._levels, moment.key(tensor.name), codes)
+        loops().pack(codes, self.options.bits, out[put(out, 0, np.array([scale], np.float32)) :])
+        return tensor.n
+
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+        scale = take_scales(data, 0, 1)[0]
+        codes = np.empty(tensor.n, np.uint8)
+        loops().unpack(data[4:], self.options.bits, codes)
+        out = np.empty(tensor.n, np.float32)
+        loops().scale_span(codes, scale, self._levels, out)
+        return out

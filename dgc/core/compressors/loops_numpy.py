@@ -1,0 +1,158 @@
+"""The loops of the quantising compressors in NumPy: the oracle of the tests, and what runs without Numba."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_U64 = np.uint64
+
+
+def uniform(key: np.uint64, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    with np.errstate(over="ignore"):
+        z = _U64(key) + np.arange(1, out.size + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
+    z ^= z >> _U64(31)
+    out[...] = (z >> _U64(32)).astype(np.float64) * 2.0**-32
+
+
+def pack(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    string = (codes[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    packed = np.packbits(string.astype(np.uint8).reshape(-1), bitorder="little")
+    out[: packed.size] = packed
+
+
+def unpack(data: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    string = np.unpackbits(data, count=codes.size * bits, bitorder="little").reshape(-1, bits)
+    codes[...] = (string << np.arange(bits, dtype=np.uint8)).sum(1)
+
+
+def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    groups = -(-codes.size // 5)
+    padded = np.zeros(5 * groups, np.int64)
+    padded[: codes.size] = codes
+    out[:groups] = padded.reshape(groups, 5) @ (3 ** np.arange(5))
+
+
+def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    groups = -(-codes.size // 5)
+    values = data[:groups].astype(np.int64)
+    codes[...] = (values[:, None] // 3 ** np.arange(5) % 3).reshape(-1)[: codes.size]
+    return bool((values <= 242).all())
+
+
+def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    for g in range(out.size):
+        part = np.abs(x[g * group : (g + 1) * group].astype(np.float64))
+        out[g] = max(part.max(), np.sqrt(np.dot(part, part))) if squared else part.max()
+
+
+def spread(x: np.ndarray) -> tuple[float, float]:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    return float(np.abs(x).max()), float(np.std(x, dtype=np.float64))
+
+
+def round_signed(
+    x: np.ndarray, scales: np.ndarray, group: int, limit: float, levels: int, key: np.uint64, codes: np.ndarray
+) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    scale = np.repeat(scales.astype(np.float64), group)[: x.size]
+    random = np.empty(x.size)
+    uniform(key, random)
+    factor = np.divide(levels, scale, out=np.zeros_like(scale), where=scale > 0)
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), limit)
+    level = np.minimum(levels, magnitude * factor + random).astype(np.int64)
+    codes[...] = levels + np.where(x < 0, -level, level)
+
+
+def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    unit = np.repeat(scales / np.float32(levels), group)[: codes.size]
+    with np.errstate(over="ignore"):
+        out[...] = (codes.astype(np.float32) - np.float32(levels)) * unit
+    return bool((codes <= 2 * levels).all())
+
+
+def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    out[...] = (2 * codes.astype(np.int64) - levels).astype(np.float32) * (scale / np.float32(levels))
+
+
+def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    if scale == 0:
+        codes[...] = 0
+        return
+    random = np.empty(x.size)
+    uniform(key, random)
+    place = (x.astype(np.float64) * (0.5 / scale) + 0.5) * levels
+    codes[...] = np.clip(np.floor(place + random), 0, levels)
+
+
+def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    high = ~(x < 0)
+    signs[...] = high.reshape(-1)
+    for side, members in enumerate((~high, high)):
+        sums = np.where(members, x, 0).sum((0, 2), dtype=np.float64)
+        means[side] = sums / np.maximum(members.sum((0, 2)), 1)
+
+
+def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    out[...] = np.where(signs.reshape(out.shape), means[1][:, None], means[0][:, None])
+
+
+def gamma_encode(codes: np.ndarray, levels: int, words: np.ndarray) -> tuple[int, int]:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    signed = codes.astype(np.int64) - levels
+    places = np.flatnonzero(signed)
+    text = []
+    for gap, level in zip(np.diff(places, prepend=-1), signed[places], strict=True):
+        text.append(_gamma(int(gap)) + ("1" if level < 0 else "0") + _gamma(abs(int(level))))
+    string = np.frombuffer("".join(text).encode(), np.uint8) - ord("0")
+    data = np.packbits(string, bitorder="little")
+    view = words.view(np.uint8)
+    view[...] = 0
+    view[: data.size] = data
+    return places.size, string.size
+
+
+def gamma_decode(words: np.ndarray, bits: int, entries: int, levels: int, codes: np.ndarray) -> bool:
+    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    codes[...] = levels
+    string = np.unpackbits(words.view(np.uint8), count=bits, bitorder="little").tolist()
+    at, last = 0, -1
+    for _ in range(entries):
+        gap, at = _take_gamma(string, at)
+        if gap == 0 or last + gap >= codes.size or at >= bits:
+            return False
+        last += gap
+        negative = string[at]
+        level, at = _take_gamma(string, at + 1)
+        if level == 0 or level > levels:
+            return False
+        codes[last] = levels - level if negative else levels + level
+    return at == bits
+
+
+def _gamma(value: int) -> str:
+    length = value.bit_length() - 1
+    return "0" * length + "1" + "".join(str(value >> j & 1) for j in range(length))
+
+
+def _take_gamma(string: list[int], at: int) -> tuple[int, int]:
+    length = 0
+    while at < len(string) and not string[at]:
+        length += 1
+        at += 1
+    at += 1
+    if length > 30 or at + length > len(string):
+        return 0, at
+    return sum(string[at + j] << j for j in range(length)) | 1 << length, at + length

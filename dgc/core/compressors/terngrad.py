@@ -1,0 +1,90 @@
+"""TernGrad: every entry becomes -s, 0 or s at random, without bias, with one s for all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.loops import loops
+from dgc.core.config import DGCConfig
+from dgc.core.errors import WireError
+from dgc.core.options import require_number
+
+
+@dataclass(frozen=True)
+class TerngradOptions:
+    """Options of ``terngrad``."""
+
+    clip_factor: float | None = 2.5
+    """Entries are cut at so many standard deviations of their tensor; None: not at all."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require_number("clip_factor", self.clip_factor, low=0.0, low_open=True, high=1e6, optional=True)
+
+
+class Terngrad(PerTensor):
+    """Ternary gradients: unbiased (of the clipped gradient), without error feedback.
+
+    Of each tensor: cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, not where σ = 0; ``s = max|g|`` of all ranks
+    ("scaler sharing": one small allreduce before the exchange); ``q = s * sign(g) * b`` with b = 1 with probability
+    ``|g| / s``. Five entries a byte, 1.6 bits each, and a float a tensor.
+
+    Departures: five entries a byte instead of four. Which layers are left out is up to ``exclude``.
+
+    Source: Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and sections 3.2 and 3.3.
+    """
+
+    name = "terngrad"
+    number = 8
+    source = "Wen et al. 2017, arXiv 1705.07878"
+    bits = "1.6 + 1 float a tensor"
+    error_feedback = False
+    unbiased = True
+    shares = True
+    Options = TerngradOptions
+
+    def __init__(self, config: DGCConfig) -> None:
+        """Begin with no tensor prepared."""
+        super().__init__(config)
+        self._limits: dict[str, float] = {}
+
+    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+        return 4 + -(-tensor.n // 5)
+
+    def prepare(self, x: np.ndarray, room: Room) -> np.ndarray:
+        """Each tensor's largest magnitude after clipping."""
+        largest = np.zeros(len(room.tensors))
+        for i, tensor in enumerate(room.tensors):
+            top, self._limits[tensor.name] = self._extent(x[tensor.slice])
+            largest[i] = min(top, self._limits[tensor.name])
+        return largest
+
+    def encode_tensor(  # noqa: D102
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+    ) -> int:
+        scale = as_scale(float(moment.shared[room.tensors.index(tensor)]))
+        limit = self._limits.pop(tensor.name, None)
+        if limit is None:
+            limit = self._extent(x)[1]
+        codes = np.empty(tensor.n, np.uint8)
+        loops().round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, moment.key(tensor.name), codes)
+        loops().pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
+        return tensor.n
+
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+        scale = take_scales(data, 0, 1)
+        codes, out = np.empty(tensor.n, np.uint8), np.empty(tensor.n, np.float32)
+        if not loops().unpack_trits(data[4:], codes):
+            raise WireError("a byte is no five ternary numbers; the message is damaged")
+        loops().scale_signed(codes, scale, tensor.n, 1, out)
+        return out
+
+    def _extent(self, x: np.ndarray) -> tuple[float, float]:
+        """A tensor's largest magnitude, and where it is cut."""
+        largest, deviation = loops().spread(x)
+        factor = self.options.clip_factor
+        return largest, math.inf if factor is None else factor * deviation or math.inf

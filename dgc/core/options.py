@@ -1,0 +1,51 @@
+"""Checks that option dataclasses share: what was given, what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dgc.core.errors import ConfigError
+
+
+def require_number(
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    optional: bool = False,
+) -> None:
+    """Require a finite number between ``low`` and ``high``, either end left out where it is open.
+
+    Raises:
+        ConfigError: it is not; the message says what is allowed.
+    """
+    if value is None and optional:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < low or value > high or (low_open and value == low) or (high_open and value == high):
+        span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
+        raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
+
+
+def require_integer(name: str, value: Any, low: int) -> None:
+    """Require a whole number of at least ``low``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number >= {low}")
+
+
+def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Require one of ``choices``.
+
+    Raises:
+        ConfigError: it is not; the message lists them.
+    """
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")

@@ -1,0 +1,76 @@
+"""``DGCMomentum`` for Keras 3: a distributed optimizer around a plain SGD, whose compressor holds the momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from dgc.tensorflow.keras.dgc_momentum import PaddleOptimizer, make_settings, saved_arguments
+from dgc.tensorflow.keras.keras3 import PACKAGE, DistributedLossScaleOptimizer, DistributedOptimizer
+
+
+class _Paddle(PaddleOptimizer):
+    """What both classes share."""
+
+    inner_optimizer: Any
+    _settings: Any
+    name: str
+
+    def _set_iterations(self, value: int) -> None:
+        self.inner_optimizer._iterations.assign(value)
+        if isinstance(self, DistributedOptimizer):
+            self._iterations.assign(value)
+
+    def _arguments_of(self) -> dict[str, Any]:
+        inner = self.inner_optimizer.get_config()
+        return {"learning_rate": inner["learning_rate"], "name": self.name, **saved_arguments(self._settings)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with an empty state."""
+        config = dict(config)
+        if isinstance(config["learning_rate"], dict):
+            rate = keras.saving.deserialize_keras_object(config["learning_rate"], custom_objects=custom_objects)
+            config["learning_rate"] = rate
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class DGCMomentum(_Paddle, DistributedOptimizer):
+    """See :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Arguments as in :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+        settings = make_settings(arguments)
+        rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
+        super().__init__(keras.optimizers.SGD(rate), settings, name=name or "dgc_momentum")
+
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
+        return self._arguments_of()
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class DGCMomentumLossScale(_Paddle, DistributedLossScaleOptimizer):
+    """The same for the policy mixed_float16: it scales losses, and all ranks skip the same steps."""
+
+    def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
+        """Arguments as in :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum` and Keras' LossScaleOptimizer."""
+        settings = make_settings(arguments)
+        rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
+        super().__init__(
+            keras.optimizers.SGD(rate),
+            settings,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+            name=name or "dgc_momentum",
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
+        return {
+            **self._arguments_of(),
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }

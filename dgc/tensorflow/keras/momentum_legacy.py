@@ -1,0 +1,44 @@
+"""``DGCMomentum`` for legacy Keras (``tf_keras``): a plain SGD that exchanges gradients before it applies them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tf_keras
+
+from dgc.tensorflow.keras.dgc_momentum import PaddleOptimizer, make_settings, saved_arguments
+from dgc.tensorflow.keras.legacy import _Distributed
+
+
+@tf_keras.saving.register_keras_serializable(package="dgc")
+class DGCMomentum(PaddleOptimizer, _Distributed, tf_keras.optimizers.SGD):
+    """See :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Arguments as in :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+        settings = make_settings(arguments)
+        paddle = settings.compression.options  # type: ignore[union-attr]
+        tf_keras.optimizers.SGD.__init__(self, paddle.learning_rate, name=paddle.name or "dgc_momentum")
+        self._dgc_settings = settings
+
+    def _set_iterations(self, value: int) -> None:
+        self.iterations.assign(value)
+
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
+        inner = tf_keras.optimizers.SGD.get_config(self)
+        return {
+            "learning_rate": inner["learning_rate"],
+            "name": self.name,
+            "is_legacy_optimizer": False,
+            **saved_arguments(self._dgc_settings),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with an empty state."""
+        config = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+        if isinstance(config["learning_rate"], dict):
+            rate = tf_keras.optimizers.schedules.deserialize(config["learning_rate"], custom_objects=custom_objects)
+            config["learning_rate"] = rate
+        return cls(**config)

@@ -1,0 +1,225 @@
+"""What ``DGCMomentum`` is made of below Keras: a compressor with Paddle's options, and the reducer that feeds it.
+
+The optimizers in :mod:`dgc.tensorflow.keras` add how each Keras calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.core.agreement import agree_or_raise
+from dgc.core.bucket_step import Hyper
+from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.layout import travels_dense
+from dgc.core.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
+from dgc.tensorflow.adoption import Adoption
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.engine import Engine
+from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
+from dgc.tensorflow.horovod_transport import make_transport
+from dgc.tensorflow.momentum_state import flat_state, shaped_state
+from dgc.tensorflow.reducer import Gradient, Reducer
+from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+
+_NEVER = 2**62
+"""A first compressed step that no run reaches."""
+
+
+class FixedMomentum(Adoption):
+    """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
+
+    def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer]) -> None:
+        """Hold the options.
+
+        Args:
+            options: momentum and Nesterov.
+            regularizers: of each variable.
+        """
+        self.optimizer = None
+        self.active = False
+        # What was adopted: nothing. What is applied stands in `hyper`.
+        self.momentum, self.nesterov = 0.0, False
+        self._kinds = list(regularizers)
+        decays = [0.0 if r is None else float(r.regularization_coeff) for r in regularizers]
+        count = len(decays)
+        self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
+
+    def take(self) -> None:
+        """Nothing to take."""
+
+    def cover(self, count: int) -> None:
+        """All variables are covered from the beginning."""
+
+    def absorb_slots(self, *_: Any) -> None:
+        """There are no slots."""
+
+    def decayed(self, index: int, variable: Any) -> Any:
+        """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
+        raw = raw_variable(variable)
+        return tf.sign(raw) if isinstance(self._kinds[index], L1Decay) else raw
+
+
+class MomentumCompressor(DGCCompressor):
+    """The compressor inside ``DGCMomentum``: Paddle's rules about what is compressed, and its own momentum.
+
+    Attributes:
+        options: Paddle's arguments.
+    """
+
+    def __init__(
+        self,
+        options: PaddleOptions,
+        parameter_regularization: Mapping[str, Regularizer] | None = None,
+        process_set: Any = None,
+        transport: Any = "auto",
+    ) -> None:
+        """Check what needs no other rank.
+
+        Args:
+            options: Paddle's arguments.
+            parameter_regularization: name patterns (fnmatch) of variables, whose regulariser goes before the
+                optimizer's; the first match counts.
+            process_set: the Horovod process set to average over; None means all ranks.
+            transport: "auto", "mpi", "horovod" or a transport.
+
+        Raises:
+            ArgumentError: a regulariser of another kind, or ``num_trainers`` is not the number of ranks.
+        """
+        super().__init__({"process_set": process_set, "transport": transport})
+        self.options = options
+        self.parameter_regularization = dict(parameter_regularization or {})
+        for pattern, regularizer in self.parameter_regularization.items():
+            check_regularizer(regularizer, f"parameter_regularization[{pattern!r}]")
+        self.config = options.to_config([])
+        self._compressed: set[int] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if is_alone(process_set) is not None and self.process_set().included():
+            options.check_ranks(self.process_set().size())
+
+    def adopt(self, optimizer: Any, process_set: Any = None) -> None:
+        """Nothing is adopted: the momentum is this compressor's own argument."""
+
+    def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
+        """Attach to a model's variables; collective over the process set.
+
+        Unlike its base it works with one process too, dense, because nobody else would apply the momentum.
+
+        Raises:
+            ArgumentError: ``num_trainers`` is not the number of ranks.
+            ConfigError: ranks differ in an argument, elastic Horovod, or Horovod is not initialised.
+            LayoutError: ranks disagree about the variables, or other variables than before.
+        """
+        ours = [raw_variable(v) for v in variables]
+        if self._bound_to is not None:
+            self._require_same_model(ours)
+            return
+        import_horovod()
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
+        transport = make_transport(self._adapter["transport"], member_set(self.process_set(process_set)))
+        names = unique_names(list(variables))
+
+        def build() -> dict[str, Any]:
+            self.options.check_ranks(transport.size)
+            rate = self.options.learning_rate
+            chosen = {name: repr(self._regularizer_of(name)) for name in names}
+            return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
+
+        agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
+        described = [describe(n, v) for n, v in zip(names, ours, strict=True)]
+        config = self.options.to_config(described)
+        self._compressed = {i for i, parameter in enumerate(described) if not travels_dense(parameter, config)}
+        self._shapes = {parameter.name: parameter.shape for parameter in described}
+        if transport.size == 1:
+            # Paddle refuses to run then; a script shall be tried out without a launcher.
+            warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
+            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+        adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names])
+        self._adoption = adoption
+        self._engine = Engine(list(variables), config, transport, adoption, 1.0)
+        self._bound_to = ours
+        if self._pending_state is not None:
+            (state, resize), self._pending_state = self._pending_state, None
+            self.load_state_dict(state, resize)
+
+    def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.
+
+        Raises:
+            ConfigError: a sparse gradient of a compressed variable. All ranks get it.
+        """
+        engine = self._engine
+        result = list(gradients)
+        for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if not isinstance(gradient, tf.IndexedSlices):
+                continue
+            index = engine.index_of(variable)
+            if index in self._compressed:
+                engine.fail(
+                    ConfigError(
+                        f"{engine.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: "
+                        "add its name to exclude=, so that it travels dense"
+                    )
+                )
+            result[place] = tf.convert_to_tensor(gradient)
+        return result
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's u, v and step, u and v in the variables' shapes; empty before the first step."""
+        if self._engine is None:
+            return {}
+        return shaped_state(self._engine.state_dict(), self._shapes)
+
+    def load_state_dict(self, state: Any, resize: bool = False) -> None:
+        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+
+        Raises:
+            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            RuntimeError: a buffer is no array.
+        """
+        if self._bound_to is None:
+            self._pending_state = (state, resize)
+            return
+        states = [state] if isinstance(state, Mapping) else list(state)
+        wide = {
+            name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
+            for name, v in zip(self._engine.names, self._engine.variables, strict=True)
+        }
+        flat = [flat_state(s, self._shapes, wide) for s in states]
+        try:
+            super().load_state_dict(flat[0] if isinstance(state, Mapping) else flat, resize)
+        except LayoutError as error:
+            raise StateError(str(error)) from error
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _regularizer_of(self, name: str) -> Regularizer:
+        for pattern, regularizer in self.parameter_regularization.items():
+            if fnmatchcase(name, pattern):
+                return regularizer
+        return self.options.regularization
+
+
+class MomentumReducer(Reducer):
+    """Feeds a :class:`MomentumCompressor`."""
+
+    compression: MomentumCompressor
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], optimizer: Any = None
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reducer.Reducer.reduce`."""
+        gradients, variables = list(gradients), list(variables)
+        self.compression.bind(variables, optimizer, self._process_set)
+        return super().reduce(self.compression.densified(gradients, variables), variables, optimizer)

@@ -1,0 +1,175 @@
+"""Every compressor in both ways of use: it learns, replicas stay identical, and a resumed run continues bit for bit."""
+
+import horovod.torch as hvd
+import torch
+from documented import documented_compressor, own_names
+from models import assert_replicas_identical, batch, flat, loss_of, make_model, raises, sgd, train
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+OPTIONS = {
+    "dgc": {"sparsity": 0.9},
+    "topk": {"sparsity": 0.9},
+    "strom": {"threshold": 0.02, "max_density": 0.1},
+}
+STEPS = 12
+
+
+def wrapped(name, way, model, optimizer, **options):
+    options = {"min_numel": 64, **OPTIONS.get(name, {}), **options}
+    make = getattr(dgc.Compression, name)
+    if way == "a":
+        compression = make(model.named_parameters(), optimizer=optimizer, **options)
+        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression), compression
+    compression = make(**options)
+    return dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression), compression
+
+
+def losses(model):
+    """Of the first batches of all ranks, the same everywhere."""
+    with torch.no_grad():
+        own = sum(loss_of(model, step) for step in range(4))
+    return hvd.allreduce(own, name="losses").item()
+
+
+def run(name, way, steps=STEPS, **options):
+    model = make_model(width=32)
+    optimizer, compression = wrapped(name, way, model, sgd(model, momentum=0.5), **options)
+    before = losses(model)
+    train(optimizer, model, steps, start=0)
+    return model, optimizer, compression, before
+
+
+def check(name):
+    finals = []
+    for way in "ab":
+        model, optimizer, compression, before = run(name, way)
+        assert_replicas_identical(model, f"{name} {way}")
+        assert losses(model) < before, f"{name}, way {way}: the loss did not fall"
+        stats = compression.stats
+        assert stats.steps == STEPS
+        assert stats.last.bytes_sent < stats.last.dense_bytes
+        kept = 0.0 if name == "dgc" else 0.5
+        assert optimizer.param_groups[0]["momentum"] == kept, "only dgc adopts momentum unless asked"
+        finals.append(flat(model))
+        saved = compression.state_dict()
+        assert set(saved["parameters"]) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert torch.equal(*finals), f"{name}: the ways differ"
+    # Again, with a checkpoint in the middle.
+    model, optimizer, compression, _ = run(name, "b", steps=STEPS // 2)
+    second = make_model(width=32)
+    inner = sgd(second, momentum=0.5)
+    continued, fresh = wrapped(name, "b", second, inner)
+    second.load_state_dict(model.state_dict())
+    dense_state = optimizer.state_dict()
+    continued.load_state_dict(dense_state)
+    fresh.load_state_dict(compression.state_dict())
+    train(continued, second, STEPS - STEPS // 2, start=STEPS // 2)
+    assert torch.equal(flat(second), finals[1]), f"{name}: the resumed run differs"
+
+
+for _name in own_names():
+
+    def _one(name=_name):
+        check(name)
+
+    _one.__name__ = _name
+    case(_one)
+
+
+@case
+def the_documented_compressor_of_ones_own():
+    check(documented_compressor()[1])
+
+
+@case
+def wrappers_that_are_compressors():
+    members = {
+        "by_name": {"left*": dgc.Compression.qsgd(bits=8), "*": dgc.Compression.topk(sparsity=0.9)},
+        "by_size": {0: None, 1000: dgc.Compression.terngrad(), 1024: dgc.Compression.onebit()},
+        "by_step": {0: None, 3: dgc.Compression.qsgd(), 6: dgc.Compression.dgc(sparsity=0.9)},
+    }
+    for kind, parts in members.items():
+        finals = []
+        for way in "ab":
+            model = make_model(width=32)
+            optimizer = sgd(model, momentum=0.5)
+            before, make = losses(model), getattr(dgc.Compression, kind)
+            if way == "a":
+                compression = make(parts, model.named_parameters(), optimizer=optimizer, min_numel=64)
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+            else:
+                compression = make(parts, min_numel=64)
+                optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+            train(optimizer, model, STEPS)
+            assert_replicas_identical(model, f"{kind} {way}")
+            assert losses(model) < before, kind
+            finals.append(flat(model))
+        assert torch.equal(*finals), kind
+    raises(dgc.ConfigError, "concerns all tensors", _misplaced_member)
+
+
+def _misplaced_member():
+    dgc.Compression.by_size({0: dgc.Compression.topk(momentum=0.9)})
+
+
+@case
+def half_precision_gradients():
+    for name in own_names():
+        model = make_model(width=32).half()
+        optimizer, _ = wrapped(name, "b", model, torch.optim.SGD(model.parameters(), lr=0.01))
+        x, _ = batch(0)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.full_like(p, 0.25) * (1 + hvd.rank())
+        for p in model.parameters():
+            if p.requires_grad:
+                optimizer._handles[p] = optimizer._allreduce_grad_async(p)
+        optimizer.synchronize()
+        grads = torch.cat([p.grad.reshape(-1).float() for p in model.parameters() if p.requires_grad])
+        assert torch.isfinite(grads).all(), name
+        everybody = hvd.allgather(grads.unsqueeze(0), name=f"half {name}")
+        assert torch.equal(everybody[0], everybody[1]), name
+        assert x.dtype is torch.float32
+
+
+@case
+def momentum_is_adopted_when_asked():
+    model = make_model(width=32)
+    optimizer, _ = wrapped("strom", "b", model, sgd(model, momentum=0.5, weight_decay=0.01), momentum=None)
+    assert optimizer.param_groups[0]["momentum"] == 0
+    assert optimizer.param_groups[0]["weight_decay"] == 0
+    train(optimizer, model, 3)
+    assert_replicas_identical(model, "adopted")
+    model = make_model(width=32)
+    raises(dgc.ConfigError, "applied twice", lambda: wrapped("topk", "a", model, sgd(model), momentum=0.9))
+
+
+@case
+def ranks_that_disagree_get_an_error():
+    model = make_model(width=32)
+    name = "qsgd" if hvd.rank() else "dorefa"
+    raises(dgc.ConfigError, "'algorithm' is", lambda: wrapped(name, "b", model, sgd(model)))
+    model = make_model(width=32)
+    options = {"bits": 4 if hvd.rank() else 2}
+    raises(dgc.ConfigError, "bits", lambda: wrapped("qsgd", "b", model, sgd(model), **options))
+
+
+@case
+def unknown_names_and_options():
+    raises(AttributeError, "it has none, fp16, dgc, topk", lambda: dgc.Compression.powersgd)
+    raises(TypeError, "Compression.strom got an unknown option 'sparsity'; valid options: threshold", _misplaced)
+    assert "dorefa" in dir(dgc.Compression)
+    assert "US 11,295,208" in dgc.Compression.adacomp.__doc__
+    assert "Interspeech" in dgc.Compression.onebit.__doc__
+
+
+def _misplaced():
+    dgc.Compression.strom(sparsity=0.9)
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()

@@ -1,0 +1,194 @@
+"""The Numba loops against the NumPy ones, byte for byte."""
+
+import numpy as np
+import pytest
+
+from dgc.core.compressors import loops_numba, loops_numpy
+
+KEY = np.uint64(0xFEDCBA9876543210)
+SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
+BOTH = (loops_numba, loops_numpy)
+rng = np.random.default_rng(0)
+
+
+def same(make):
+    """What both implementations make of the same input."""
+    ours, oracle = (make(module) for module in BOTH)
+    for a, b in zip(ours, oracle, strict=True):
+        np.testing.assert_array_equal(a, b)
+    return ours
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_uniform_numbers(n):
+    def make(module):
+        out = np.empty(n)
+        module.uniform(KEY, out)
+        return (out,)
+
+    (out,) = same(make)
+    assert ((out >= 0) & (out < 1)).all()
+
+
+def test_uniform_numbers_are_uniform_and_independent():
+    out, other = np.empty(200_000), np.empty(200_000)
+    loops_numba.uniform(KEY, out)
+    loops_numba.uniform(KEY + np.uint64(1), other)
+    counts, _ = np.histogram(out, 100, (0, 1))
+    assert ((counts - 2000) ** 2 / 2000).sum() < 150  # chi squared with 99 degrees of freedom: 150 is beyond 0.1 %
+    for pair in ((out[1:], out[:-1]), (out, other)):
+        assert abs(np.corrcoef(*pair)[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packing(n, bits):
+    codes = rng.integers(0, 2**bits, n).astype(np.uint8)
+
+    def make(module):
+        out, back = np.full(-(-n * bits // 8), 0xAA, np.uint8), np.empty(n, np.uint8)
+        module.pack(codes, bits, out)
+        module.unpack(out, bits, back)
+        return out, back
+
+    _, back = same(make)
+    np.testing.assert_array_equal(back, codes)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_trits(n):
+    codes = rng.integers(0, 3, n).astype(np.uint8)
+
+    def make(module):
+        out, back = np.full(-(-n // 5), 0xAA, np.uint8), np.empty(n, np.uint8)
+        module.pack_trits(codes, out)
+        assert module.unpack_trits(out, back)
+        return out, back
+
+    _, back = same(make)
+    np.testing.assert_array_equal(back, codes)
+
+
+def test_a_byte_that_is_no_five_trits_is_noticed():
+    for module in BOTH:
+        codes = np.empty(5, np.uint8)
+        assert module.unpack_trits(np.array([242], np.uint8), codes)
+        np.testing.assert_array_equal(codes, 2)
+        assert not module.unpack_trits(np.array([243], np.uint8), codes)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("levels", [1, 7, 127])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("limit", [np.inf, 0.8])
+def test_rounding_to_signed_levels(n, levels, dtype, limit):
+    x = rng.standard_normal(n).astype(dtype)
+    group = 100
+    scales = np.array([np.abs(x[i : i + group]).max() for i in range(0, n, group)], np.float32)
+    scales[1:2] = 0
+
+    def make(module):
+        codes, out = np.empty(n, np.uint8), np.empty(n, np.float32)
+        module.round_signed(x, scales, group, limit, levels, KEY, codes)
+        assert module.scale_signed(codes, scales, group, levels, out)
+        return codes, out
+
+    _, out = same(make)
+    unit = np.repeat(scales, group)[:n] / levels
+    wanted = np.clip(x, -limit, limit) * (unit > 0)
+    assert (np.abs(out - wanted) <= unit * 1.0001).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("levels", [1, 3, 255])
+def test_rounding_within_a_span(n, levels):
+    x = rng.uniform(-2, 2, n).astype(np.float32)
+
+    def make(module):
+        codes = np.empty(n, np.uint8)
+        module.round_span(x, 2.0, levels, KEY, codes)
+        return (codes,)
+
+    (codes,) = same(make)
+    assert (codes <= levels).all()
+    assert (np.abs(codes * (4 / levels) - 2 - x) <= 4 / levels + 1e-6).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 1), (1, 5, 7), (1, 1, 33), (3, 4, 5)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_means_of_either_sign(shape, dtype):
+    x = rng.standard_normal(shape).astype(dtype)
+    x.reshape(-1)[0] = 0
+    for module in BOTH:
+        means, signs = np.empty((2, shape[1]), np.float32), np.empty(x.size, np.uint8)
+        out = np.empty(shape, np.float32)
+        module.split_means(x, means, signs)
+        module.spread_means(signs, means, out)
+        np.testing.assert_array_equal(signs, (x >= 0).reshape(-1))
+        for c in range(shape[1]):
+            column, read = x[:, c], out[:, c]
+            for members in (column >= 0, column < 0):
+                if members.any():
+                    np.testing.assert_allclose(read[members], column[members].mean(dtype=np.float64), rtol=1e-6)
+                else:
+                    assert means[int(members is not None and (column < 0).all()), c] == 0
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("levels", "zeros"), [(1, 0.9), (7, 0.5), (127, 0.0), (127, 1.0)])
+def test_gamma_codes(n, levels, zeros):
+    codes = rng.integers(0, 2 * levels + 1, n).astype(np.uint8)
+    codes[rng.random(n) < zeros] = levels
+    room = -(-n * (2 + 2 * levels.bit_length() - 1) // 64)
+
+    def make(module):
+        words, back = np.full(room, 2**64 - 1, np.uint64), np.empty(n, np.uint8)
+        entries, bits = module.gamma_encode(codes, levels, words)
+        used = words[: -(-bits // 64)]
+        assert module.gamma_decode(used, bits, entries, levels, back)
+        return used, back, np.array([entries, bits])
+
+    _, back, _ = same(make)
+    np.testing.assert_array_equal(back, codes)
+
+
+def test_both_judge_damaged_gamma_codes_alike():
+    good = rng.integers(0, 15, 300).astype(np.uint8)
+    words = np.zeros(200, np.uint64)
+    entries, bits = loops_numba.gamma_encode(good, 7, words)
+    words = words[: -(-bits // 64)]
+    refused = 0
+    for _ in range(500):
+        damaged = words.copy()
+        damaged[rng.integers(words.size)] ^= np.uint64(1) << np.uint64(rng.integers(64))
+        verdicts = [module.gamma_decode(damaged, bits, entries, 7, np.empty(300, np.uint8)) for module in BOTH]
+        assert verdicts[0] == verdicts[1]
+        refused += not verdicts[0]
+    assert refused > 100
+
+
+@pytest.mark.parametrize("n", SIZES[1:])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_norms_and_spread(n, dtype):
+    x = rng.standard_normal(n).astype(dtype)
+    for squared in (False, True):
+        found = [np.empty(-(-n // 50)) for _ in BOTH]
+        for module, out in zip(BOTH, found, strict=True):
+            module.norms(x, 50, squared, out)
+        np.testing.assert_allclose(*found, rtol=1e-12)
+        wanted = np.linalg.norm(x[:50].astype(np.float64)) if squared else np.abs(x[:50]).max()
+        assert found[0][0] == pytest.approx(wanted)
+    np.testing.assert_allclose(*(module.spread(x) for module in BOTH), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("levels", [1, 15, 255])
+def test_levels_of_a_span(levels):
+    codes = rng.integers(0, levels + 1, 300).astype(np.uint8)
+
+    def make(module):
+        out = np.empty(300, np.float32)
+        module.scale_span(codes, np.float32(0.7), levels, out)
+        return (out,)
+
+    (out,) = same(make)
+    np.testing.assert_allclose(out, (2.0 * codes - levels) / levels * 0.7, rtol=1e-6)

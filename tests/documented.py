@@ -1,0 +1,27 @@
+"""The compressor that docs/add-a-compressor.md shows, and the names of the package's own ones. For workers too."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+from dgc.core.compressors import compressor_class, compressor_names
+
+
+def documented_compressor():
+    """Run the example of docs/add-a-compressor.md, which registers a compressor; returns its code and its name."""
+    text = (Path(__file__).parent.parent / "docs" / "add-a-compressor.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    name = re.search(r'name = "(\w+)"', code).group(1)
+    if name not in compressor_names():
+        # A module of its own, as a user's file would be; dataclasses look it up.
+        module = sys.modules["add_a_compressor"] = types.ModuleType("add_a_compressor")
+        exec(compile(code, "add-a-compressor.md", "exec", dont_inherit=True), module.__dict__)
+    return code, name
+
+
+def own_names():
+    """The package's compressors, without those that a test registered."""
+    return [name for name in compressor_names() if compressor_class(name).number < 128]
