@@ -13,7 +13,7 @@ import numpy as np
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config import DGCConfig
-from dgc.core.errors import DGCError
+from dgc.core.errors import DGCError, LayoutError, WireError
 from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.memory import memory_of
 from dgc.core.layout import Bucket, Segment
@@ -340,9 +340,12 @@ class BucketStep:
             self._memory.fill(result, 0)
         for message in messages:
             positions, values = plan.codec.decode(message.payload, message.count, message.sender)
-            self._kernels.scatter_add(
-                results, self._bucket.sparse_offsets, positions, values, share * context.loss_scale
-            )
+            try:
+                self._kernels.scatter_add(
+                    results, self._bucket.sparse_offsets, positions, values, share * context.loss_scale
+                )
+            except LayoutError as error:
+                raise WireError(f"message of rank {message.sender} for bucket {self._bucket.index}: {error}") from error
 
     def _mean_of(self, plan: BucketPlan, segment: Segment) -> np.ndarray:
         start = segment.offset - plan.vector_start

@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.core.config import make_config
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, WireError
+from dgc.core.exchange import Exchange
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.state import resized
+from dgc.core.wire import HEADER_BYTES
 from dgc.transport.local import run_ranks
 
 MOMENTA = [
@@ -532,3 +536,32 @@ def test_momentum_that_differs_between_ranks_is_an_error_on_all_ranks():
 
 def test_remote_error_class_is_public():
     assert issubclass(RemoteError, DGCError)
+
+
+@pytest.mark.parametrize("kernels", [NumbaKernels(1), ReferenceKernels()], ids=lambda k: k.name)
+def test_a_position_between_tensors_is_a_damaged_message(kernels):
+    """A tensor of 1500 elements takes 1504 places; nobody ever selects the last four."""
+
+    def one_rank(transport):
+        gather = transport.allgather
+
+        def damaged(message, out):
+            gather(message, out)
+            if out.shape[1] > 100:
+                positions = out[1, HEADER_BYTES : HEADER_BYTES + 4 * 15].view(np.int32)
+                positions[14] = 1502
+
+        transport.allgather = damaged
+        config = make_config({"sparsity": 0.99, "indices": "int32", "momentum": 0.0})
+        layout = make_layout([Parameter("a", (1500, 1), "float32"), Parameter("b", (1500, 1), "float32")], config)
+        exchange = Exchange(layout, config, transport, kernels)
+        norm = exchange.state.residual_norm()
+        for i in range(2):
+            g = np.random.default_rng(i).standard_normal(1500).astype(np.float32)
+            exchange.submit(i, g, np.zeros(1500, np.float32))
+        with pytest.raises(WireError, match=r"message of rank 1 .*padding"):
+            exchange.finish()
+        assert exchange.state.residual_norm() > norm, "nothing is lost"
+        exchange.close()
+
+    run_ranks(2, one_rank)

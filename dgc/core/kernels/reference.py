@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
 from dgc.core.kernels.control import new_control
 
@@ -109,6 +110,8 @@ class ReferenceKernels:
         bounds = np.searchsorted(positions, offsets)
         for s, result in enumerate(results):
             inside = slice(bounds[s], bounds[s + 1])
+            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
+                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
             result[positions[inside] - offsets[s]] += values[inside].astype(result.dtype) * result.dtype.type(factor)
 
     def dense_update(  # noqa: D102
