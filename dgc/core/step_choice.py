@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,7 @@ def make_steps(layout: Layout, config: DGCConfig, kernels: Kernels, transport: T
         mine = [b for b in layout.buckets if by_step or b.part == place]
         first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
         member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
+        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
         schedule = Schedule(member.sparsity, first, member.rampup_step)
         for step in _steps(mine, layout, member, kernels, transport):
             made[step.bucket.index].append(Part(first, step, schedule))

@@ -7,6 +7,7 @@ is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s mo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from dgc.core.errors import ConfigError
 from dgc.tensorflow.tensors import raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]
+
+_emptied: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers whose momentum a compressor has taken; it stays 0 in them."""
 
 KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
 
@@ -62,6 +66,7 @@ class Adoption:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
         active: whether anything is taken from the optimizer at all.
+        is_loss_scaled: whether a LossScaleOptimizer was given.
         momentum, nesterov: what was adopted; 0 and False if nothing.
     """
 
@@ -75,8 +80,14 @@ class Adoption:
         Raises:
             ConfigError: momentum both given and in the optimizer.
         """
+        self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
         self.active = _is_sgd(optimizer) and config.momentum is None
+        if self.active and optimizer in _emptied and not _get_momentum(optimizer)[0]:
+            raise ConfigError(
+                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
+                "the compressor once, outside the training step"
+            )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
         self._config = config
@@ -108,6 +119,7 @@ class Adoption:
             return
         self.momentum, self.nesterov = momentum, nesterov or self.nesterov
         _clear_momentum(self.optimizer)
+        _emptied.add(self.optimizer)
         self._fill(len(self.hyper.momentum))
 
     def cover(self, count: int) -> None:

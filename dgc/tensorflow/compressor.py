@@ -51,6 +51,11 @@ class DGCCompressor(CompressorBase):
     # -- binding -------------------------------------------------------------------------------------------------
 
     @property
+    def knows_loss_scale(self) -> bool:
+        """Whether ``loss_scale=`` was given."""
+        return "loss_scale" in self._adapter
+
+    @property
     def engine(self) -> Engine | None:
         """The bound engine; None before :meth:`bind`, with one process, or outside the process set."""
         return self._engine

@@ -265,6 +265,8 @@ def loss_scale_of(value: Any) -> LossScale:
     Raises:
         ConfigError: something else.
     """
+    if hasattr(value, "inner_optimizer") and hasattr(value, "initial_scale"):  # Keras 3 has no scale before build()
+        return lambda: float(value.dynamic_scale if value.built else value.initial_scale)
     for name in ("dynamic_scale", "loss_scale"):
         if hasattr(value, name):
             return lambda: float(getattr(value, name))

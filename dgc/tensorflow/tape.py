@@ -59,6 +59,7 @@ def DistributedGradientTape(
             "a tape does not know the optimizer: pass it to the compressor, Compression.dgc(optimizer=optimizer), so "
             "that its momentum is taken over; or pass momentum=0 for plain error feedback"
         )
+    _check_optimizer(compression)
     reducer = Reducer(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
@@ -67,6 +68,27 @@ def DistributedGradientTape(
     distributed._dgc_local = set()
     distributed._dgc_scale_local = scale_local_gradients
     return distributed
+
+
+def _check_optimizer(compression: DGCCompressor) -> None:
+    """What a wrapped optimizer takes over itself, and a tape cannot.
+
+    Raises:
+        ConfigError: gradient accumulation inside the optimizer, or a loss scale that the compressor does not know.
+    """
+    adoption = compression.adoption
+    if adoption is None or not adoption.active or not adoption.momentum:
+        return
+    if getattr(adoption.optimizer, "gradient_accumulation_steps", None):
+        raise ConfigError(
+            "the optimizer accumulates gradients (gradient_accumulation_steps), but behind a tape its momentum would "
+            "be applied to each of them; use dgc.tensorflow.DistributedOptimizer, or accumulate them yourself"
+        )
+    if adoption.is_loss_scaled and not compression.knows_loss_scale:
+        raise ConfigError(
+            "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
+            "loss_scale=optimizer to the compressor"
+        )
 
 
 def refuse_grouping(num_groups: Any, groups: Any) -> None:

@@ -15,6 +15,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
+_LARGEST = np.finfo(np.float32).max
 _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
@@ -215,7 +216,8 @@ def scale_signed(codes, scales, group, levels, out):
         unit = scales[g] / np.float32(levels)
         for i in range(g * group, min((g + 1) * group, codes.size)):
             good &= codes[i] <= most
-            out[i] = np.float32(int(codes[i]) - levels) * unit
+            # 127 * float32(largest / 127) may round to infinity.
+            out[i] = min(max(np.float32(int(codes[i]) - levels) * unit, -_LARGEST), _LARGEST)
     return good
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 _U64 = np.uint64
+_LARGEST = np.finfo(np.float32).max
 
 
 def uniform(key: np.uint64, out: np.ndarray) -> None:
@@ -76,6 +77,7 @@ def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int,
     unit = np.repeat(scales / np.float32(levels), group)[: codes.size]
     with np.errstate(over="ignore"):
         out[...] = (codes.astype(np.float32) - np.float32(levels)) * unit
+        np.clip(out, -_LARGEST, _LARGEST, out=out)
     return bool((codes <= 2 * levels).all())
 
 

@@ -24,7 +24,7 @@ class StromOptions:
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        require_number("threshold", self.threshold, low=0.0, low_open=True, high=1e30)
+        require_number("threshold", self.threshold, low=1e-30, high=1e30)
         require_number("max_density", self.max_density, low=0.0, low_open=True, high=1.0)
 
 

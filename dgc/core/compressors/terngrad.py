@@ -13,6 +13,9 @@ from dgc.core.config import DGCConfig
 from dgc.core.errors import WireError
 from dgc.core.options import require_number
 
+CONSTANT = 1e-9
+"""A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing."""
+
 
 @dataclass(frozen=True)
 class TerngradOptions:
@@ -87,4 +90,6 @@ class Terngrad(PerTensor):
         """A tensor's largest magnitude, and where it is cut."""
         largest, deviation = loops().spread(x)
         factor = self.options.clip_factor
+        if deviation <= CONSTANT * largest:  # rounding leaves a trace of deviation in a constant float64 tensor
+            deviation = 0.0
         return largest, math.inf if factor is None else factor * deviation or math.inf

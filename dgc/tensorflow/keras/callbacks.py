@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError
+from dgc.core.errors import ConfigError, LayoutError
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.tensors import raw_variable
@@ -68,7 +69,6 @@ class BroadcastGlobalVariablesCallback(_Callback):
     def _broadcast(self) -> None:
         if self.broadcast_done or is_alone():
             return
-        hvd = import_horovod()
         optimizer = self.model.optimizer
         build = getattr(optimizer, "build", None)
         if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -77,8 +77,30 @@ class BroadcastGlobalVariablesCallback(_Callback):
         listed = listed() if callable(listed) and not isinstance(listed, list) else listed
         # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
         chosen = {id(raw_variable(v)): raw_variable(v) for v in [*self.model.variables, *listed]}
-        hvd.broadcast_variables([v for k, v in chosen.items() if k not in self._local], root_rank=self._root_rank)
+        _broadcast_in_order([v for k, v in chosen.items() if k not in self._local], self._root_rank)
         self.broadcast_done = True
+
+
+def _broadcast_in_order(variables: list[Any], root_rank: int) -> None:
+    """Broadcast by place: Keras numbers its optimizers, so names differ when one rank has made more of them.
+
+    Raises:
+        LayoutError: the ranks' variables are not alike.
+    """
+    hvd = import_horovod()
+    text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    seen = np.asarray(hvd.allgather(tf.constant([[len(variables), digest]], tf.int64), name="dgc.broadcast"))
+    if (seen != seen[0]).any():
+        raise LayoutError(
+            f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
+            "shapes or types; build the same model and optimizer on every rank, and load a saved one on all or on none"
+        )
+    for place, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable)
+        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
+        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=f"dgc.broadcast.{place}")
+        variable.assign(tf.cast(sent, value.dtype))
 
 
 class MetricAverageCallback(_Callback):

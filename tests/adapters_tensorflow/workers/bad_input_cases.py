@@ -74,6 +74,46 @@ def a_tape_without_an_optimizer():
 
 
 @case
+def a_second_compressor_for_an_optimizer_whose_momentum_is_taken():
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    dgc.Compression.dgc(optimizer=inner)
+    m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner), "outside the training step")
+    inner.momentum = 0.5
+    assert dgc.Compression.dgc(optimizer=inner).adoption.momentum == 0.5
+
+
+@case
+def what_a_tape_cannot_take_over():
+    model = m.make_model()
+    if not m.LEGACY:
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+        compression = dgc.Compression.dgc(optimizer=inner)
+        m.assert_raises(lambda: tape_step(model, compression), "accumulates gradients")
+    scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    compression = dgc.Compression.dgc(optimizer=scaled)
+    m.assert_raises(lambda: tape_step(model, compression), "loss_scale=optimizer")
+    scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    tape_step(model, dgc.Compression.dgc(optimizer=scaled, loss_scale=scaled))
+
+
+@case
+def a_broadcast_goes_by_place_and_refuses_models_that_differ():
+    if hvd.rank() == 0:
+        keras.optimizers.SGD(0.1)  # Keras numbers its optimizers: from here on names differ between the ranks
+    model = m.make_model(seed=hvd.rank())
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert not m.replicas_differ(m.values(model))
+    other = m.make_model(width=32 + 8 * hvd.rank())
+    other.compile(keras.optimizers.SGD(0.1), "mse")
+    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(other)
+    m.assert_raises(callback.on_train_begin, "differ between ranks")
+
+
+@case
 def one_compressor_for_two_models():
     for library in (dgc, hvd):
         first, second = m.make_model(1), m.make_model(2)

@@ -115,6 +115,21 @@ def _misplaced_member():
 
 
 @case
+def wrappers_sum_when_the_optimizer_does():
+    C = dgc.Compression
+    for make, member in ((C.by_size, None), (C.by_size, C.onebit()), (C.by_step, C.onebit())):
+        model = torch.nn.Linear(8, 8, bias=False)
+        compression = make({0: member}, min_numel=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, op=hvd.Sum)
+        before = model.weight.detach().clone()
+        model.weight.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(before - model.weight.detach(), torch.full((8, 8), float(hvd.size())))
+        compression.close()
+
+
+@case
 def half_precision_gradients():
     for name in own_names():
         model = make_model(width=32).half()

@@ -1,10 +1,14 @@
 """Each compressor against its paper's formula, written down once more and naively."""
 
+import math
+
 import numpy as np
 import pytest
 from contract_tools import Alone, Case, train
 
-from dgc.core.compressors import Entries
+from dgc.core.compressors import Entries, loops_numba, loops_numpy
+from dgc.core.compressors.terngrad import Terngrad
+from dgc.core.config import make_config
 from dgc.core.errors import WireError
 
 
@@ -324,3 +328,22 @@ def test_a_global_threshold_keeps_the_share_over_steps():
         bucket_bytes=40_000,
     )
     assert 0.02 < np.mean(densities[8:]) < 0.08
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, -7.7])
+@pytest.mark.parametrize("size", [10, 1000, 4099])
+def test_terngrad_sends_a_constant_float64_tensor_as_it_is(value, size):
+    """Rounding leaves a deviation of some 1e-17; clipping to 2.5 of it would send nothing."""
+    algorithm = Terngrad(make_config({}, algorithm="terngrad"))
+    largest, cut = algorithm._extent(np.full(size, value))
+    assert largest == abs(value)
+    assert cut == math.inf
+    assert algorithm._extent(np.array([0.0, 1.0] * 50))[1] == 1.25
+
+
+@pytest.mark.parametrize("module", [loops_numba, loops_numpy], ids=["numba", "numpy"])
+def test_the_largest_float_comes_back_finite(module):
+    largest = np.finfo(np.float32).max
+    codes, out = np.array([0, 127, 254], np.uint8), np.empty(3, np.float32)
+    assert module.scale_signed(codes, np.array([largest]), 3, 127, out)
+    np.testing.assert_allclose(out, [-largest, 0, largest], rtol=1e-6)

@@ -329,6 +329,8 @@ def test_an_interrupt_waits_for_the_pieces_under_way():
     done = run_script(
         PIECE
         + """
+    # A shell that starts jobs in the background lets them ignore this signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     team, interrupted = Team(), 0
     for delay in np.linspace(0.01, 0.3, 12):
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
