@@ -32,7 +32,7 @@ LOOKS = 20000
 NAP = 5e-5
 """Seconds of sleep between further looks."""
 
-Job = tuple[Callable[..., None], tuple[Any, ...], list[Exception], list[int]]
+Job = tuple[Callable[..., None], tuple[Any, ...], list[Exception], list[int], list[int]]
 
 
 def available_cores() -> int:
@@ -110,12 +110,11 @@ class Team:
             kernel(0, progress, pieces, *arguments)
             return
         errors: list[Exception] = []
+        started: list[int] = []
         finished: list[int] = []
-        given = 0
         try:
             for worker in range(1, helpers + 1):
-                given += 1
-                self._jobs.put((kernel, (worker, progress, pieces, *arguments), errors, finished))
+                self._jobs.put((kernel, (worker, progress, pieces, *arguments), errors, started, finished))
             kernel(0, progress, pieces, *arguments)
             while not _all_done(progress, pieces, LOOKS):
                 if errors:
@@ -124,7 +123,7 @@ class Team:
                 time.sleep(NAP)
         except BaseException:
             progress[0] = pieces  # nobody takes another piece
-            _wait_for(finished, given)
+            _wait_for(started, finished)
             raise
 
     def _hire(self, helpers: int) -> int:
@@ -148,21 +147,25 @@ def _reset(team: Team | None) -> None:
 
 def _help(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        kernel, arguments, errors, finished = job
+        kernel, arguments, errors, started, finished = job
+        started.append(1)
         try:
             kernel(*arguments)
         except Exception as error:
             errors.append(error)
         finished.append(1)
         # Until the next job comes, nothing of this one is kept alive.
-        del job, kernel, arguments, errors, finished
+        del job, kernel, arguments, errors, started, finished
 
 
-def _wait_for(finished: list[int], count: int) -> None:
-    """Wait, interrupts or not: a piece takes a millisecond, and its memory may be freed after this."""
+def _wait_for(started: list[int], finished: list[int]) -> None:
+    """Wait, interrupts or not: a piece takes a millisecond, and its memory may be freed after this.
+
+    A helper that starts later finds no piece to take.
+    """
     while True:
         try:
-            while len(finished) < count:
+            while len(finished) < len(started):
                 time.sleep(NAP)
             return
         except BaseException:  # the first one is on its way already

@@ -333,8 +333,8 @@ def test_an_interrupt_waits_for_the_pieces_under_way():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     team, interrupted = Team(), 0
     for delay in np.linspace(0.01, 0.3, 12):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
             team.run(2, kernel, 10, None)
             time.sleep(1)
         except KeyboardInterrupt:
