@@ -14,10 +14,10 @@ import numpy as np
 
 from dgc.core.bucket_step import BucketStep
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, Tensor, Whole
-from dgc.core.errors import ConfigError, DGCError, WireError
+from dgc.core.errors import ConfigError, DGCError
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Bucket, Layout
-from dgc.core.messages import Incoming
+from dgc.core.messages import Incoming, blaming
 from dgc.core.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
 from dgc.core.state import BucketState
 from dgc.core.stats import StepStats
@@ -254,10 +254,8 @@ class AlgorithmStep(BucketStep):
                 result += values * result.dtype.type(factor)
 
     def _decode(self, message: Incoming, room: Room) -> Entries | Whole:
-        try:
+        with blaming(message.sender, self._bucket.index):
             return self._algorithm.decode(message.payload, message.count, room)
-        except WireError as error:
-            raise WireError(f"message of rank {message.sender} for bucket {self._bucket.index}: {error}") from error
 
     def _room(self, density: float | None) -> Room:
         assert density is not None

@@ -13,11 +13,11 @@ import numpy as np
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config import DGCConfig
-from dgc.core.errors import DGCError, LayoutError, WireError
+from dgc.core.errors import DGCError
 from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.memory import memory_of
 from dgc.core.layout import Bucket, Segment
-from dgc.core.messages import Incoming, Sender
+from dgc.core.messages import Incoming, Sender, blaming
 from dgc.core.plan import BucketPlan, Mode, make_plan
 from dgc.core.state import BucketState
 from dgc.core.stats import StepStats
@@ -158,24 +158,33 @@ class BucketStep:
         given: Sequence[Submission | None],
         refused: bool,
     ) -> None:
-        hyper = context.hyper
         for segment in self._dense_segments(plan):
-            i = segment.parameter
             item = submitted(given, segment)
-            mean = self._mean_of(plan, segment)
             if refused:
-                np.multiply(mean, context.loss_scale, out=item.result)
-                continue
-            self._kernels.dense_update(
-                item.result,
-                mean,
-                state.u[segment.slice],
-                item.parameter,
-                momentum=hyper.momentum[i],
-                nesterov=hyper.nesterov[i],
-                weight_decay=hyper.weight_decay[i],
-                scale=context.loss_scale,
-            )
+                np.multiply(self._mean_of(plan, segment), context.loss_scale, out=item.result)
+            else:
+                self._update_dense(plan, context, segment, item, item.result, state.u[segment.slice])
+
+    def _update_dense(
+        self,
+        plan: BucketPlan,
+        context: StepContext,
+        segment: Segment,
+        item: Submission,
+        result: np.ndarray,
+        u: np.ndarray,
+    ) -> None:
+        hyper, i = context.hyper, segment.parameter
+        self._kernels.dense_update(
+            result,
+            self._mean_of(plan, segment),
+            u,
+            item.parameter,
+            momentum=hyper.momentum[i],
+            nesterov=hyper.nesterov[i],
+            weight_decay=hyper.weight_decay[i],
+            scale=context.loss_scale,
+        )
 
     def overflows(self, context: StepContext, state: BucketState, given: Sequence[Submission | None]) -> bool:
         """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
@@ -186,18 +195,8 @@ class BucketStep:
             if item.limit is None or segment.length == 0:
                 continue
             if segment in dense:
-                result, u = np.empty_like(item.result), state.u[segment.slice].copy()
-                i = segment.parameter
-                self._kernels.dense_update(
-                    result,
-                    self._mean_of(plan, segment),
-                    u,
-                    item.parameter,
-                    momentum=context.hyper.momentum[i],
-                    nesterov=context.hyper.nesterov[i],
-                    weight_decay=context.hyper.weight_decay[i],
-                    scale=context.loss_scale,
-                )
+                result = np.empty_like(item.result)
+                self._update_dense(plan, context, segment, item, result, state.u[segment.slice].copy())
             else:
                 result = item.result
             if not np.abs(result).max() <= item.limit:
@@ -339,13 +338,11 @@ class BucketStep:
         for result in results:
             self._memory.fill(result, 0)
         for message in messages:
-            positions, values = plan.codec.decode(message.payload, message.count, message.sender)
-            try:
+            with blaming(message.sender, self._bucket.index):
+                positions, values = plan.codec.decode(message.payload, message.count)
                 self._kernels.scatter_add(
                     results, self._bucket.sparse_offsets, positions, values, share * context.loss_scale
                 )
-            except LayoutError as error:
-                raise WireError(f"message of rank {message.sender} for bucket {self._bucket.index}: {error}") from error
 
     def _mean_of(self, plan: BucketPlan, segment: Segment) -> np.ndarray:
         start = segment.offset - plan.vector_start

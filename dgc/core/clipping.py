@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+
+from dgc.core.config import DGCConfig
+from dgc.core.kernels.base import Kernels
+from dgc.core.layout import Bucket
+from dgc.core.step import StepContext, Submission
 
 
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> np.ndarray:
@@ -27,3 +33,45 @@ def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scal
     norms = np.sqrt(sums_of_squares) * scale
     limit = threshold * math.sqrt(ranks)
     return np.where(norms > limit, limit / np.maximum(norms, np.finfo(np.float64).tiny), 1.0)
+
+
+class Clipping:
+    """Fills in a step's clipping factors, bucket by bucket or at once."""
+
+    def __init__(self, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
+        """Keep what the factors depend on.
+
+        Args:
+            config: its ``local_grad_clip_norm`` and ``clip_scope``.
+            kernels: take the norms.
+            ranks: N.
+        """
+        self._threshold = config.local_grad_clip_norm
+        self._kernels = kernels
+        self._ranks = ranks
+        self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
+        """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
+
+    def fill_in(self, context: StepContext, bucket: Bucket, given: Sequence[Submission | None]) -> None:
+        """Set ``context.clip`` for the parameters of ``bucket``; a dense step is clipped globally or not at all."""
+        if self._threshold is None:
+            return
+        if self.needs_all_gradients:
+            if context.clip is None:
+                total = np.array([self._sums_of_squares(given, range(len(given))).sum()])
+                context.clip = [float(self._factors(total, context)[0])] * len(given)
+            return
+        if context.density is None:
+            return
+        if context.clip is None:
+            context.clip = [1.0] * len(given)
+        chosen = [s.parameter for s in bucket.sparse]
+        for i, factor in zip(chosen, self._factors(self._sums_of_squares(given, chosen), context), strict=True):
+            context.clip[i] = float(factor)
+
+    def _factors(self, squares: np.ndarray, context: StepContext) -> np.ndarray:
+        assert self._threshold is not None
+        return clip_factors(squares, self._threshold, self._ranks, 1.0 / context.loss_scale)
+
+    def _sums_of_squares(self, given: Sequence[Submission | None], parameters: Sequence[int]) -> np.ndarray:
+        return self._kernels.sums_of_squares([item.gradient for i in parameters if (item := given[i]) is not None])

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dgc.core.bucket_step import BucketStep
-from dgc.core.errors import WireError
 from dgc.core.kernels.device_dense import DenseTensor
 from dgc.core.kernels.device_kernels import DeviceKernels
 from dgc.core.kernels.device_messages import Format, device_format
-from dgc.core.messages import Incoming
+from dgc.core.messages import Incoming, blaming
 from dgc.core.plan import BucketPlan, Mode
 from dgc.core.state import BucketState
 from dgc.core.step import Outcome, StepContext, Submission, submitted
@@ -137,10 +136,8 @@ class DeviceBucketStep(BucketStep):
 
     def _check(self, form: Format, plan: BucketPlan, message: Incoming) -> None:
         """Refuse a damaged message before anything is applied."""
-        try:
+        with blaming(message.sender, self._bucket.index):
             form.check(message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
-        except WireError as error:
-            raise WireError(f"message of rank {message.sender} for bucket {self._bucket.index}: {error}") from error
 
     @staticmethod
     def _format(plan: BucketPlan) -> Format | None:

@@ -8,13 +8,13 @@ gradients arrive in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dgc.core.bucket_step import BucketStep
-from dgc.core.clipping import clip_factors
+from dgc.core.clipping import Clipping
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
 from dgc.core.kernels.base import Kernels
@@ -68,6 +68,7 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
+        self._clipping = Clipping(config, kernels, transport.size)
         self._steps = make_steps(layout, config, kernels, transport)
         for sparsity in config.sparsity:
             for step in self._steps:
@@ -384,7 +385,7 @@ class Exchange:
         """Wait for the bucket's gradients; with global clipping or at its start, for those of all buckets."""
 
         def ready() -> bool:
-            waiting = self._missing if self._clips_globally else [self._missing[bucket]]
+            waiting = self._missing if self._clipping.needs_all_gradients else [self._missing[bucket]]
             return not any(waiting) or self._failure is not None or self._closed
 
         with self._lock:
@@ -395,9 +396,9 @@ class Exchange:
         context = self._required_context
         if self._failure is None:
             try:
-                for each in self._steps if self._clips_globally else [step]:
+                for each in self._steps if self._clipping.needs_all_gradients else [step]:
                     each.await_gradients(self._given)
-                self._set_clip(context, step)
+                self._clipping.fill_in(context, step.bucket, self._given)
                 self._outcomes.append(step.run(context, state, self._given, self._current))
                 return
             except (RemoteFailure, TransportError):
@@ -414,34 +415,3 @@ class Exchange:
         except RemoteFailure as failure:
             failure.error.__cause__ = cause
             raise
-
-    @property
-    def _clips_globally(self) -> bool:
-        return self.config.local_grad_clip_norm is not None and self.config.clip_scope == "global"
-
-    def _set_clip(self, context: StepContext, step: BucketStep) -> None:
-        """Fill in the clipping factors that the bucket needs."""
-        threshold = self.config.local_grad_clip_norm
-        if threshold is None:
-            return
-        count = len(self.layout.parameters)
-        if self._clips_globally:
-            if context.clip is None:
-                squares = self._sums_of_squares(range(count))
-                total = np.array([squares.sum()])
-                factor = clip_factors(total, threshold, self.transport.size, 1.0 / context.loss_scale)[0]
-                context.clip = [float(factor)] * count
-            return
-        if context.density is None:
-            return
-        if context.clip is None:
-            context.clip = [1.0] * count
-        chosen = [s.parameter for s in step.bucket.sparse]
-        squares = self._sums_of_squares(chosen)
-        factors = clip_factors(squares, threshold, self.transport.size, 1.0 / context.loss_scale)
-        for i, factor in zip(chosen, factors, strict=True):
-            context.clip[i] = float(factor)
-
-    def _sums_of_squares(self, parameters: Sequence[int]) -> np.ndarray:
-        gradients = [given.gradient for i in parameters if (given := self._given[i]) is not None]
-        return self._kernels.sums_of_squares(gradients)

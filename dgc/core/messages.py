@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +34,19 @@ class Incoming:
     payload: np.ndarray
     inline: np.ndarray
     error: errors.DGCError | None = None
+
+
+@contextmanager
+def blaming(sender: int, bucket: int) -> Iterator[None]:
+    """Say whose message of which bucket is damaged.
+
+    Raises:
+        WireError: for a WireError or LayoutError inside.
+    """
+    try:
+        yield
+    except (errors.WireError, errors.LayoutError) as error:
+        raise errors.WireError(f"message of rank {sender} for bucket {bucket}: {error}") from error
 
 
 class Sender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from dgc.core.errors import ConfigError
@@ -49,3 +50,20 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")
+
+
+def as_loss_scale(value: Any, scaler: str) -> float | Callable[[], float]:
+    """A number > 0 or a function that returns one.
+
+    Args:
+        value: what the user gave.
+        scaler: what else the framework allows, for the error.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if callable(value):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the {scaler}")

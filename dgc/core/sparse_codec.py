@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.errors import WireError
 from dgc.core.layout import Bucket
 from dgc.core.wire import index_codec, smallest_index_codec, value_codec
 
@@ -56,17 +55,14 @@ class SparseCodec:
         """The values as :meth:`encode` would send them, (k,) float32."""
         return self.values.roundtrip(values.astype(self.values.dtype, copy=False), self.bounds(positions))
 
-    def decode(self, payload: np.ndarray, count: int, sender: int) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, payload: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Read a payload: (count,) int64 positions and (count,) values.
 
         Raises:
             WireError: the payload is damaged; nothing was applied.
         """
-        try:
-            positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
-            values, _ = self.values.decode(payload[used:], count, self.bounds(positions))
-        except WireError as error:
-            raise WireError(f"message of rank {sender} for bucket {self._bucket.index}: {error}") from error
+        positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
+        values, _ = self.values.decode(payload[used:], count, self.bounds(positions))
         return positions, values
 
 

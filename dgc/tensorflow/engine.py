@@ -15,6 +15,7 @@ from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.core.exchange import LossScale
 from dgc.core.layout import make_layout
+from dgc.core.options import as_loss_scale
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
 from dgc.tensorflow.adoption import Adoption
@@ -270,10 +271,4 @@ def loss_scale_of(value: Any) -> LossScale:
     for name in ("dynamic_scale", "loss_scale"):
         if hasattr(value, name):
             return lambda: float(getattr(value, name))
-    if callable(value):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise ConfigError(
-        f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the LossScaleOptimizer"
-    )
+    return as_loss_scale(value, "LossScaleOptimizer")

@@ -20,6 +20,7 @@ from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.core.exchange import Exchange
 from dgc.core.layout import make_layout
+from dgc.core.options import as_loss_scale
 from dgc.core.stats import Stats
 from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
@@ -432,10 +433,4 @@ def _broadcasting() -> bool:
 def _loss_scale(value: Any) -> float | Callable[[], float]:
     """A float, a callable, or anything with ``get_scale()`` (a GradScaler)."""
     get_scale = getattr(value, "get_scale", None)
-    if get_scale is not None:
-        return get_scale
-    if callable(value):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the GradScaler")
+    return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale

@@ -55,7 +55,7 @@ class _Selection(Algorithm):
         if count > sum(self.max_counts(room)):
             raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(room))} were expected")
         codec = self._codec(room)
-        positions, values = codec.decode(data[: codec.max_bytes], count, 0)
+        positions, values = codec.decode(data[: codec.max_bytes], count)
         room.check_positions(positions)
         return Entries(positions, values)
 
