@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from dgc.core.agreement import agree_or_raise
 from dgc.core.compressors.wrappers import WRAPPERS, make_wrapper_config
 from dgc.core.config import DGCConfig, make_config
 from dgc.core.errors import ConfigError, LayoutError
@@ -128,10 +129,19 @@ class CompressorBase:
             resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
 
         Raises:
-            LayoutError: the state belongs to another model, rank or number of ranks.
+            LayoutError: the state belongs to another model, rank or number of ranks, on this rank or another, or the
+                ranks' states are of different steps.
         """
-        if self._engine is None:
-            return
+        if self._engine is not None:
+            advice = "Load a state on every rank, each its own."
+            agree_or_raise(self._engine.transport, lambda: self._load(state, resize), "states", LayoutError, advice)
+
+    def _load(self, state: Any, resize: bool) -> dict[str, Any]:
+        """Take over a state without asking anybody.
+
+        Returns:
+            What all ranks must have in common.
+        """
         if not resize:
             if not isinstance(state, dict):
                 raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
@@ -141,18 +151,19 @@ class CompressorBase:
                     "resize=True to start with empty residuals"
                 )
             self._engine.load_state_dict(state)
-            return
+            return {"step": state["step"]}
         states = [state] if isinstance(state, dict) else list(state)
         transport = self._engine.transport
         if states[0].get("inactive"):
             self._engine.reset()
-            return
+            return {"step": 0}
         if len(states) != states[0]["size"]:
             raise LayoutError(
                 f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
             )
         own = resized(states, transport.rank, transport.size, self.config.rampup_begin_step)
         self._engine.load_state_dict({**own, "rank": transport.rank, "size": transport.size})
+        return {"step": own["step"]}
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""

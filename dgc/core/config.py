@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dgc.core.errors import ConfigError
-from dgc.core.options import require_choice, require_integer, require_number
+from dgc.core.options import plain, require_choice, require_flag, require_integer, require_number
+from dgc.core.wire import check_codecs
 
 PAPER_WARMUP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 """The sparsities of the paper's warm-up epochs (arXiv 1712.01887, section 3.3)."""
@@ -68,6 +71,8 @@ class DGCConfig:
             ConfigError: an option is out of range; the message says what is allowed.
         """
         set_ = object.__setattr__
+        for option in dataclasses.fields(self):
+            set_(self, option.name, plain(getattr(self, option.name)))
         set_(self, "sparsity", _sparsities(self.sparsity))
         for name in ("include", "exclude"):
             set_(self, name, _patterns(name, getattr(self, name)))
@@ -79,9 +84,12 @@ class DGCConfig:
         require_integer("min_numel", self.min_numel, 0)
         require_integer("bucket_bytes", self.bucket_bytes, 1)
         require_integer("seed", self.seed, 0)
+        require_flag("momentum_masking", self.momentum_masking)
+        require_flag("error_feedback", self.error_feedback)
+        check_codecs(self.indices, self.values)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
-        if self.nesterov not in (None, True, False):
+        if self.nesterov is not None and not isinstance(self.nesterov, bool):
             raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
@@ -114,11 +122,12 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
             f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
         )
     common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
-    chosen = row.Options(**{name: value for name, value in options.items() if name in own}) if own else None
+    chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     return DGCConfig(**common, algorithm=algorithm, own=chosen)
 
 
 def _sparsities(value: Any) -> tuple[float, ...]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     values = (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
         raise ConfigError(f"sparsity is {value!r}; give a number in [0, 1) or a non-empty list of such numbers")
@@ -131,7 +140,7 @@ def _sparsities(value: Any) -> tuple[float, ...]:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(p, str) for p in values):
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not all(isinstance(p, str) for p in values):
         raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")
-    return values
+    return tuple(values)

@@ -20,7 +20,6 @@ from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, Tra
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
 from dgc.core.schedule import Schedule
-from dgc.core.sparse_codec import check_codecs
 from dgc.core.state import State
 from dgc.core.stats import Stats, StepStats
 from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
@@ -55,10 +54,8 @@ class Exchange:
         """Allocate the state; the ranks must have agreed on layout and config before.
 
         Raises:
-            ConfigError: an unknown codec.
             LayoutError: a message would be too large at the lowest sparsity of the schedule.
         """
-        check_codecs(config.indices, config.values)
         self.layout = layout
         self.config = config
         self.transport = transport

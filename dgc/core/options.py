@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from dgc.core.errors import ConfigError
+
+
+def plain(value: Any) -> Any:
+    """A NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, (np.number, np.bool_)) else value
 
 
 def require_number(
@@ -26,10 +35,20 @@ def require_number(
     """
     if value is None and optional:
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
     if not is_number or value < low or value > high or (low_open and value == low) or (high_open and value == high):
         span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
         raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Require True or False.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; allowed: True or False")
 
 
 def require_integer(name: str, value: Any, low: int) -> None:
@@ -48,8 +67,24 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     Raises:
         ConfigError: it is not; the message lists them.
     """
-    if value not in choices:
+    if not any(type(value) is type(c) and value == c for c in choices):
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")
+
+
+def require_compressor(value: Any) -> None:
+    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None.
+
+    Raises:
+        ConfigError: something else, such as ``Compression.dgc`` without parentheses or its name as a text.
+    """
+    if value is None or (hasattr(value, "compress") and hasattr(value, "decompress")):
+        return
+    name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
+    name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
+    raise ConfigError(
+        f"compression is {value!r}, which is no compressor; call one: compression=Compression.{name}(), or leave it "
+        "out for no compression"
+    )
 
 
 def as_loss_scale(value: Any, scaler: str) -> float | Callable[[], float]:
@@ -67,3 +102,10 @@ def as_loss_scale(value: Any, scaler: str) -> float | Callable[[], float]:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
     raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the {scaler}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False

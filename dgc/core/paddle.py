@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dgc.core.config import DGCConfig, make_config
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.layout import Parameter
+from dgc.core.options import plain
 
 MIN_NUMEL = 16384
 """Paddle compresses tensors of at least this many elements."""
@@ -85,6 +86,8 @@ class PaddleOptions:
             ConfigError: (a ValueError) anything else that is out of range.
             TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
         """
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         _assert(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
         _assert(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
         if self.rampup_begin_step is None:

@@ -64,14 +64,3 @@ class SparseCodec:
         positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
         values, _ = self.values.decode(payload[used:], count, self.bounds(positions))
         return positions, values
-
-
-def check_codecs(indices: str, values: str) -> None:
-    """Refuse unknown codec names at construction.
-
-    Raises:
-        ConfigError: names the valid ones.
-    """
-    if indices != "auto":
-        index_codec(indices)
-    value_codec(values)

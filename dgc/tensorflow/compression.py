@@ -8,6 +8,7 @@ from typing import Any
 from dgc.core.compressors.constructors import constructor
 from dgc.core.compressors.registry import compressor_names
 from dgc.core.errors import ConfigError
+from dgc.tensorflow.adoption import family
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod
 
@@ -73,6 +74,8 @@ def _make(
     members: Any = None,
     **options: Any,
 ) -> DGCCompressor:
+    if optimizer is not None and family(optimizer) is None:
+        raise ConfigError(f"optimizer is {optimizer!r}; give a Keras optimizer, or one of tf.compat.v1.train")
     compressor = DGCCompressor(options, algorithm, members)
     if variables is None:
         if optimizer is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.core.agreement import agree_or_raise
 from dgc.core.compressor_base import CompressorBase
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
@@ -126,20 +127,18 @@ class DGCCompressor(CompressorBase):
         assert self._adoption is not None
         transport = make_transport(self._adapter.get("transport", "auto"), member_set(chosen))
         self._engine = Engine(list(variables), self.config, transport, self._adoption, self._loss_scale)
-        if self._pending_state is not None:
-            (state, resize), self._pending_state = self._pending_state, None
-            super().load_state_dict(state, resize)
+        self._load_pending()
 
     def use_way(self, way: str) -> None:
-        """Remember whether stock Horovod or a wrapper drives this compressor.
+        """Remember who drives this compressor: Horovod's own classes, a tape or a distributed optimizer.
 
         Raises:
-            ConfigError: both do.
+            ConfigError: two of them do.
         """
         if self._way not in (None, way):
             raise ConfigError(
-                "this compressor is used by Horovod's own classes and by those of dgc.tensorflow at the same time; "
-                "gradients would be exchanged twice: use one of them"
+                f"this compressor is used by {self._way} and by {way} at the same time; gradients would be exchanged "
+                "twice: use one of them"
             )
         self._way = way
 
@@ -166,7 +165,7 @@ class DGCCompressor(CompressorBase):
         if self._stock is None:
             from dgc.tensorflow.stock import Stock
 
-            self.use_way("stock")
+            self.use_way("Horovod's own classes")
             self._stock = Stock(self)
         return self._stock.compress(tensor)
 
@@ -185,6 +184,13 @@ class DGCCompressor(CompressorBase):
         return self is other
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _load_pending(self) -> None:
+        """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
+        pending, self._pending_state = self._pending_state, None
+        advice = "Call load_state_dict() on every rank or on none."
+        load = lambda: {"step": "none loaded"} if pending is None else self._load(*pending)  # noqa: E731
+        agree_or_raise(self._engine.transport, load, "states", LayoutError, advice)
 
     def _require_same_model(self, ours: list[Any]) -> None:
         assert self._bound_to is not None

@@ -70,7 +70,11 @@ class Engine:
             }
 
         agree_or_raise(transport, config.describe, "options of the compressor")
-        agree_or_raise(transport, build, "variables", LayoutError, "Build the same model and optimizer on every rank.")
+        advice = (
+            "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make "
+            "as many on every rank, or give them names."
+        )
+        agree_or_raise(transport, build, "variables", LayoutError, advice)
 
     # -- which gradients there are -------------------------------------------------------------------------------
 

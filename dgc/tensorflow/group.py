@@ -13,8 +13,9 @@ from dgc.core.config import DGCConfig
 from dgc.core.errors import DGCError, LayoutError
 from dgc.core.exchange import Exchange, LossScale
 from dgc.core.layout import make_layout
+from dgc.core.replicas import require_replicas
 from dgc.core.transport import Transport
-from dgc.tensorflow.tensors import ResultPool, as_array, describe, largest_finite, raw_variable
+from dgc.tensorflow.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
 
 
 class Group:
@@ -57,6 +58,8 @@ class Group:
         wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
+        self._variables = list(variables)
+        self._runs = 0
         self.rate: float | None = None
         """The learning rate that u is in units of, where the adopted velocity contains one."""
 
@@ -81,6 +84,9 @@ class Group:
         Raises:
             DGCError: this or another rank failed.
         """
+        if self._runs == 1:
+            self._compare_replicas(learning_rate)
+        self._runs += 1
         self.exchange.hyper = Hyper(
             [hyper.momentum[i] for i in self.indices],
             [hyper.nesterov[i] for i in self.indices],
@@ -122,6 +128,20 @@ class Group:
         """Take over a momentum buffer of a dense run, in units of ``learning_rate``."""
         self.exchange.state.momentum_buffer(self.indices.index(index))[...] = u
         self.rate = learning_rate
+
+    def _compare_replicas(self, learning_rate: float | None) -> None:
+        """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
+        if not all(hasattr(raw_variable(v), "numpy") for v in self._variables):
+            return  # TensorFlow 1's sessions
+        rate = {} if learning_rate is None else {"the learning rate": np.array([learning_rate])}
+        values = {**rate, **{n: samples(v) for n, v in zip(self.names, self._variables, strict=True)}}
+        require_replicas(
+            self.exchange.transport,
+            values,
+            "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add "
+            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it), and give "
+            "every rank the same learning rate",
+        )
 
     def _follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""

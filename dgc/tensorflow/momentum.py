@@ -146,9 +146,7 @@ class MomentumCompressor(DGCCompressor):
         self._adoption = adoption
         self._engine = Engine(list(variables), config, transport, adoption, 1.0)
         self._bound_to = ours
-        if self._pending_state is not None:
-            (state, resize), self._pending_state = self._pending_state, None
-            self.load_state_dict(state, resize)
+        self._load_pending()
 
     def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.
@@ -180,16 +178,13 @@ class MomentumCompressor(DGCCompressor):
             return {}
         return shaped_state(self._engine.state_dict(), self._shapes)
 
-    def load_state_dict(self, state: Any, resize: bool = False) -> None:
-        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+    def _load(self, state: Any, resize: bool) -> dict[str, Any]:
+        """Take over a state of this rank, in the form of :meth:`state_dict`.
 
         Raises:
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is no array.
         """
-        if self._bound_to is None:
-            self._pending_state = (state, resize)
-            return
         states = [state] if isinstance(state, Mapping) else list(state)
         wide = {
             name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
@@ -197,7 +192,7 @@ class MomentumCompressor(DGCCompressor):
         }
         flat = [flat_state(s, self._shapes, wide) for s in states]
         try:
-            super().load_state_dict(flat[0] if isinstance(state, Mapping) else flat, resize)
+            return super()._load(flat[0] if isinstance(state, Mapping) else flat, resize)
         except LayoutError as error:
             raise StateError(str(error)) from error
 

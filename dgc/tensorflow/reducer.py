@@ -36,6 +36,7 @@ class Reducer:
         sparse_as_dense: bool = False,
         passes: int = 1,
         average_passes: bool = False,
+        user: str = "a distributed optimizer",
     ) -> None:
         """Check what fits together. Talks to nobody.
 
@@ -46,6 +47,7 @@ class Reducer:
             sparse_as_dense: turn ``tf.IndexedSlices`` into tensors and compress them too.
             passes: ``backward_passes_per_step``.
             average_passes: divide the added gradients by ``passes``.
+            user: whose gradients these are, for the error when two share a compressor.
 
         Raises:
             ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
@@ -59,7 +61,7 @@ class Reducer:
         self._factor = 1.0 / passes if average_passes else 1.0
         self._sums: list[np.ndarray] = []
         self._passed = 0
-        compression.use_way("wrapper")
+        compression.use_way(user)
         if op is not None:
             compression.use_op(op)
         compression.process_set(process_set)

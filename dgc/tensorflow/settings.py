@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dgc.core.errors import ConfigError
+from dgc.core.options import require_compressor
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.dense import DenseReducer
 from dgc.tensorflow.reducer import Reducer
@@ -46,6 +47,7 @@ class Settings:
         Raises:
             ConfigError: arguments that do not fit together.
         """
+        require_compressor(compression)
         kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
         self.process_set = process_set
         self.accumulation_steps: int | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.core.errors import ConfigError
+from dgc.core.options import require_compressor
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reducer import Reducer
@@ -39,6 +40,7 @@ def DistributedGradientTape(
             optimizer to take momentum from nor a momentum of its own.
     """
     hvd = import_horovod()
+    require_compressor(compression)
     if not isinstance(compression, DGCCompressor):
         return hvd.DistributedGradientTape(
             gradtape,
@@ -60,7 +62,9 @@ def DistributedGradientTape(
             "that its momentum is taken over; or pass momentum=0 for plain error feedback"
         )
     _check_optimizer(compression)
-    reducer = Reducer(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
+    reducer = Reducer(
+        compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense, user="a DistributedGradientTape"
+    )
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dgc.core.errors import LayoutError
 from dgc.core.layout import Parameter
+from dgc.core.replicas import sample_places
 
 ALIGNMENT = 64
 """Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
@@ -61,6 +62,12 @@ def as_array(value: Any) -> np.ndarray:
     if array.dtype == ml_dtypes.bfloat16:
         array = array.astype(np.float32)
     return np.ascontiguousarray(array).reshape(-1)
+
+
+def samples(variable: Any) -> np.ndarray:
+    """(at most 8,) float64: a few values of a variable, to compare it between ranks."""
+    values = as_array(raw_variable(variable))
+    return values[sample_places(values.size)].astype(np.float64)
 
 
 def largest_finite(dtype: tf.DType) -> float | None:

@@ -78,6 +78,8 @@ def _make(
     members: Any = None,
     **options: Any,
 ) -> DGCCompressor:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
     compressor = DGCCompressor(options, algorithm, members)
     if named_parameters is None:
         if optimizer is not None:

@@ -282,6 +282,16 @@ class DGCMomentum(Optimizer):
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is neither a tensor nor an array.
         """
+        advice = "Load a state on every rank, each its own."
+        agree_or_raise(self._transport, lambda: self._load(state_dict, resize), "states", LayoutError, advice)
+
+    def close(self) -> None:
+        """End the communication thread and free the communicator."""
+        self._engine.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _load(self, state_dict: Any, resize: bool) -> dict[str, Any]:
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         if not resize and not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict got {len(states)} states; pass this rank's own, or resize=True")
@@ -301,12 +311,7 @@ class DGCMomentum(Optimizer):
             raise StateError(str(error)) from error
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-
-    def close(self) -> None:
-        """End the communication thread and free the communicator."""
-        self._engine.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------
+        return {"step": own["step"]}
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:

@@ -21,12 +21,13 @@ from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.core.exchange import Exchange
 from dgc.core.layout import make_layout
 from dgc.core.options import as_loss_scale
+from dgc.core.replicas import require_replicas
 from dgc.core.stats import Stats
 from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, forget_steps, watch_steps
 from dgc.torch.device_tensors import HostTensors, tensors_for
-from dgc.torch.tensors import Result, as_array, describe
+from dgc.torch.tensors import Result, as_array, describe, samples
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -79,6 +80,7 @@ class Engine:
         self._sparse_settled = False
         self._results: dict[int, Result] = {}
         self._extra_bytes = 0
+        self._replicas_compared = False
         self._error: DGCError | None = None
 
         def build() -> dict[str, str]:
@@ -182,6 +184,8 @@ class Engine:
         self._results.clear()
         if not self._sparse_settled:
             self._settle_sparse()
+        if not self._replicas_compared:
+            self._compare_replicas()
 
     def fail(self, error: DGCError, index: int | None = None) -> None:
         """Raise ``error`` here and its text on all other ranks.
@@ -386,6 +390,20 @@ class Engine:
                 ),
                 index,
             )
+
+    def _compare_replicas(self) -> None:
+        """Once, after the first exchange and before the first update."""
+        self._replicas_compared = True
+        values = {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)}
+        owner = self.owner() if self.owner is not None else None
+        if owner is not None:
+            values["the learning rate"] = np.array([float(g.get("lr", 0.0)) for g in owner.param_groups])
+        require_replicas(
+            self.transport,
+            values,
+            "before the first step call hvd.broadcast_parameters(model.state_dict(), root_rank=0), and give every rank "
+            "the same learning rate",
+        )
 
     def _settle_sparse(self) -> None:
         """Once, after the first step: leave out what turned out to have sparse gradients on any rank."""

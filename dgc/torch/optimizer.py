@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.options import require_compressor
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod
@@ -52,6 +53,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
+    require_compressor(compression)
     if not isinstance(compression, DGCCompressor):
         return hvd.DistributedOptimizer(optimizer, compression=compression or hvd.Compression.none, **arguments)
     _check(hvd, compression, op, num_groups, groups)

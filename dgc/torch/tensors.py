@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dgc.core.layout import Parameter
+from dgc.core.replicas import sample_places
 
 _NAMES = {
     torch.float16: "float16",
@@ -64,3 +65,9 @@ class Result:
             target = self.tensor.detach()
             source = torch.from_numpy(self.array) if self.place is None else self.place
             target.copy_(source.view(target.shape))
+
+
+def samples(tensor: torch.Tensor) -> np.ndarray:
+    """(at most 8,) float64: a few values of a tensor, to compare it between ranks."""
+    places = torch.from_numpy(sample_places(tensor.numel())).to(tensor.device)
+    return tensor.detach().take(places).to(torch.float64).cpu().numpy()

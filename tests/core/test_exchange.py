@@ -484,6 +484,18 @@ def test_a_foreign_state_is_refused(change, message):
         {"momentum": 0, "nesterov": True},
         {"seed": -1},
         {"bucket_bytes": 0},
+        {"momentum": True},
+        {"momentum": np.zeros(2)},
+        {"momentum": 10**400},
+        {"sparsity": 10**400},
+        {"sparsity": np.zeros((2, 2))},
+        {"nesterov": 1},
+        {"momentum_masking": "no"},
+        {"error_feedback": 0},
+        {"exclude": 3},
+        {"include": np.zeros(3)},
+        {"values": ["float16"]},
+        {"min_numel": np.float32(3)},
     ],
     ids=str,
 )
@@ -492,6 +504,17 @@ def test_bad_options_are_refused(options):
         make_exchange(transport, **options)
 
     assert all(isinstance(e, ConfigError) for e in errors_of(1, rank))
+
+
+def test_numpy_numbers_are_numbers():
+    given = make_config(
+        {"sparsity": np.array([0.75, 0.5]), "momentum": np.float64(0.5), "min_numel": np.int64(7), "nesterov": np.True_}
+    )
+    assert (
+        given.describe()
+        == make_config({"sparsity": (0.75, 0.5), "momentum": 0.5, "min_numel": 7, "nesterov": True}).describe()
+    )
+    assert type(given.min_numel) is int
 
 
 def test_an_unknown_option_names_the_valid_ones():

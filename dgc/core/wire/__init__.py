@@ -19,6 +19,7 @@ from dgc.core.wire.header import (
 from dgc.core.wire.ids import IndexCodecId, ValueCodecId
 from dgc.core.wire.protocols import IndexCodec, ValueCodec
 from dgc.core.wire.registry import (
+    check_codecs,
     index_codec,
     index_codec_by_id,
     index_codec_names,
@@ -40,6 +41,7 @@ __all__ = [
     "IndexCodecId",
     "ValueCodec",
     "ValueCodecId",
+    "check_codecs",
     "check_header",
     "index_codec",
     "index_codec_by_id",

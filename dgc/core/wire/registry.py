@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dgc.core.errors import ConfigError, WireError
+from dgc.core.options import require_choice
 from dgc.core.wire.bit_indices import BitmapIndices, EliasFanoIndices
 from dgc.core.wire.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
 from dgc.core.wire.ids import IndexCodecId, ValueCodecId
@@ -109,6 +110,16 @@ def value_codec_by_id(number: int) -> ValueCodec:
         WireError: there is none.
     """
     return _look_up_id(_VALUE_CODECS_BY_ID, number, "value codec")
+
+
+def check_codecs(indices: Any, values: Any) -> None:
+    """Refuse names that no codec has; ``indices`` may be "auto".
+
+    Raises:
+        ConfigError: the message lists the valid ones.
+    """
+    require_choice("indices", indices, (*index_codec_names(), "auto"))
+    require_choice("values", values, value_codec_names())
 
 
 @lru_cache(maxsize=1024)

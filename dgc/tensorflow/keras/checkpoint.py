@@ -6,11 +6,13 @@ import glob
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dgc.core.agreement import agree_or_raise
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.state_file import load_state, save_state
+from dgc.tensorflow.horovod import import_horovod, is_alone
 
 _Callback: Any = tf.keras.callbacks.Callback
 
@@ -49,14 +51,15 @@ class CompressionCheckpoint(_Callback):
         """Restore, if there is something to restore.
 
         Raises:
-            LayoutError: a rank's file is missing, or belongs to another model or number of ranks.
+            LayoutError: the ranks' models have made different numbers of steps, or a rank's file is missing or belongs
+                to another model or number of ranks.
         """
         optimizer = self.model.optimizer
         optimizer = optimizer if hasattr(optimizer, "bind") else getattr(optimizer, "inner_optimizer", optimizer)
         self._owner = optimizer
         if not hasattr(optimizer, "bind"):
             raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
-        if self._restore and self._iterations() > 0:
+        if self._restore and self._common_iterations() > 0:
             optimizer.bind(self.model.trainable_variables)
             self._load()
 
@@ -95,6 +98,21 @@ class CompressionCheckpoint(_Callback):
 
     def _iterations(self) -> int:
         return int(tf.convert_to_tensor(self.model.optimizer.iterations))
+
+    def _common_iterations(self) -> int:
+        """The optimizer's number of iterations, which the ranks agree on before they look for files."""
+        own, compression = self._iterations(), self._owner.compression
+        chosen = None if compression is None else compression.process_set(self._owner.process_set)
+        if chosen is None or is_alone(chosen):
+            return own
+        hvd = import_horovod()
+        counts = np.asarray(hvd.allgather(tf.constant([own], tf.int64), name="dgc.iterations", process_set=chosen))
+        if (counts != own).any():
+            raise LayoutError(
+                f"the ranks' optimizers have made {counts.tolist()} steps; place CompressionCheckpoint after "
+                "BroadcastGlobalVariablesCallback in the list of callbacks, or load the model on every rank"
+            )
+        return own
 
     def _load(self) -> None:
         engine = self._engine

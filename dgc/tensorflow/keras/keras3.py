@@ -70,6 +70,11 @@ class _Distributed:
         """The compressor: statistics, state and residuals of this rank."""
         return self._settings.compression
 
+    @property
+    def process_set(self) -> Any:
+        """The ranks that exchange; None for all."""
+        return self._settings.process_set
+
     def bind(self, variables: Sequence[Any]) -> None:
         """Attach the compressor to the model before the first step; collective."""
         self._prepare()

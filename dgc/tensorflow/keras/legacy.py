@@ -48,6 +48,11 @@ class _Distributed:
         """The compressor: statistics, state and residuals of this rank."""
         return self._dgc_settings.compression
 
+    @property
+    def process_set(self) -> Any:
+        """The ranks that exchange; None for all."""
+        return self._dgc_settings.process_set
+
     def bind(self, variables: Any) -> None:
         """Attach the compressor to the model before the first step; collective."""
         if self.compression is not None:

@@ -134,6 +134,72 @@ def stock_and_wrapper_at_once():
 
 
 @case
+def tape_and_optimizer_at_once():
+    model, optimizer = m.make_model(), keras.optimizers.SGD(0.1, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=optimizer)
+    distributed = dgck.DistributedOptimizer(optimizer, compression=compression)
+    m.assert_raises(lambda: tape_step(model, compression), "a distributed optimizer and by", "exchanged twice")
+    assert distributed.compression is compression
+
+
+@case
+def what_is_no_compressor():
+    optimizer = keras.optimizers.SGD(0.1)
+    for wrong in ("dgc", dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression, 3):
+        message = "which is no compressor; call one: compression=Compression."
+        m.assert_raises(lambda: tape_step(m.make_model(), wrong), message)  # noqa: B023
+        m.assert_raises(lambda: dgck.DistributedOptimizer(optimizer, compression=wrong), message)  # noqa: B023
+    m.assert_raises(lambda: dgc.Compression.dgc(optimizer="sgd"), "optimizer is 'sgd'")
+    m.assert_raises(lambda: dgck.DGCMomentum(0.1, 0.9, 0, values="float8"), "values is 'float8'", "'float16'")
+
+
+@case
+def models_that_were_never_broadcast():
+    """The mean of gradients of unlike models fits none of them: it ends with the second step at the latest."""
+
+    def train(rank, rate=0.1, steps=3):
+        model, optimizer = m.make_model(1 + rank), keras.optimizers.SGD(rate, momentum=0.9)
+        compression = dgc.Compression.dgc(optimizer=optimizer)
+        for _ in range(steps):
+            gradients = tape_step(model, compression)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    train(0)
+    text = m.assert_raises(lambda: train(hvd.rank()), "do not train the same model", "broadcast")
+    assert "in the same place on rank 1" in text
+    m.assert_raises(lambda: train(0, 0.1 + hvd.rank()), "'the learning rate' has the value 0.1 on rank 0")
+    model = m.compile_model(dgc.Compression.dgc(), model=m.make_model(1 + hvd.rank()))
+    m.assert_raises(lambda: m.fit(model, 3), "BroadcastGlobalVariablesCallback")
+
+
+@case
+def a_state_that_only_one_rank_can_load():
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.0)
+    tape_step(model, compression)
+    state = compression.state_dict()
+    damaged = {**state, "size": 4} if hvd.rank() else state
+    m.assert_raises(lambda: compression.load_state_dict(damaged), "resize=True")
+    later = dgc.Compression.dgc(momentum=0.0)
+    if hvd.rank():
+        later.load_state_dict(state)
+    m.assert_raises(lambda: tape_step(model, later), "'step' is", "on every rank or on none")
+
+
+@case
+def a_restored_model_on_one_rank_and_the_callbacks_in_the_wrong_order():
+    model = m.compile_model(dgc.Compression.dgc())
+    m.fit(model, 2)
+    fresh = m.compile_model(dgc.Compression.dgc())
+    model = fresh if hvd.rank() else model
+    callbacks = [
+        dgck.callbacks.CompressionCheckpoint("never-written"),
+        dgck.callbacks.BroadcastGlobalVariablesCallback(0),
+    ]
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), "have made [2, 0] steps", "after Broadcast")
+
+
+@case
 def xla():
     model = m.make_model()
     compression = dgc.Compression.dgc(momentum=0.0)

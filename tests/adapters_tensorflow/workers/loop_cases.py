@@ -1,10 +1,14 @@
 """Custom training loops on real ranks: tape and optimizer, eager and in a tf.function, wrapper and stock Horovod."""
 
+import re
+import textwrap
+from pathlib import Path
+
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import SkipCase, case, run_cases
 
 import dgc.tensorflow as dgc
 
@@ -220,6 +224,27 @@ def a_state_saved_in_the_middle_continues_bit_for_bit():
         steps(second, 9, 15)
         for a, b in zip(m.values(model), wanted, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@case
+def the_documented_loops():
+    """docs/tensorflow.md, word for word: a plain loop, and one with a loss scale."""
+    if m.LEGACY:
+        raise SkipCase("written for Keras 3")
+    text = (Path(__file__).parents[3] / "docs" / "tensorflow.md").read_text()
+    plain, scaled = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    names = {}
+    exec(plain, names)
+    x, y = tf.ones([4, 20]) * (1 + hvd.rank()), tf.constant([0, 1, 2, 3])
+    losses = [float(names["step"](x, y)) for _ in range(20)]
+    assert losses[-1] < losses[0], losses
+    m.assert_replicas(m.values(names["model"]))
+    setup, loop = scaled.split("...\n")
+    exec(setup, names)
+    names.update(x=x, y=y)
+    for _ in range(5):
+        exec(textwrap.dedent(loop), names)
+    m.assert_replicas(m.values(names["model"]))
 
 
 if __name__ == "__main__":

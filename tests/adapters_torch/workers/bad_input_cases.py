@@ -260,6 +260,54 @@ def one_rank_failing_inside_compress():
 
 
 @case
+def what_is_no_compressor():
+    model = make_model()
+    for place, wrong in enumerate(("dgc", dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression, 3)):
+        on_every_rank(
+            dgc.ConfigError,
+            r"which is no compressor; call one: compression=Compression\.",
+            lambda wrong=wrong: dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=wrong),
+            str(place),
+        )
+    on_every_rank(dgc.ConfigError, "optimizer is 'sgd'", lambda: dgc.Compression.dgc((), optimizer="sgd"), "optimizer")
+
+
+@case
+def models_that_were_never_broadcast():
+    """The mean of gradients of unlike models fits none of them: the first step is the last."""
+    for way in "ab":
+        model = make_model(seed=1 + hvd.rank())
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer, compression = wrap(way, model, sgd(model))
+        error = on_every_rank(
+            dgc.ConfigError, "do not train the same", lambda o=optimizer, m=model: train(o, m, 1), way
+        )
+        assert "hvd.broadcast_parameters" in str(error)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "nothing was applied"
+        compression.close()
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model, lr=0.1 + hvd.rank()))
+        text = "'the learning rate' has the value 0.1 on rank 0"
+        on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), f"{way} rate")
+        compression.close()
+
+
+@case
+def a_state_that_only_one_rank_can_load():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model))
+    train(optimizer, model, 1)
+    state = compression.state_dict()
+    damaged = {**state, "size": 4} if hvd.rank() else state
+    on_every_rank(dgc.LayoutError, "resize=True", lambda: compression.load_state_dict(damaged))
+    earlier = {**state, "step": state["step"] - hvd.rank()}
+    on_every_rank(dgc.LayoutError, "states differ", lambda: compression.load_state_dict(earlier), "steps")
+    compression.load_state_dict(state)
+    train(optimizer, model, 1)
+    compression.close()
+
+
+@case
 def elastic_horovod():
     model = make_model()
     os.environ["HOROVOD_ELASTIC"] = "1"

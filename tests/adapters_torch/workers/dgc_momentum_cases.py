@@ -405,7 +405,7 @@ def argument_errors():
         (ValueError, "momentum is 1.5", {**given, "momentum": 1.5}),
         (ValueError, "mean the same", {**given, "lr": 0.1}),
         (TypeError, "unknown option 'nonsense'", {**given, "nonsense": 1}),
-        (ValueError, "values='float13'", {**given, "values": "float13"}),
+        (ValueError, "values is 'float13'", {**given, "values": "float13"}),
         (ValueError, "empty parameter list", {**given, "params": []}),
     ]
     for error, match, options in bad:

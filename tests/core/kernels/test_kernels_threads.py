@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,62 @@ def test_after_a_fork_the_child_has_a_team_of_its_own():
         """
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_while_another_thread_is_inside_a_kernel():
+    done = run_script(
+        """
+        import os, threading
+        import numpy as np
+        from dgc.core.kernels.cpu import NumbaKernels
+        kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
+        kernels.sums_of_squares([v])
+        stop, calls = threading.Event(), []
+
+        def work():
+            while not stop.is_set():
+                assert kernels.sums_of_squares([v])[0] == v.size
+                calls.append(1)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in range(20):
+            before = len(calls)
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if all(kernels.sums_of_squares([v])[0] == v.size for _ in range(5)) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            while len(calls) == before and thread.is_alive():  # the parent's team goes on
+                pass
+        stop.set()
+        thread.join()
+        assert len(calls) >= 20
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+FROM_THE_CACHE = """
+    import sys
+    import numpy as np
+    from dgc.core.kernels import dense, places
+    from dgc.core.kernels.cpu import NumbaKernels
+    kernels, v = NumbaKernels(2), np.arange(300_000, dtype=np.float32)
+    assert kernels.take(v, np.array([3, 299_999])).tolist() == [3, 299_999]
+    assert kernels.sums_of_squares([np.ones_like(v)])[0] == v.size
+    stats = [f.stats for f in (dense.tile_sums, dense.add_tiles, places.gather)]
+    print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+
+
+def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: run_script(FROM_THE_CACHE, **cache), range(2)))
+    assert [d.returncode for d in both] == [0, 0], [d.stderr for d in both]
+    later = run_script(FROM_THE_CACHE, **cache)
+    assert later.returncode == 0, later.stderr
+    assert later.stdout.split() == ["3", "0"], "hits and misses of a later process"
 
 
 def test_a_dropped_backend_leaves_no_thread():
