@@ -108,11 +108,13 @@ def test_a_parameter_with_another_step_count_is_not_fused_with_the_others():
 
 
 @pytest.mark.parametrize("value", [7.0, float("nan")])
-def test_scalar_state_written_by_the_user_splits_the_set(value):
+@pytest.mark.parametrize("through_data", [False, True])
+def test_scalar_state_written_by_the_user_splits_the_set(value, through_data):
     twins = twins_of("adam")
     twins.step()
     for optimizer, params in ((twins.plain, twins.plain_params), (twins.fused, twins.fused_params)):
-        optimizer.state[params[2]]["step"].fill_(value)
+        count = optimizer.state[params[2]]["step"]
+        (count.data if through_data else count).fill_(value)
     twins.step()
     for plain, fused in zip(twins.plain_params, twins.fused_params, strict=True):
         assert torch.equal(plain, fused) or value != value

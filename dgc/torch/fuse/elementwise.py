@@ -1,19 +1,21 @@
 """Which optimizers may be fused: those that update every element by itself.
 
 An optimizer that looks at a parameter as a whole (its norm, its rank as a matrix, its number of dimensions) gives
-another result when it is shown many parameters as one vector. torch's own element-wise classes are listed; any other
-class is tried out on a few numbers.
+another result when it is shown many parameters as one vector. torch's own element-wise classes are listed; a class can
+say it of itself; any other is tried out on numbers, which is a heuristic: see :mod:`dgc.torch.fuse.trial`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dgc.torch.fuse.trial import passes_trial
 
 _KNOWN = frozenset(
     {
@@ -31,84 +33,58 @@ _KNOWN = frozenset(
     }
 )
 
-_SHAPES = ((3,), (2, 4), (1,), (2, 1, 2))
-_SCALES = (1e-3, 1.0, 1e3, 1.0)
-_STEPS = 3
+_DECLARATION = "_fuse_elementwise"
+
+_MEANINGLESS = ("_dynamo_", "_has_dynamo_", "_is_hf_initialized")
+"""How attributes begin that torch.compile and Hugging Face's loader leave on parameters, and no optimizer reads."""
+
+
+def is_trusted(update_class: type[Optimizer]) -> bool:
+    """Whether ``update_class`` is element-wise without a doubt: one of torch's, or with ``_fuse_elementwise = True``.
+
+    True counts in the class itself only: a subclass may do what its parent does not.
+    """
+    return update_class in _KNOWN or vars(update_class).get(_DECLARATION) is True
 
 
 def is_elementwise(update_class: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
     """Whether ``update_class`` with the options of ``group`` treats a concatenation like its parts.
 
-    Unknown classes are built anew and stepped three times on small tensors whose gradients differ in scale, once as
-    separate parameters and once as one vector. A class that cannot be built from its options counts as not
-    element-wise: stepping it plainly is always right.
-
     Args:
         update_class: the class whose step would be fused.
-        group: a parameter group with its options.
+        group: a parameter group with its options, as they are now: see :func:`option_pattern`.
         defaults: the optimizer's ``defaults``.
     """
-    if update_class in _KNOWN:
+    if is_trusted(update_class):
         return True
-    like = next((p for p in group["params"] if p.is_floating_point()), None)
-    if like is None:
+    if getattr(update_class, _DECLARATION, None) is False:
         return False
-    devices = [like.device] if like.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            return _concatenates(update_class, group, defaults, like)
-    except Exception:  # whatever a foreign class raises, it was not shown to be element-wise
-        return False
+    return passes_trial(update_class, group, defaults)
 
 
-def _concatenates(
-    update_class: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any], like: Tensor
-) -> bool:
-    # float64 leaves no doubt between rounding and a different formula.
-    random = torch.Generator().manual_seed(0)
-    parts = [torch.randn(shape, generator=random, dtype=torch.float64).to(like.device) for shape in _SHAPES]
-    whole = torch.cat([p.flatten() for p in parts])
-    apart = _build(update_class, group, defaults, parts)
-    joined = _build(update_class, group, defaults, [whole])
-    for _ in range(_STEPS):
-        for param, scale in zip(parts, _SCALES, strict=True):
-            param.grad = (torch.randn(param.shape, generator=random, dtype=torch.float64) * scale).to(like.device)
-        whole.grad = torch.cat([p.grad.flatten() for p in parts])
-        apart.step()
-        joined.step()
-        if not _equal(whole, torch.cat([p.detach().flatten() for p in parts])):
-            return False
-    return _state_concatenates([apart.state.get(p, {}) for p in parts], joined.state.get(whole, {}), parts, whole)
+def option_pattern(group: Mapping[str, Any]) -> Hashable:
+    """What of a group's options a trial's outcome may depend on; when it changes, a new trial is due.
+
+    Which terms an update has hangs on options that are 0, None, a flag or a name, so numbers count by their sign only:
+    a schedule must not ask for a trial in every step. With a learning rate of 0 any class would pass.
+    """
+    options = tuple((key, _kind(value)) for key, value in group.items() if key not in ("params", "param_names"))
+    return len(group["params"]), options
 
 
-def _build(
-    update_class: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any], params: list[Tensor]
-) -> Optimizer:
-    accepted = inspect.signature(update_class.__init__).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    options = {key: value for key, value in defaults.items() if anything or key in accepted}
-    for param in params:
-        param.requires_grad_()
-    named = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return update_class([{"params": params, **named}], **options)
+def is_marked(param: Tensor) -> bool:
+    """Whether ``param`` has attributes of its own, such as an ``lr_mult``, that an optimizer might read."""
+    return bool(param.__dict__) and not all(name.startswith(_MEANINGLESS) for name in param.__dict__)
 
 
-def _state_concatenates(apart: list[dict], joined: dict, parts: list[Tensor], whole: Tensor) -> bool:
-    """Whether every state is per element, with the right values, or one value for the whole parameter."""
-    for key, value in joined.items():
-        pieces = [state[key] for state in apart]
-        if not isinstance(value, Tensor):
-            if any(piece != value for piece in pieces):
-                return False
-        elif value.shape == whole.shape:
-            if any(piece.shape != part.shape for piece, part in zip(pieces, parts, strict=True)):
-                return False
-            if not _equal(value, torch.cat([piece.flatten() for piece in pieces])):
-                return False
-        elif value.numel() != 1 or any(piece.shape != value.shape or not _equal(value, piece) for piece in pieces):
-            return False
-    return all(state.keys() == joined.keys() for state in apart)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=0.0, equal_nan=True)
+def _kind(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Tensor):
+        # A tensor on a device is not asked: that would wait for the device in every step.
+        return _kind(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "tensor"
+    if isinstance(value, (int, float)):
+        return (value > 0) - (value < 0), math.isfinite(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    return type(value).__name__

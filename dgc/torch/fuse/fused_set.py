@@ -137,15 +137,16 @@ class FlatBlock:
 class _Scalar:
     """A one-element state tensor: ``shared`` goes to the optimizer, ``copies`` (m, *shape) belong to the members."""
 
-    def __init__(self, shared: Tensor, copies: Tensor) -> None:
+    def __init__(self, shared: Tensor, copies: Tensor, by_value: bool) -> None:
         self.shared = shared
         self.copies = copies
+        self.by_value = by_value
         self.ptrs = [copy.data_ptr() for copy in copies]
         self.version = -1
 
     def refresh(self) -> bool:
         """Take over values written by others; False if they no longer agree."""
-        if self.copies._version == self.version:
+        if self.copies._version == self.version and not (self.by_value and bool((self.copies != self.shared).any())):
             return True
         if not bool((self.copies == self.copies[0]).all()):
             return False
@@ -162,7 +163,9 @@ class FusedSet:
         state: the optimizer's state of ``weight``.
     """
 
-    def __init__(self, block: FlatBlock, start: int, stop: int, state: Mapping[Tensor, dict], rehome: bool) -> None:
+    def __init__(
+        self, block: FlatBlock, start: int, stop: int, state: Mapping[Tensor, dict], *, rehome: bool, trusted: bool
+    ) -> None:
         """Gather gradients and state.
 
         Args:
@@ -171,11 +174,13 @@ class FusedSet:
             stop: end of the members: at least two, with gradients and equal ``state_signature``.
             state: the optimizer's state by parameter.
             rehome: gradients may be moved into the block's flat buffer; if not they are parallel already.
+            trusted: the optimizer is one that never writes through ``.data``, which no version counter shows.
         """
         self.block, self.start, self.stop = block, start, stop
         self.members = block.members[start:stop]
         self.offsets = [offset - block.offsets[start] for offset in block.offsets[start : stop + 1]]
         self.numel = self.offsets[-1]
+        self._trusted = trusted
         self.weight = torch.nn.Parameter(alias(block.weight, block.offsets[start], (self.numel,), (1,)))
         self.weight.grad = self._gather_grads(rehome)
         self.state: dict[str, Any] = {}
@@ -224,7 +229,9 @@ class FusedSet:
         copies.copy_(shared)
         for state, copy in zip(states, copies, strict=True):
             state[key] = copy
-        self._scalars[key] = _Scalar(shared, copies)
+        # On a CPU comparing values costs next to nothing; elsewhere it would wait for the device in every step.
+        by_value = not self._trusted or copies.device.type == "cpu"
+        self._scalars[key] = _Scalar(shared, copies, by_value)
         self._values.pop(key, None)
 
     def prepare(self, state: Mapping[Tensor, dict]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dgc.torch.fuse.elementwise import is_marked
 from dgc.torch.fuse.fused_set import FlatBlock, FusedSet, state_signature
 from dgc.torch.fuse.memory import adjacent_runs, are_parallel, is_fusable_weight, place_weights
 
@@ -23,10 +24,18 @@ class GroupPlan:
         rest: all other parameters in the order of the group, for the optimizer to treat as in a plain step.
     """
 
-    def __init__(self, *, do_flatten: bool, check_flatten: bool) -> None:
-        """Take the arguments of ``fuse_optimizer``; nothing is planned yet."""
+    def __init__(self, *, do_flatten: bool, check_flatten: bool, trusted: bool) -> None:
+        """Nothing is planned yet.
+
+        Args:
+            do_flatten: as given to ``fuse_optimizer``.
+            check_flatten: as given to ``fuse_optimizer``.
+            trusted: the optimizer's class is known to be element-wise. Of others it is not known what they read on a
+                parameter, and how they write to their state.
+        """
         self._do_flatten = do_flatten
         self._check_flatten = check_flatten
+        self._trusted = trusted
         self._params: list[Tensor] = []
         self._blocks: list[FlatBlock] = []
         self._placed: dict[int, Tensor] = {}
@@ -81,6 +90,7 @@ class GroupPlan:
         return (
             all(p.grad is None for p in self._idle)
             and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._lone)
+            and (self._trusted or not any(is_marked(p) for fused in self.sets for p in fused.members))
             and all(fused.prepare(state) for fused in self.sets)
         )
 
@@ -125,7 +135,9 @@ class GroupPlan:
                 while stop < len(block.members) and self._joins(block, start, stop, signatures):
                     stop += 1
                 if stop - start > 1:
-                    self.sets.append(FusedSet(block, start, stop, state, self._do_flatten))
+                    self.sets.append(
+                        FusedSet(block, start, stop, state, rehome=self._do_flatten, trusted=self._trusted)
+                    )
                 else:
                     (self._idle if block.members[start].grad is None else lone).append(block.members[start])
                 start = stop
@@ -135,6 +147,8 @@ class GroupPlan:
 
     def _signature(self, param: Tensor, state: Mapping[Tensor, dict]) -> frozenset | None:
         grad = param.grad
+        if not self._trusted and is_marked(param):
+            return None
         if grad is None or grad.layout is not torch.strided or grad.requires_grad or grad.dtype != param.dtype:
             return None
         return state_signature(param, state.get(param, {}))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 
-from dgc.torch.fuse.elementwise import is_elementwise
+from dgc.torch.fuse.elementwise import is_elementwise, is_trusted, option_pattern
 from dgc.torch.fuse.plan import GroupPlan
 from dgc.torch.fuse.seam import StepSeam
 
@@ -38,35 +38,53 @@ class FuseRecord:
         self.fused_sets = 0
         self.fused_params = 0
         self._plans: list[GroupPlan | None] = []
+        self._verdicts: list[dict[Hashable, bool]] = []
+        self._warned = False
 
     def place(self, seam: StepSeam) -> None:
         """Flatten the weights of all groups that exist now."""
-        self._plan_new_groups(seam)
+        self._decide(seam)
         for plan, group in zip(self._plans, seam.local.param_groups, strict=True):
             if plan is not None:
                 plan.place(group, seam.local)
 
     def can_fuse(self, seam: StepSeam) -> bool:
         """Whether any group may be fused; if not, the optimizer's own ``step`` does all the work."""
-        self._plan_new_groups(seam)
+        self._decide(seam)
         return any(plan is not None for plan in self._plans)
 
-    def _plan_new_groups(self, seam: StepSeam) -> None:
+    def _decide(self, seam: StepSeam) -> None:
+        """Give every group that may be fused a plan, and take it from one whose options no longer allow it."""
         groups = seam.local.param_groups
-        del self._plans[len(groups) :]
-        for group in groups[len(self._plans) :]:
-            if is_elementwise(seam.update_class, group, seam.local.defaults):
-                self._plans.append(
-                    GroupPlan(do_flatten=self.options.do_flatten, check_flatten=self.options.check_flatten)
+        del self._plans[len(groups) :], self._verdicts[len(groups) :]
+        trusted = is_trusted(seam.update_class)
+        for i in range(len(groups)):
+            if i == len(self._plans):
+                self._plans.append(None)
+                self._verdicts.append({})
+            if not trusted and not self._may_fuse(seam, i):
+                self._plans[i] = None
+            elif self._plans[i] is None:
+                self._plans[i] = GroupPlan(
+                    do_flatten=self.options.do_flatten, check_flatten=self.options.check_flatten, trusted=trusted
                 )
-                continue
-            self._plans.append(None)
+
+    def _may_fuse(self, seam: StepSeam, i: int) -> bool:
+        group, verdicts = seam.local.param_groups[i], self._verdicts[i]
+        if not group["params"]:  # a shard may be empty
+            return True
+        pattern = option_pattern(group)
+        if pattern not in verdicts:
+            verdicts[pattern] = is_elementwise(seam.update_class, group, seam.local.defaults)
+        if not verdicts[pattern] and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{seam.update_class.__name__} does not treat every element of a parameter by itself, or could not be "
                 "shown to: fuse_step() updates its parameters one by one, as step() does.",
                 UserWarning,
                 stacklevel=2,
             )
+        return verdicts[pattern]
 
     def update(self, seam: StepSeam) -> Any:
         """The local update with fused parameters in the place of their members.
@@ -75,7 +93,7 @@ class FuseRecord:
             What the plain step returned.
         """
         local = seam.local
-        self._plan_new_groups(seam)
+        self._decide(seam)
         for plan, group in zip(self._plans, local.param_groups, strict=True):
             if plan is not None:
                 plan.prepare(group, local)
@@ -95,8 +113,11 @@ class FuseRecord:
         sets = [fused for plan in self._plans if plan is not None for fused in plan.sets]
         shown = []
         for plan, group in zip(self._plans, groups, strict=True):
-            params = group["params"] if plan is None else [*(fused.weight for fused in plan.sets), *plan.rest]
-            shown.append({**group, "params": params})
+            seen = dict(group)
+            if plan is not None and plan.sets:
+                seen["params"] = [*(fused.weight for fused in plan.sets), *plan.rest]
+                seen.pop("param_names", None)  # there is no name for a fused parameter
+            shown.append(seen)
         for fused in sets:
             state[fused.weight] = fused.state
         local.param_groups = shown

@@ -171,6 +171,10 @@ def fused_steps_give_the_same_bits():
             set_mean_gradients(other, step)
             zero.step() if step == 2 else fuse_step(zero)
             plain.step()
+            trained = sum(p.requires_grad for p in zero.optim.param_groups[0]["params"])
+            fused = zero._dgc_fuse.fused_params
+            assert fused == (trained if trained > 1 else 0)
+        assert hvd.allreduce(torch.tensor([float(fused)]), op=hvd.Sum, name=f"fused.{views}").item() > 1
         assert_replicas_identical(own)
         assert_bits_equal(own, other)
 
