@@ -30,7 +30,9 @@ class SparseCodec:
         """Payload bytes that hold any k entries, a multiple of 8."""
 
     def bounds(self, positions: np.ndarray) -> np.ndarray:
-        """Where each segment's entries begin among ascending ``positions``: (S + 1,) int64."""
+        """Where each group of the values begins among ascending ``positions``: (S + 1,) int64, by segments, or (2,)."""
+        if not self.values.grouped:
+            return np.array([0, positions.size], np.int64)
         return np.searchsorted(positions, self._bucket.sparse_offsets)
 
     def encode(self, positions: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:

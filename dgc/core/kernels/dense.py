@@ -11,6 +11,7 @@ from dgc.core.kernels.jit import entry, helper
 from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
 from dgc.core.kernels.table import FLOAT32, FLOAT64
 from dgc.core.kernels.vector import (
+    AHEAD,
     LANES,
     add_squares,
     at_address,
@@ -18,6 +19,7 @@ from dgc.core.kernels.vector import (
     fetch_add,
     finite_part,
     load,
+    prefetch,
     store,
     threshold,
 )
@@ -43,6 +45,7 @@ def _make_squares(checked: bool) -> Callable[..., None]:
             total = load(sums, lane)
             i = start + lane
             while i - lane + SUM_LANES <= stop:
+                prefetch(array, i + AHEAD)
                 x = load(array, i)
                 total = add_squares(total, finite_part(x, limit) if checked else x)
                 i += SUM_LANES

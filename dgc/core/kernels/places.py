@@ -10,10 +10,13 @@ from __future__ import annotations
 from numba import carray
 
 from dgc.core.kernels.jit import entry, helper
-from dgc.core.kernels.vector import at_address, fetch_add
+from dgc.core.kernels.vector import at_address, fetch_add, prefetch_entry
 
 PART = 4096
 """Entries that a thread takes at a time."""
+
+SOON = 16
+"""Entries between the one that is worked on and the one whose places in u and v are asked for."""
 
 
 @entry()
@@ -36,6 +39,9 @@ def mask(worker, progress, parts, u, v, positions, decoded, masking, kept_u, kep
         if part >= parts:
             break
         for i in range(part * PART, min((part + 1) * PART, positions.size)):
+            if i + SOON < positions.size:
+                prefetch_entry(v, positions[i + SOON])
+                prefetch_entry(u, positions[i + SOON])
             p = positions[i]
             old = v[p]
             kept_v[i] = old

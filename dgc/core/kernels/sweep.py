@@ -35,6 +35,7 @@ from dgc.core.kernels.table import (
     SCALE,
 )
 from dgc.core.kernels.vector import (
+    AHEAD,
     LANES,
     add,
     at_address,
@@ -44,6 +45,7 @@ from dgc.core.kernels.vector import (
     load_half,
     lowest_bit,
     multiply,
+    prefetch,
     reaching,
     spread,
     store,
@@ -120,6 +122,12 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
         nonfinite = False
         i = start
         while i + LANES <= stop:
+            prefetch(g, i - g0 + AHEAD)
+            prefetch(v, i + AHEAD)
+            if form != NO_MOMENTUM:
+                prefetch(u, i + AHEAD)
+            if decays:
+                prefetch(p, i - p0 + AHEAD)
             x = multiply(load(g, i - g0), scales)
             if decays:
                 x = add(x, multiply(load(p, i - p0), decays_))

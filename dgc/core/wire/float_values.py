@@ -30,6 +30,7 @@ class _PlainValues:
     id: ValueCodecId
     name: str
     dtype: np.dtype
+    grouped = False
 
     def max_bytes(self, k: int, groups: int) -> int:
         """One number an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
@@ -81,6 +82,7 @@ class Float16Values:
     id = ValueCodecId.FLOAT16
     name = "float16"
     dtype = np.dtype(np.float32)
+    grouped = False
 
     HEAD = 8
     MIN_EXPONENT = -163
@@ -164,6 +166,7 @@ class Bfloat16Values:
     id = ValueCodecId.BFLOAT16
     name = "bfloat16"
     dtype = np.dtype(np.float32)
+    grouped = False
 
     def max_bytes(self, k: int, groups: int) -> int:
         """2 bytes an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""

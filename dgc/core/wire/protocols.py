@@ -88,6 +88,11 @@ class ValueCodec(Protocol):
         ...
 
     @property
+    def grouped(self) -> bool:
+        """Whether the groups matter; where they do not, ``bounds`` may name one group of all entries."""
+        ...
+
+    @property
     def dtype(self) -> np.dtype:
         """Type of the values on both sides: float32, or float64 for the float64 codec."""
         ...

@@ -26,6 +26,7 @@ class Int8Values:
     id = ValueCodecId.INT8
     name = "int8"
     dtype = np.dtype(np.float32)
+    grouped = True
 
     _LEVELS = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32) / np.float32(127)
     """Factor for each byte read as unsigned."""
@@ -103,6 +104,7 @@ class SignValues:
     id = ValueCodecId.SIGN
     name = "sign"
     dtype = np.dtype(np.float32)
+    grouped = True
 
     def max_bytes(self, k: int, groups: int) -> int:
         """8 bytes a group, 1 bit an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
