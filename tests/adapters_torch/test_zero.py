@@ -12,6 +12,7 @@ WORKERS = Path(__file__).parent / "workers"
 SHARDING = WORKERS / "zero_cases.py"
 STATE = WORKERS / "zero_state_cases.py"
 ERRORS = WORKERS / "zero_error_cases.py"
+RECOVERY = WORKERS / "zero_recovery_cases.py"
 COMPOSITION = WORKERS / "zero_dgc_cases.py"
 ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
@@ -29,6 +30,11 @@ def state(request):
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def errors(request):
     return run_cases(request.param, ERRORS, timeout=200, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def recovery(request):
+    return run_cases(request.param, RECOVERY, timeout=200, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
@@ -52,6 +58,12 @@ def test_groups_and_checkpoints(state, name):
 @pytest.mark.parametrize("name", case_names(ERRORS))
 def test_bad_input(errors, name):
     errors.check(name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(RECOVERY))
+def test_after_failed_steps(recovery, name):
+    recovery.check(name)
 
 
 @pytest.mark.mpi
@@ -82,25 +94,60 @@ from dgc.torch.zero import ZeroRedundancyOptimizer
 
 dump_where_it_hangs()
 hvd.init()
-p = torch.nn.Parameter(torch.zeros(1000))
+p, q = torch.nn.Parameter(torch.zeros(1000)), torch.nn.Parameter(torch.zeros(1000))
 zero = ZeroRedundancyOptimizer([p], torch.optim.SGD, lr=0.1)
+unwrapped = ZeroRedundancyOptimizer([q], torch.optim.SGD, lr=0.1)
 p.grad = torch.zeros(1000)
 zero.step()
-if hvd.rank() == 1:
-    hvd.join()
-else:
-    try:
-        zero.step()
-    except TransportError as error:
-        report(str(error))
-    hvd.join()
+if hvd.rank() == 0:
+    for collective in (
+        zero.step,
+        zero.consolidate_state_dict,
+        lambda: ZeroRedundancyOptimizer([torch.nn.Parameter(torch.zeros(3))], torch.optim.SGD, lr=0.1),
+        lambda: hvd.DistributedOptimizer(unwrapped, named_parameters=[("q", q)]),
+    ):
+        try:
+            collective()
+        except TransportError as error:
+            report(str(error))
+hvd.join()
 """
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_a_joined_rank_is_an_error_and_no_hang(launcher):
-    assert "a rank has joined" in run_mpi(2, JOINED, launcher=launcher, timeout=60).values[0]
+    errors = run_mpi(2, JOINED, launcher=launcher, timeout=60).reports[0]
+    assert ["a rank has joined" in error for error in errors] == [True] * 4
+
+
+WRONG_SET = """
+import horovod.torch as hvd
+import torch
+from worker_tools import dump_where_it_hangs, report
+from dgc.torch.zero import ZeroRedundancyOptimizer, ranks
+
+dump_where_it_hangs()
+hvd.init()
+ranks._PATIENCE = 0.3
+if hvd.rank() == 1:
+    try:
+        ZeroRedundancyOptimizer([torch.nn.Parameter(torch.zeros(3))], torch.optim.SGD, group="even", lr=0.1)
+    except TypeError as error:
+        report(str(error))
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_names_no_set_does_not_wait_for_ranks_of_another():
+    assert "give a horovod.torch.ProcessSet" in run_mpi(2, WRONG_SET, timeout=60).values[1]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_checkpoints_through_a_file_and_another_number_of_ranks(before, after, tmp_path):
+    run_mpi(before, STATE, "save", tmp_path)
+    assert run_mpi(after, STATE, "continue", tmp_path).reports == [["adam", "adamw", "sgd"]] * after
 
 
 ONE_PROCESS = """

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dgc.core.errors import LayoutError
+
 
 class BucketViews:
     """Flat buffers of the trainable parameters; ``p.data`` points into them.
@@ -19,7 +21,7 @@ class BucketViews:
         Args:
             shards: by owner, its parameters.
         """
-        self._homes: dict[int, tuple[torch.Tensor, int]] = {}
+        self._homes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.build(shards)
 
     @torch.no_grad()
@@ -34,7 +36,25 @@ class BucketViews:
 
     def intact(self) -> bool:
         """Whether every parameter still points to its place (``model.to()`` and the like re-point them)."""
-        return all(p.data_ptr() == address for p, address in self._homes.values())
+        return all(_is_at(p, place) for p, place in self._homes.values())
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Copy what lies elsewhere to its place and point the parameter there again.
+
+        Raises:
+            LayoutError: a parameter has got another shape, type or device.
+        """
+        for p, place in self._homes.values():
+            if _is_at(p, place):
+                continue
+            if p.shape != place.shape or p.dtype != place.dtype or p.device != place.device:
+                raise LayoutError(
+                    f"a parameter of {tuple(place.shape)} {place.dtype} on {place.device} became one of "
+                    f"{tuple(p.shape)} {p.dtype} on {p.device} during the update; change parameters between two steps"
+                )
+            place.copy_(p.data)
+            p.data = place
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter lies in a bucket."""
@@ -54,7 +74,11 @@ class BucketViews:
                 place = bucket[start : start + p.numel()].view(p.shape)
                 place.copy_(p.data)
                 p.data = place
-                self._homes[id(p)] = (p, place.data_ptr())
+                self._homes[id(p)] = (p, place)
                 start += p.numel()
             buckets.append(bucket)
         return buckets
+
+
+def _is_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    return parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()

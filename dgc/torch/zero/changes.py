@@ -81,7 +81,7 @@ class ChangeTracker:
         for i in candidates:
             bits = bits_of(self._parameters[i])
             kept = self._before.get(i)
-            if kept is None or kept.shape != bits.shape or kept.device != bits.device:
+            if kept is None or (kept.shape, kept.dtype, kept.device) != (bits.shape, bits.dtype, bits.device):
                 self._before[i] = bits.clone()
             else:
                 kept.copy_(bits)

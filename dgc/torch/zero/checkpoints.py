@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dgc.core.errors import LayoutError
+from dgc.torch.zero.groups import Group
 
 Owned = Sequence[Sequence[int]]
 """By group, the full numbers of the parameters that a rank owns, in the order of its local groups."""
@@ -49,6 +50,44 @@ def local_dict(full: Mapping[str, Any], owned: Owned) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
+def full_dict(
+    groups: Iterable[Group], parts: Iterable[Mapping[Any, Any]], partition: Sequence[Owned]
+) -> dict[str, Any]:
+    """A whole state dict in torch's layout, which shares no tensor with its sources.
+
+    Args:
+        groups: the optimizer's full groups.
+        parts: by rank, what :func:`full_entries` returned there.
+        partition: by rank and group, the numbers of the parameters that the rank owns.
+    """
+    packed, number = [], 0
+    for group in groups:
+        numbers = list(range(number, number + len(group["params"])))
+        packed.append({**{k: _mapped(v, _copied) for k, v in group.items() if k != "params"}, "params": numbers})
+        number += len(numbers)
+    entries = {key: _mapped(value, _copied) for part in parts for key, value in part.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
+    return {"state": ordered, "param_groups": packed, "partition": [list(map(list, owned)) for owned in partition]}
+
+
+def require_state_dict(value: Any) -> None:
+    """Refuse what is no state dict of an optimizer.
+
+    Raises:
+        LayoutError: (a ValueError) it is no dict, or one without ``"state"`` or ``"param_groups"``.
+    """
+    if not isinstance(value, Mapping):
+        found = f"a {type(value).__name__}"
+    elif not isinstance(value.get("state"), Mapping) or not _are_groups(value.get("param_groups")):
+        found = f"a dict of {sorted(map(str, value))}"
+    else:
+        return
+    raise LayoutError(
+        f"an optimizer's state dict holds 'state' and 'param_groups' with 'params', but this is {found}; load on every "
+        "rank what state_dict() returned on the rank that consolidate_state_dict(to=...) named"
+    )
+
+
 def check_groups(full: Mapping[str, Any], lengths: Sequence[int]) -> None:
     """Refuse a state dict of other groups.
 
@@ -78,6 +117,14 @@ def to_bytes(value: Any) -> torch.Tensor:
 def from_bytes(data: torch.Tensor) -> Any:
     """The inverse of :func:`to_bytes`; the bytes come from another rank of this job."""
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in value)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -49,6 +49,10 @@ class RecipeGroups(list[Group]):
 
     recipe: Recipe
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain list: it belongs to no optimizer."""
+        return list, (list(self),)
+
 
 def options_of(group: Mapping[str, Any]) -> Group:
     """A group without its parameters."""
@@ -73,21 +77,45 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def names_of(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every parameter's own name, or its place."""
-    return [
-        name
+    """Every parameter's place, followed by its own name if it has one; no two are alike."""
+    names = []
+    for g, group in enumerate(groups):
+        own = group.get("param_names", ())
+        for i in range(len(group["params"])):
+            names.append(f"group {g} parameter {i}" + (f" ({own[i]})" if i < len(own) else ""))
+    return names
+
+
+def kind_of(parameter: torch.Tensor) -> str:
+    """What all ranks must have in common of a parameter: shape, type, and whether it is trainable."""
+    trainable = "trainable" if parameter.requires_grad else "frozen"
+    return f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
+
+
+def described_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks must have in common of the groups' options, by name."""
+    return {
+        f"group {g} option {key}": _plain(value)
         for g, group in enumerate(groups)
-        for name in group.get("param_names", [f"group {g} parameter {i}" for i in range(len(group["params"]))])
-    ]
+        for key, value in options_of(group).items()
+    }
 
 
 def description(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What all ranks must have in common, by name: the options that are plain values, and the parameters."""
-    plain = {k: v for k, v in defaults.items() if isinstance(v, (bool, int, float, str, tuple, type(None)))}
+    """What all ranks must have in common, by name: the parameters, and the options of the optimizer and its groups."""
     return {
-        **plain,
-        **{
-            name: f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
-            for name, p in zip(names_of(groups), parameters_of(groups), strict=True)
-        },
+        **{name: kind_of(p) for name, p in zip(names_of(groups), parameters_of(groups), strict=True)},
+        **{f"option {key}": _plain(value) for key, value in defaults.items()},
+        **described_options(groups),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON knows and that is the same on two ranks if the option is; of objects only their type is."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return f"<{type(value).__name__}>"

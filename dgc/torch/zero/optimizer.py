@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,9 +14,16 @@ from dgc.core.agreement import agree_or_raise
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
-from dgc.torch.zero import checkpoints
+from dgc.torch.zero import checkpoints, wrapped
 from dgc.torch.zero.adopted import hand_over_momentum, momentum_is_adopted
-from dgc.torch.zero.arguments import checked_class, checked_groups, chosen_set, require_one_dense_type, tensor_of
+from dgc.torch.zero.arguments import (
+    checked_class,
+    checked_groups,
+    checked_transport,
+    chosen_set,
+    require_shardable,
+    tensor_of,
+)
 from dgc.torch.zero.buckets import BucketViews
 from dgc.torch.zero.groups import (
     Recipe,
@@ -43,7 +51,10 @@ class ZeroRedundancyOptimizer(Optimizer):
     this optimizer in Horovod's or this package's ``DistributedOptimizer``, or average them yourself.
 
     ``param_groups`` hold all parameters, so schedulers, ``zero_grad`` and the like work as with any optimizer. All
-    ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together.
+    ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together. After a step
+    that failed, the next one that succeeds sends all parameters whole, and all ranks hold the same bits again.
+
+    It cannot be copied or pickled; save its ``state_dict()``.
 
     Attributes:
         optim: the local optimizer of this rank's share.
@@ -86,25 +97,27 @@ class ZeroRedundancyOptimizer(Optimizer):
             **defaults: options of the local optimizers.
 
         Raises:
-            TypeError: ``params`` or ``optimizer_class`` is something else than described.
-            ConfigError: (a ValueError) ``overlap_with_ddp=True``, a class that cannot be sharded, Horovod is not ready,
-                or options differ between ranks.
-            LayoutError: (a ValueError) no parameters, sparse parameters, parameters of different types, or the ranks
-                disagree about them.
+            TypeError: ``params``, ``optimizer_class`` or ``group`` is something else than described.
+            ConfigError: (a ValueError) ``overlap_with_ddp=True``, a class that cannot be sharded, no such transport, or
+                Horovod is not ready.
+            LayoutError: (a ValueError) no parameters; sparse or complex ones, of different types, listed twice or in
+                the same memory; or parameters or options differ between ranks.
             RemoteError: another rank met one of these.
+            TransportError: a rank has joined (``hvd.join``).
         """
         rebuilt = params.recipe if isinstance(params, RecipeGroups) and optimizer_class is None else None
         if rebuilt is None:
-            ranks = Ranks(chosen_set(group, process_group, process_set))
+            ranks = Ranks(lambda: chosen_set(group, process_group, process_set))
         else:
             optimizer_class, ranks, defaults = rebuilt.optimizer_class, rebuilt.ranks, rebuilt.defaults
             parameters_as_bucket_view, sparse_parameters = rebuilt.bucket_view, rebuilt.sparse_parameters
+            ranks.count()
         self._ready = False
         self._ranks = ranks
         self._sharing = Sharing(ranks, sparse=sparse_parameters)
         self._partition = Partition(ranks.size)
         self._views: BucketViews | None = None
-        self._bucket_view = parameters_as_bucket_view
+        self._bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: list[dict[Any, Any]] | None = None
 
         def build() -> dict[str, Any]:
@@ -121,7 +134,9 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.optim = self.optimizer_class(self._local_groups(), **defaults)
             return {
                 "optimizer_class": self.optimizer_class.__name__,
-                "parameters_as_bucket_view": parameters_as_bucket_view,
+                "parameters_as_bucket_view": self._bucket_view,
+                "sparse_parameters": bool(sparse_parameters),
+                "transport": None if rebuilt else checked_transport(transport, ranks.rank, ranks.size),
                 **description(self.param_groups, defaults),
             }
 
@@ -140,7 +155,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.defaults = {**self.optim.defaults, **self.defaults}
         self._pull_options()
         recipe = Recipe(
-            self.optimizer_class, ranks, parameters_as_bucket_view, sparse_parameters, dict(defaults), weakref.ref(self)
+            self.optimizer_class, ranks, self._bucket_view, bool(sparse_parameters), dict(defaults), weakref.ref(self)
         )
         groups = RecipeGroups(self.param_groups)
         groups.recipe = recipe
@@ -163,7 +178,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             ConfigError: the gradients are averaged over another process set than the one of this optimizer.
-            LayoutError: the ranks disagree about which parameters are trainable.
+            LayoutError: the ranks disagree about which parameters are trainable or about the groups' options, their
+                learning rates for instance; or ``param_groups`` were changed by hand.
             RemoteError: the update failed on another rank.
             TransportError: the new values could not be sent, for instance because a rank has joined (``hvd.join``).
         """
@@ -173,8 +189,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             if closure is None:
                 loss = self.optim.step(**kwargs)
             else:
-                loss = self.optim.step(self._averaging(closure), **kwargs)
-            self._pull_options()
+                loss = self.optim.step(wrapped.averaging(self, closure), **kwargs)
+            self._after_update()
         except Exception as error:
             self._sharing.fail(error)
             raise
@@ -188,7 +204,8 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             TypeError: not a dict, or no tensors in it.
-            LayoutError: sparse, or of another type than the other parameters.
+            LayoutError: sparse, complex, of another type than the other parameters, or in the same memory.
+            ConfigError: Horovod's ``DistributedOptimizer`` has been wrapped around, and would not average the new ones.
         """
         if not getattr(self, "_ready", False):  # torch's constructor calls this for every group
             super().add_param_group(param_group)
@@ -196,11 +213,20 @@ class ZeroRedundancyOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}")
         checked_groups([param_group])
-        require_one_dense_type([*parameters_of(self.param_groups)[:1], *map(tensor_of, param_group["params"])])
+        require_shardable([*parameters_of(self.param_groups), *param_group["params"]])
+        wrapped.require_hooks(self, [tensor_of(item) for item in param_group["params"]])
+        self._require_known_parameters()
+        number = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        owners = self._partition.add_group([p.numel() for p in group["params"]])
-        self.optim.add_param_group(local_group(group, owners, self._ranks.rank))
+        partition = self._partition.copy()
+        owners = partition.add_group([p.numel() for p in group["params"]])
+        try:
+            self.optim.add_param_group(local_group(group, owners, self._ranks.rank))
+        except Exception:
+            del self.param_groups[number:], self.optim.param_groups[number:]
+            raise
+        self._partition = partition
         self._pull_options()
         self._rebuild_shards()
 
@@ -222,19 +248,23 @@ class ZeroRedundancyOptimizer(Optimizer):
             to: the rank, counted within the process set, whose ``state_dict()`` works afterwards.
 
         Raises:
-            ConfigError: no such rank.
+            ConfigError: no such rank, or not the same on all ranks.
+            LayoutError: ``param_groups`` were changed by hand.
             RemoteError: it failed on another rank.
+            TransportError: a rank has joined.
         """
-        if not 0 <= to < self._ranks.size:
-            raise ConfigError(f"to={to}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
-        self._push_options()
         data, failure = None, None
         try:
+            to = operator.index(to)
+            if not 0 <= to < self._ranks.size:
+                raise ConfigError(f"to={to}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
+            self._require_known_parameters()
+            self._push_options()
             owned = self._partition.indices()[self._ranks.rank]
             entries = checkpoints.full_entries(self.optim.state_dict(), owned)
             data = checkpoints.to_bytes(entries)
         except Exception as error:
-            failure = error
+            failure, to = error, -1
         found = self._ranks.collect(data, failure, to)
         self._consolidated = None if found is None else [checkpoints.from_bytes(part) for part in found]
 
@@ -242,23 +272,24 @@ class ZeroRedundancyOptimizer(Optimizer):
         """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.
 
         It loads into an unsharded optimizer, or into a sharded one on any number of ranks. One key is added:
-        ``"partition"``, by rank and group the numbers of the parameters that the rank owns.
+        ``"partition"``, by rank and group the numbers of the parameters that the rank owns. The dict is the caller's:
+        nothing changes it later, nor does changing it reach the optimizer.
 
         Raises:
-            RuntimeError: this rank has no consolidated state.
+            RuntimeError: this rank has no consolidated state, or loaded another one since.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self._ranks.rank} holds only its own share of the optimizer's state: call "
                 f"consolidate_state_dict(to={self._ranks.rank}) on all ranks first (and instead of "
                 "hvd.broadcast_optimizer_state, load_state_dict on every rank: each takes its share)"
             )
-        full = super().state_dict()
-        entries: dict[Any, Any] = {}
-        for part in self._consolidated:
-            entries.update(part)
-        full["state"] = dict(sorted(entries.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
-        full["partition"] = self._partition.indices()
+        full = checkpoints.full_dict(self.param_groups, self._consolidated, self._partition.indices())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, full)
+            full = full if changed is None else changed
         return full
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -267,15 +298,25 @@ class ZeroRedundancyOptimizer(Optimizer):
         The given dict is neither changed nor kept.
 
         Raises:
-            LayoutError: (a ValueError) it has other groups.
+            LayoutError: (a ValueError) it is no state dict, or has other groups.
         """
+        checkpoints.require_state_dict(state_dict)
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        checkpoints.require_state_dict(state_dict)
+        self._require_known_parameters()
         checkpoints.check_groups(state_dict, [len(g["params"]) for g in self.param_groups])
         owned = self._partition.indices()[self._ranks.rank]
         self.optim.load_state_dict(checkpoints.local_dict(state_dict, owned))
         copy_options(state_dict["param_groups"], self.param_groups)
         self._pull_options()
+        self._consolidated = None
         if momentum_is_adopted(self):
             hand_over_momentum(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The local optimizer's own ``state_dict()``: this rank's share, numbered within it."""
@@ -299,6 +340,17 @@ class ZeroRedundancyOptimizer(Optimizer):
             raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
         return checkpoints.local_dict(state_dict, partition[rank])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, which would hold one rank's share and no connection to the others.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
+            "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
+        )
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _fuse_seam(self) -> StepSeam:
@@ -314,7 +366,11 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._before_update(gradients_known=True)
 
         def after() -> None:
-            self._pull_options()
+            try:
+                self._after_update()
+            except Exception as error:
+                self._sharing.fail(error)
+                raise
             self._sharing.publish()
 
         def failed(error: Exception) -> None:
@@ -325,12 +381,11 @@ class ZeroRedundancyOptimizer(Optimizer):
         return StepSeam(self.optim, type(self.optim), before, after, failed)
 
     def _before_update(self, *, gradients_known: bool) -> None:
-        averaged_over = getattr(self, "process_set", None)  # set by Horovod's DistributedOptimizer
-        if averaged_over is not None and averaged_over.process_set_id != self._ranks.members.process_set_id:
-            raise ConfigError(
-                f"gradients are averaged over {averaged_over}, but the optimizer is sharded over "
-                f"{self._ranks.members}; give both the same process set"
-            )
+        wrapped.require_same_set(self, self._ranks.members)
+        self._require_known_parameters()
+        if self._sharing.types_changed():
+            require_shardable(parameters_of(self.param_groups))
+            self._rebuild_shards()
         if self._sharing.trainability_changed():
             warnings.warn(
                 "parameters were frozen or unfrozen since the last step; the sharded optimizer rebuilds its buckets",
@@ -340,21 +395,19 @@ class ZeroRedundancyOptimizer(Optimizer):
         elif self._views is not None and not self._views.intact():
             self._rebuild_shards()
         self._push_options()
-        self._sharing.before_update(gradients_known=gradients_known)
+        self._sharing.before_update(self.param_groups, gradients_known=gradients_known)
 
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by the averaging of its gradients if Horovod's hooks have begun it."""
-        if not hasattr(self, "_handles"):
-            return closure
+    def _after_update(self) -> None:
+        self._pull_options()
+        self._sharing.after_update()
 
-        def closure_then_average() -> Any:
-            loss = closure()
-            if self._handles:
-                self.synchronize()
-                self._synchronized = False
-            return loss
-
-        return closure_then_average
+    def _require_known_parameters(self) -> None:
+        found = [list(map(id, group["params"])) for group in self.param_groups]
+        if found != self._known:
+            raise LayoutError(
+                "param_groups no longer hold the parameters that the ranks share out: parameters or groups were put "
+                "in, taken out or replaced by hand; use add_param_group, or build a new optimizer"
+            )
 
     def _local_groups(self, rank: int | None = None) -> list[dict[str, Any]]:
         rank = self._ranks.rank if rank is None else rank
@@ -371,6 +424,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _rebuild_shards(self) -> None:
+        self._known = [list(map(id, group["params"])) for group in self.param_groups]
         parameters = parameters_of(self.param_groups)
         shards = []
         for groups in self._partition.indices():

@@ -27,6 +27,10 @@ class Partition:
         """Start with empty ranks."""
         self.loads = self.loads or [0] * self.size
 
+    def copy(self) -> Partition:
+        """The same owners, to go on from independently."""
+        return Partition(self.size, list(self.loads), [list(owners) for owners in self.owners])
+
     def add_group(self, numels: Sequence[int]) -> list[int]:
         """Give each parameter of a new group to the rank with the least elements so far, the largest first.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from dgc.core.agreement import ERROR_KEY, require_agreement
-from dgc.core.errors import TransportError
+from dgc.core.errors import ConfigError, TransportError
 from dgc.core.transport import Transport
 from dgc.torch.horovod import gather_values, import_horovod, member_set
 from dgc.torch.horovod_transport import HorovodTransport
@@ -21,6 +22,9 @@ _instances = itertools.count()
 
 _PIECE = 2**30
 """Elements per broadcast: MPI counts are int32."""
+
+_PATIENCE = 10.0
+"""Seconds for which a rank that does not know its process set tries to tell all ranks so."""
 
 _HISTORY_BYTES = 64 * 2**20
 """Bytes per broadcast of optimizer state: what a rank that does not want it needs for a moment."""
@@ -34,14 +38,27 @@ class Ranks:
     step begins with an allreduce, which runs beside the update.
     """
 
-    def __init__(self, process_set: Any) -> None:
-        """Agree on names. Collective over the ranks of ``process_set``.
+    def __init__(self, choose: Callable[[], Any]) -> None:
+        """Agree on names. Collective over the ranks of the process set.
+
+        Args:
+            choose: returns the process set, None for all ranks. Where it raises, the other ranks are told, if they
+                belong to the set of all ranks; which other set they mean cannot be known.
 
         Raises:
-            ConfigError: Horovod is not ready, or this process is not in ``process_set``.
+            TypeError: what ``choose`` raised.
+            ConfigError: the same; or Horovod is not ready, or this process is not in the set.
+            RemoteError: ``choose`` raised on another rank.
+            TransportError: a rank has joined.
         """
         self._hvd = import_horovod()
-        self.members = member_set(process_set)
+        mistake: Exception | None = None
+        try:
+            chosen = choose()
+        except (TypeError, ConfigError) as error:
+            mistake, chosen = error, None
+        self.members = member_set(chosen)
+        all_well = self._meet(mistake)
         answers = gather_values([next(_instances), self._hvd.rank()], "zero.number", self.members)
         # A rank may have made optimizers for other process sets before; the largest number is new to all members.
         self._prefix = f"dgc.zero.{self.members.process_set_id}.{max(number for number, _ in answers)}"
@@ -51,14 +68,28 @@ class Ranks:
         self._roll: int | None = None
         self.rank = self.channel.rank
         self.size = self.channel.size
+        if not all_well:
+            self.explain_failure(mistake)
+            assert mistake is not None
+            raise mistake
 
     def use_transport(self, choice: str | Transport) -> None:
         """Choose what carries the sparse messages. Collective."""
         if self.size > 1 and choice != "horovod":
             self.transport = make_transport(choice, self.members)
 
+    def count(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            TransportError: a rank has joined, or Horovod failed.
+        """
+        self.call_roll()
+        self.check_roll()
+
     def call_roll(self) -> None:
         """Begin to count the ranks that take this step."""
+        self.check_roll()  # of a step that was interrupted before it got there
         if self.size > 1:
             self._roll = self._hvd.allreduce_async(
                 torch.ones(1), name=f"{self._prefix}.roll", op=self._hvd.Sum, process_set=self.members
@@ -78,7 +109,7 @@ class Ranks:
         except RuntimeError as error:
             raise TransportError(f"Horovod could not count the ranks: {error}") from error
         if present != self.size:
-            raise TransportError(f"only {present} of {self.size} ranks take this step: {JOINED}")
+            raise TransportError(f"only {present} of {self.size} ranks take part: {JOINED}")
 
     def gather_status(self, status: Sequence[int]) -> np.ndarray:
         """Every rank's few integers, (P, len(status)) int64."""
@@ -141,12 +172,19 @@ class Ranks:
 
         Raises:
             RemoteError: another rank failed.
+            ConfigError: ``to`` differs between the ranks.
+            TransportError: a rank has joined.
         """
-        lengths = self.gather_status([-1 if data is None else data.numel()])[:, 0]
+        self.count()
+        table = self.gather_status([-1 if data is None else data.numel(), to])
+        lengths = table[:, 0]
         if (lengths < 0).any():
             self.explain_failure(error)
             assert error is not None
             raise error
+        if (table[:, 1] != to).any():
+            listed = ", ".join(f"{wanted} on rank {rank}" for rank, wanted in enumerate(table[:, 1].tolist()))
+            raise ConfigError(f"the ranks disagree about `to`: {listed}; name the same rank everywhere")
         assert data is not None
         found = []
         for owner, length in enumerate(lengths.tolist()):
@@ -160,6 +198,28 @@ class Ranks:
                     parts.clear()
             found.append(data if owner == to else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
         return found if self.rank == to else None
+
+    def _meet(self, mistake: Exception | None) -> bool:
+        """Wait until all ranks are here, before the first collective that a joined rank does not answer.
+
+        Returns:
+            Whether no rank has made a mistake.
+        """
+        answer = torch.tensor([1.0, float(mistake is not None)])
+        name = f"dgc.zero.{self.members.process_set_id}.meet"
+        try:
+            handle = self._hvd.allreduce_async(answer, name=name, op=self._hvd.Sum, process_set=self.members)
+            patience = time.monotonic() + _PATIENCE
+            while mistake is not None and not self._hvd.poll(handle):
+                if time.monotonic() > patience:
+                    raise mistake
+                time.sleep(0.01)
+            present, mistaken = (round(total) for total in self._hvd.synchronize(handle).tolist())
+        except RuntimeError as error:
+            raise mistake or TransportError(f"Horovod could not count the ranks: {error}") from error
+        if present != self.members.size():
+            raise mistake or TransportError(f"only {present} of {self.members.size()} ranks take part: {JOINED}")
+        return not mistaken
 
     def _start(self, tensor: torch.Tensor, owner: int, name: str) -> int:
         try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,21 @@ from dgc.core.errors import LayoutError, TransportError
 from dgc.core.stats import Stats, StepStats
 from dgc.torch.zero.buckets import BucketViews
 from dgc.torch.zero.changes import Changes, ChangeTracker, bits_dtype, bits_of
+from dgc.torch.zero.groups import described_options, kind_of
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.travel import UNKNOWN, choose_travel, read_entries, write_entries
 
 _FAILED = -2
+"""Count of an owner whose update failed."""
+
+_FROZEN_MOVED, _BEHIND = 1, 2
+"""Flags of an owner: frozen parameters may have changed; values of its last step may not have reached everybody."""
+
+_ADVICE = (
+    "Freeze the same parameters and set the same options, learning rates above all, on every rank: give schedulers "
+    "such as ReduceLROnPlateau a value averaged over the ranks (hvd.allreduce). The next step() that succeeds makes "
+    "all ranks' parameters equal again."
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,9 @@ class Sharing:
     Each step costs an allreduce of 4 bytes and an allgather of 24, in which every rank says how many entries it
     changed; all ranks then derive the same traffic from the same numbers.
 
+    A step that does not reach its end leaves the ranks with different values: some have updated their share, and nobody
+    has got it. So the next one that does sends all parameters whole.
+
     Attributes:
         stats: bytes given to and got from collectives; ``dense_bytes`` is what broadcasts of this rank's shard take,
             ``entries_sent`` are the entries that its updates changed as far as they were counted.
@@ -65,12 +80,19 @@ class Sharing:
         self._ranks = ranks
         self._sparse = sparse
         self.stats = Stats()
-        self._names: list[str] = []
         self._shards: list[Shard] = []
         self._views: BucketViews | None = None
+        self._parameters: list[torch.Tensor] = []
         self._mask: list[bool] = []
+        self._types: list[torch.dtype] = []
+        self._layout: dict[str, str] = {}
+        self._layout_text = ""
+        self._options: dict[str, Any] = {}
         self._digest = 0
         self._tracker: ChangeTracker | None = None
+        self._changes: Changes | None = None
+        self._in_step = False
+        self._behind = False
 
     def use(self, shards: Sequence[Shard], names: Sequence[str], views: BucketViews | None) -> None:
         """Take over a partition; called again whenever it, or trainability, has changed.
@@ -81,23 +103,40 @@ class Sharing:
             views: the flat buffers, if parameters are kept in such.
         """
         same = [s.numbers for s in shards] == [s.numbers for s in self._shards]
-        self._shards, self._names, self._views = list(shards), list(names), views
-        parameters = sorted((n, p) for shard in shards for n, p in zip(shard.numbers, shard.parameters, strict=True))
-        self._mask = [p.requires_grad for _, p in parameters]
-        text = json.dumps([self._mask, [s.numbers for s in shards]])
-        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        self._shards, self._views = list(shards), views
+        numbered = {n: p for shard in shards for n, p in zip(shard.numbers, shard.parameters, strict=True)}
+        self._parameters = [numbered[n] for n in range(len(numbered))]
+        self._mask = [p.requires_grad for p in self._parameters]
+        self._types = [p.dtype for p in self._parameters]
+        self._layout = {name: kind_of(p) for name, p in zip(names, self._parameters, strict=True)}
+        self._layout_text = json.dumps([self._layout, [s.numbers for s in shards]])
         if not same:
             own = self._shards[self._ranks.rank].parameters
             self._tracker = ChangeTracker(own) if self._sparse and self._ranks.size > 1 else None
 
     def begin(self) -> None:
         """Tell the other ranks that this one takes a step; :meth:`publish` or :meth:`fail` must follow."""
+        self._in_step, self._behind = True, self._in_step
         self._ranks.call_roll()
 
-    def before_update(self, *, gradients_known: bool) -> None:
-        """Get ready to see what the update changes."""
+    def before_update(self, groups: Sequence[Mapping[str, Any]], *, gradients_known: bool) -> None:
+        """Get ready to see what the update changes.
+
+        Args:
+            groups: with the options of this update, which must be the same on all ranks.
+            gradients_known: False when a closure is going to compute them.
+        """
+        self._options = described_options(groups)
+        text = self._layout_text + json.dumps(self._options)
+        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         if self._tracker is not None:
             self._tracker.before_update(gradients_known=gradients_known)
+
+    def after_update(self) -> None:
+        """Find what the update changed, and put parameters back that it has moved out of their buckets."""
+        if self._views is not None:
+            self._views.bring_back()
+        self._changes = self._tracker.after_update() if self._tracker is not None else None
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, which are on their way to :meth:`publish`, that this rank's update failed."""
@@ -110,32 +149,38 @@ class Sharing:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Send this rank's new values and take in those of all others.
+        """Send this rank's new values, those that :meth:`after_update` found, and take in those of all others.
 
         Raises:
             RemoteError: another rank's update failed.
-            LayoutError: the ranks disagree about which parameters are trainable.
+            LayoutError: the ranks disagree about options or about which parameters are trainable.
             TransportError: a collective failed, for instance because a rank has joined.
         """
-        if self._ranks.size == 1:
-            return
-        changes = self._tracker.after_update() if self._tracker is not None else None
+        if self._ranks.size > 1:
+            self._exchange()
+        self._in_step = False
+
+    def _exchange(self) -> None:
+        changes, self._changes = self._changes, None
         self._ranks.check_roll()
         own = self._shards[self._ranks.rank]
         frozen_moved = any(not p.requires_grad and p.grad is not None for p in own.parameters)
-        table = self._ranks.gather_status(
-            [UNKNOWN if changes is None else len(changes.positions), int(frozen_moved), self._digest]
-        )
+        flags = _FROZEN_MOVED * frozen_moved + _BEHIND * self._behind
+        table = self._ranks.gather_status([UNKNOWN if changes is None else len(changes.positions), flags, self._digest])
         counts = table[:, 0].tolist()
         if _FAILED in counts:
             self._ranks.explain_failure(None)
         if (table[:, 2] != self._digest).any():
             self._explain_difference()
+        with_frozen = (table[:, 1] & _FROZEN_MOVED).astype(bool).tolist()
+        if (table[:, 1] & _BEHIND).any():
+            # One rank's flag is enough: what it missed may be anybody's.
+            counts, with_frozen, changes = [UNKNOWN] * len(counts), [True] * len(counts), None
         step = StepStats(bytes_sent=28, bytes_received=24 * (self._ranks.size - 1) + 4)
         itemsize = self._itemsize()
         travel = choose_travel(counts, [s.numel for s in self._shards], itemsize)
         with step.timed("exchange"):
-            whole = list(self._whole(travel.dense, table[:, 1].astype(bool).tolist()))
+            whole = list(self._whole(travel.dense, with_frozen))
             wait = self._ranks.broadcast(whole)
             if travel.sparse:
                 self._share_entries(travel.sparse, travel.row_bytes, counts, changes, bits_dtype(itemsize), step)
@@ -153,17 +198,21 @@ class Sharing:
 
     def trainability_changed(self) -> bool:
         """Whether a parameter was frozen or unfrozen since :meth:`use`."""
-        found = {n: p.requires_grad for s in self._shards for n, p in zip(s.numbers, s.parameters, strict=True)}
-        return any(self._mask[n] != now for n, now in found.items())
+        return [p.requires_grad for p in self._parameters] != self._mask
+
+    def types_changed(self) -> bool:
+        """Whether a parameter has got another type since :meth:`use` (``model.double()``)."""
+        return [p.dtype for p in self._parameters] != self._types
 
     def _itemsize(self) -> int:
         # All parameters are of one type, and a rank may own none.
         return next((p.element_size() for s in self._shards for p in s.parameters), 4)
 
-    def _whole(self, owners: Sequence[int], frozen_moved: Sequence[bool]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def _whole(self, owners: Sequence[int], with_frozen: Sequence[bool]) -> Iterator[tuple[str, int, torch.Tensor]]:
         """What must be broadcast, in the same order on every rank.
 
-        A frozen parameter stays what it is, unless it still has an old gradient: then torch's optimizers update it.
+        A frozen parameter stays what it is, unless it still has an old gradient (then torch's optimizers update it) or
+        was updated in a step that failed.
         """
         for owner in owners:
             if self._views is not None:
@@ -171,7 +220,7 @@ class Sharing:
                     yield f"bucket.{owner}.{i}.{bucket.numel()}", owner, bucket
             shard = self._shards[owner]
             for number, p in zip(shard.numbers, shard.parameters, strict=True):
-                wanted = p.requires_grad or frozen_moved[owner]
+                wanted = p.requires_grad or with_frozen[owner]
                 if p.numel() and wanted and not (self._views is not None and p in self._views):
                     yield f"parameter.{number}", owner, p
 
@@ -198,10 +247,9 @@ class Sharing:
                 _write_values(shard, positions, values)
 
     def _explain_difference(self) -> None:
-        described = dict(zip(self._names, ("trainable" if m else "frozen" for m in self._mask), strict=True))
-        require_agreement(
-            self._ranks.transport, described, "trainable parameters", LayoutError, "Freeze the same ones on every rank."
-        )
+        described = {**self._layout, **self._options}
+        what = "parameters and options of the sharded optimizer"
+        require_agreement(self._ranks.transport, described, what, LayoutError, _ADVICE)
         raise LayoutError("the ranks hold different groups of parameters; call add_param_group on every rank")
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 
 import horovod.torch as hvd
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from worker_tools import case, run_cases
 from zero_tools import (
+    assert_bits_equal,
+    assert_replicas_identical,
     make_model,
     parameters_of_sizes,
     raises,
     set_mean_gradients,
+    twin,
 )
 
-from dgc.core.errors import LayoutError, RemoteError
+import dgc.torch as dgc
+from dgc.core.errors import ConfigError, LayoutError, RemoteError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 
@@ -31,6 +39,10 @@ def constructor_errors_come_before_any_waiting():
         (TypeError, "can only optimize tensors", lambda: Zero([p, 12], torch.optim.SGD, lr=0.1)),
         (TypeError, "can only optimize tensors", lambda: Zero([{"params": ["x"]}], torch.optim.SGD, lr=0.1)),
         (TypeError, "set", lambda: Zero([{"params": {p}}], torch.optim.SGD, lr=0.1)),
+        (TypeError, "set", lambda: Zero({p}, torch.optim.SGD, lr=0.1)),
+        (TypeError, "set", lambda: Zero(frozenset([("a", p)]), torch.optim.SGD, lr=0.1)),
+        (TypeError, "tuple of 1", lambda: Zero([(p,)], torch.optim.SGD, lr=0.1)),
+        (TypeError, "tuple of 3", lambda: Zero([("a", p, 3)], torch.optim.SGD, lr=0.1)),
         (ValueError, "no 'params'", lambda: Zero([{"lr": 0.1}], torch.optim.SGD, lr=0.1)),
         (ValueError, "only dense", lambda: Zero([torch.zeros(3).to_sparse()], torch.optim.SGD, lr=0.1)),
         (
@@ -49,6 +61,7 @@ def constructor_errors_come_before_any_waiting():
         (TypeError, "nonsense", lambda: Zero([p], torch.optim.SGD, lr=0.1, nonsense=1)),
         (ValueError, "overlap_with_ddp", lambda: Zero([p], torch.optim.SGD, overlap_with_ddp=True, lr=0.1)),
         (ValueError, "LBFGS", lambda: Zero([p], torch.optim.LBFGS)),
+        (ValueError, "transport must be one of", lambda: Zero([p], torch.optim.SGD, lr=0.1, transport="bogus")),
         (TypeError, "ProcessSet", lambda: Zero([p], torch.optim.SGD, group="world", lr=0.1)),
         (
             ValueError,
@@ -75,12 +88,131 @@ def ranks_that_disagree_get_the_same_error():
     )
     assert "(5,)" in str(error)
     assert "(4,)" in str(error)
-    raises(LayoutError, "'lr' is", lambda: Zero(parameters_of_sizes(3), torch.optim.SGD, lr=0.1 + rank))
     kind = torch.optim.Adam if rank else torch.optim.SGD
     raises(LayoutError, "optimizer_class", lambda: Zero(parameters_of_sizes(3), kind, lr=0.1))
-    # One rank's own error reaches the others.
-    params = [] if rank == 1 else parameters_of_sizes(3)
-    raises(ValueError, "empty parameter list", lambda: Zero(params, torch.optim.SGD, lr=0.1))
+    # A name that two parameters bear hides neither.
+    raises(
+        LayoutError,
+        r"'group 0 parameter 0 \(a\)' is",
+        lambda: Zero([("a", p) for p in parameters_of_sizes(4 + rank, 3)], torch.optim.SGD),
+    )
+
+
+@case
+def options_that_differ_get_the_same_error():
+    own, rank, sgd = parameters_of_sizes(3, 4), hvd.rank(), torch.optim.SGD
+    named = [("lr", own[0]), ("b", own[1])]
+    split = [{"params": named[:1]}, {"params": named[1:]}]
+    betas = (0.5, 0.9) if rank else (0.9, 0.999)
+    for match, build in (
+        ("'option lr' is 0.1 on rank 0", lambda: Zero(own, sgd, lr=0.1 + rank)),
+        ("'option lr' is 0.1", lambda: Zero(named, sgd, lr=0.1 + rank)),
+        ("'option lr' is 0.5", lambda: Zero(own, torch.optim.Adam, lr=torch.tensor(0.5 + rank))),
+        ("'group 0 option lr' is 0.1", lambda: Zero([{"params": own, "lr": 0.1 + rank}], sgd)),
+        (
+            r"'group 0 option betas' is \[0.9, 0.999\]",
+            lambda: Zero([{"params": own, "betas": betas}], torch.optim.Adam),
+        ),
+        (r"'group 1 parameter 0 \(b\)' is", lambda: Zero([{"params": named}] if rank else split, sgd)),
+        ("'transport' is", lambda: Zero(own, sgd, transport="mpi" if rank else "horovod")),
+        ("'sparse_parameters' is", lambda: Zero(own, sgd, sparse_parameters=bool(rank))),
+        ("'parameters_as_bucket_view' is", lambda: Zero(own, sgd, parameters_as_bucket_view=bool(rank))),
+    ):
+        raises(LayoutError, match, build)
+
+
+@case
+def one_ranks_own_error_reaches_the_others():
+    own, other, sgd = parameters_of_sizes(3), hvd.rank() == 1, torch.optim.SGD
+    raises(ValueError, "empty parameter list", lambda: Zero([] if other else own, sgd, lr=0.1))
+    raises(ValueError, "transport must be one", lambda: Zero(own, sgd, transport="bogus" if other else "auto"))
+    raises(ValueError, "one of them", lambda: Zero(own, sgd, **_doubled(other)))
+    error = raises((TypeError, RemoteError), "ProcessSet", lambda: Zero(own, sgd, group="x" if other else None))
+    assert isinstance(error, TypeError) == other
+
+
+def _doubled(wrong):
+    return dict.fromkeys(("group", "process_set") if wrong else ("group",), hvd.global_process_set)
+
+
+@case
+def classes_that_exchange_or_shard_themselves_are_refused():
+    own = parameters_of_sizes(20, 20)
+    wrapped = type(hvd.DistributedOptimizer(torch.optim.SGD(parameters_of_sizes(3), lr=0.1)))
+    raises(ConfigError, "DGCMomentum averages", lambda: Zero(own, dgc.DGCMomentum, lr=0.1, momentum=0.9))
+    raises(ConfigError, "averages gradients itself", lambda: Zero(own, wrapped, lr=0.1))
+    raises(ConfigError, "cannot be sharded again", lambda: Zero(own, Zero, lr=0.1))
+    raises(ConfigError, "cannot be sharded again", lambda: Zero(own, TorchZero))
+
+
+@case
+def parameters_in_the_same_memory_are_refused():
+    buffer, p = torch.arange(24.0), parameters_of_sizes(4)[0]
+    part = lambda *where: nn.Parameter(buffer[slice(*where)])  # noqa: E731
+    matrix = buffer.view(6, 4)
+    for views in (False, True):
+        build = lambda *ps: Zero(ps, torch.optim.SGD, lr=0.1, parameters_as_bucket_view=views)  # noqa: B023, E731
+        raises(LayoutError, "listed twice in one group, at 0 and 2", lambda: build(p, part(0, 3), p))  # noqa: B023
+        for pieces in ((part(0, 10), part(9, 12)), (part(0, 24), part(3, 5)), (part(0, 24, 2), part(1, 24, 3))):
+            raises(LayoutError, "parameter number 1 and parameter number 2 lie in the same", lambda: build(p, *pieces))  # noqa: B023
+    # What lies side by side or interleaved shares nothing; one Parameter in two modules is one parameter.
+    Zero([part(0, 10), part(10, 24)], torch.optim.SGD, lr=0.1)
+    Zero([part(0, 24, 2), part(1, 24, 2)], torch.optim.SGD, lr=0.1)
+    zero = Zero([nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:3, 2:])], torch.optim.SGD, lr=0.1)
+    raises(LayoutError, "lie in the same memory", lambda: zero.add_param_group({"params": [part(22, 24), part(2, 3)]}))
+    zero.add_param_group({"params": [part(22, 24)]})
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    tied = nn.ModuleList([first, second])
+    assert len(Zero(tied.parameters(), torch.optim.SGD, lr=0.1).param_groups[0]["params"]) == 1
+    groups = [{"params": first.parameters()}, {"params": second.parameters()}]
+    raises(ValueError, "more than one parameter group", lambda: Zero(groups, torch.optim.SGD, lr=0.1))
+
+
+@case
+def complex_parameters_are_refused():
+    real, bad = parameters_of_sizes(3)[0], nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    for build in (
+        lambda: Zero([("w", bad)], torch.optim.SGD, lr=0.1),
+        lambda: Zero([real], torch.optim.SGD, lr=0.1).add_param_group({"params": [bad]}),
+    ):
+        raises(LayoutError, r"parameter number [01].* is complex.*view_as_real", build)
+
+
+@case
+def a_group_that_cannot_be_added_changes_nothing():
+    class Picky(torch.optim.SGD):
+        def add_param_group(self, group):
+            super().add_param_group(group)
+            if group["lr"] == 13:
+                raise ValueError("unlucky")
+
+    own = parameters_of_sizes(10, 12, 5, 6)
+    zero = Zero(own[:2], Picky, lr=0.1)
+    raises(ValueError, "unlucky", lambda: zero.add_param_group({"params": own[2:3], "lr": 13}))
+    raises(LayoutError, "listed twice", lambda: zero.add_param_group({"params": own[2:3] * 2}))
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    zero.add_param_group({"params": own[2:], "lr": 0.2})
+    other = twin(own)
+    set_mean_gradients(own, 0)
+    set_mean_gradients(other, 0)
+    zero.step()
+    torch.optim.SGD([{"params": other[:2]}, {"params": other[2:], "lr": 0.2}], lr=0.1).step()
+    assert_bits_equal(own, other)
+    assert_replicas_identical(own)
+
+
+@case
+def copies_and_pickles_are_refused_but_groups_are_plain():
+    own = parameters_of_sizes(4, 5)
+    zero = Zero(own, torch.optim.SGD, lr=0.1)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda z: torch.save(z, io.BytesIO())):
+        raises(TypeError, r"save state_dict\(\)", lambda: copied(zero))  # noqa: B023
+    for copied in (copy.copy, copy.deepcopy, lambda groups: pickle.loads(pickle.dumps(groups))):
+        groups = copied(zero.param_groups)
+        assert type(groups) is list
+        assert groups[0]["lr"] == 0.1
+        assert torch.equal(groups[0]["params"][1], own[1])
 
 
 @case

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import horovod.torch as hvd
 import torch
-from worker_tools import case, run_cases
+from worker_tools import case, report, run_cases
 from zero_tools import (
     OPTIMIZERS,
     assert_bits_equal,
@@ -22,7 +23,7 @@ from zero_tools import (
     twin,
 )
 
-from dgc.core.errors import ConfigError
+from dgc.core.errors import ConfigError, LayoutError, RemoteError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 
@@ -82,7 +83,20 @@ def state_dict_needs_consolidation_on_the_asking_rank():
         assert set(zero.state_dict()) == {"state", "param_groups", "partition"}
     else:
         raises(RuntimeError, "holds only its own share", zero.state_dict)
-    raises(ConfigError, "ranks are 0 to", lambda: zero.consolidate_state_dict(to=hvd.size()))
+
+
+@case
+def ranks_that_name_another_target_get_an_error():
+    zero, _, own, _ = pair(*OPTIMIZERS["adam"])
+    set_mean_gradients(own, 0)
+    zero.step()
+    for wrong in (hvd.size(), -1):
+        raises(ConfigError, "ranks are 0 to", lambda: zero.consolidate_state_dict(to=wrong))  # noqa: B023
+        one = wrong if hvd.rank() == 1 else 0
+        raises(ConfigError, f"to={wrong}, but .*ranks are 0 to", lambda: zero.consolidate_state_dict(to=one))  # noqa: B023
+    raises((TypeError, RemoteError), "integer", lambda: zero.consolidate_state_dict(to="0" if hvd.rank() else 0))
+    raises(ConfigError, "0 on rank 0, 1 on rank 1", lambda: zero.consolidate_state_dict(to=hvd.rank()))
+    zero.consolidate_state_dict()
 
 
 @case
@@ -142,6 +156,68 @@ def loading_another_model_is_refused():
 
 
 @case
+def what_is_no_state_dict_is_refused():
+    zero, *_ = pair(*OPTIMIZERS["adam"])
+    groups = zero.local_state_dict()["param_groups"]
+    for bad in ({}, None, [], {"param_groups": groups}, {"state": {}, "param_groups": [{}]}, {"state": None}):
+        raises(LayoutError, "what state_dict.. returned", lambda: zero.load_state_dict(bad))  # noqa: B023
+
+
+@case
+def a_state_dict_belongs_to_the_caller():
+    """Neither later steps, nor loading, nor who uses it changes it; and changing it changes nothing here."""
+    own = list(make_model().parameters())
+    zero = Zero(own, torch.optim.Adam, lr=torch.tensor(0.01), foreach=False)
+    set_mean_gradients(own, 0)
+    zero.step()
+    zero.consolidate_state_dict()
+    if hvd.rank() == 0:
+        first = zero.state_dict()
+        kept = frozen_copy(first)
+        other = twin(own)
+        plain = torch.optim.Adam(other)
+        plain.load_state_dict(first)
+        set_mean_gradients(other, 1)
+        plain.step()
+        first["state"][0]["exp_avg"].fill_(7)
+        first["param_groups"][0]["lr"].fill_(7)
+        first["partition"][0][0].clear()
+        assert_state_dicts_equal(zero.state_dict(), kept)
+        assert zero.state_dict()["partition"] == kept["partition"]
+    kept = _on_every_rank(kept if hvd.rank() == 0 else None)
+    saved = frozen_copy(kept)
+    set_mean_gradients(own, 1)
+    zero.step()
+    assert_replicas_identical(own)
+    zero.load_state_dict(kept)
+    raises(RuntimeError, "holds only its own share", zero.state_dict)
+    zero.step()
+    assert_state_dicts_equal(kept, saved)
+
+
+@case
+def state_dict_hooks_see_the_whole():
+    own = list(make_model().parameters())
+    zero = Zero(own, torch.optim.Adam, lr=0.01)
+    seen = []
+    zero.register_state_dict_pre_hook(lambda optimizer: seen.append(optimizer is zero))
+    zero.register_state_dict_post_hook(lambda _, full: seen.append((len(full["state"]), sorted(full))))
+    zero.register_state_dict_post_hook(lambda _, full: {**full, "mine": 1})
+    zero.register_load_state_dict_pre_hook(lambda _, full: {k: v for k, v in full.items() if k != "mine"})
+    zero.register_load_state_dict_pre_hook(lambda _, full: seen.append((len(full["state"]), sorted(full))))
+    zero.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.optim.state) > 0))
+    set_mean_gradients(own, 0)
+    zero.step()
+    zero.consolidate_state_dict()
+    whole = _on_every_rank(zero.state_dict() if hvd.rank() == 0 else None)
+    assert whole["mine"] == 1
+    zero.load_state_dict(whole)
+    keys = (len(own), ["param_groups", "partition", "state"])
+    assert seen == ([True, keys] if hvd.rank() == 0 else []) + [keys, True], seen
+    assert "mine" in whole
+
+
+@case
 def shares_are_cut_out_of_the_whole_state():
     zero, plain, own, other = pair(*OPTIMIZERS["adamw"])
     step_both(zero, plain, own, other, 2)
@@ -155,6 +231,32 @@ def shares_are_cut_out_of_the_whole_state():
     raises(ValueError, "no 'partition'", lambda: Zero.rank_local_state_dict(0, plain.state_dict()))
 
 
+def save_or_continue(action, path):
+    """One job trains and saves; another, of another size, continues and compares with an unsharded run."""
+    for name, (cls, options) in OPTIMIZERS.items():
+        file = f"{path}/{name}.pt"
+        zero, plain, own, other = pair(cls, options)
+        if action == "save":
+            step_both(zero, plain, own, other, 3)
+            zero.consolidate_state_dict()
+            if hvd.rank() == 0:
+                torch.save([own, zero.state_dict(), plain.state_dict()], file)
+            continue
+        for first, second in ((1, 2), (2, 1)):
+            saved = torch.load(file)
+            with torch.no_grad():
+                for p, q, value in zip(own, other, saved[0], strict=True):
+                    p.copy_(value)
+                    q.copy_(value)
+            zero.load_state_dict(saved[first])
+            plain.load_state_dict({k: v for k, v in saved[second].items() if k != "partition"})
+            step_both(zero, plain, own, other, 3, start=3)
+        report(name)
+
+
 if __name__ == "__main__":
     hvd.init()
-    run_cases()
+    if sys.argv[1:2] in (["save"], ["continue"]):
+        save_or_continue(*sys.argv[1:])
+    else:
+        run_cases()
