@@ -55,6 +55,7 @@ class DGCMomentum(Optimizer):
     # GradScaler.step() then calls step() on every rank, also on one whose gradients overflowed; a rank that stayed
     # away would leave the others waiting.
     _step_supports_amp_scaling = True
+    _fuse_elementwise = False  # for fuse_optimizer, whose trial would exchange gradients
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class DGCMomentum(Optimizer):
                 "regularization": regularization,
             }
             super(DGCMomentum, self).__init__(params, defaults)
-            return {}
+            return momentum_state.describe_groups(self.param_groups)
 
         agree_or_raise(self._transport, build, "arguments")
         named = [(n, p) for n, p in momentum_state.named_parameters(self.param_groups) if p.requires_grad]
@@ -154,10 +155,14 @@ class DGCMomentum(Optimizer):
             warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
         self._scale = 1.0
+        self._learning_rates = [float(group["lr"]) for group in self.param_groups]
+        self._stand_in: StandIn | None = None
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
-            stand_in = StandIn(import_horovod(), self._transport, members)
-            self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
+            self._stand_in = StandIn(
+                import_horovod(), self._transport, members, learning_rates=lambda: self._learning_rates
+            )
+            self._engine.on_step_begin, self._engine.check_peers = self._stand_in.send, self._stand_in.check
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -176,7 +181,8 @@ class DGCMomentum(Optimizer):
 
         Raises:
             LayoutError: a gradient of a parameter that was frozen when the optimizer was built.
-            ConfigError: a sparse gradient of a compressed parameter, or options that differ between ranks.
+            ConfigError: a sparse gradient of a compressed parameter, or options or learning rates that differ between
+                ranks; before any parameter is updated.
             DGCError: another rank failed.
         """
         loss = self._evaluate(closure)
@@ -186,6 +192,8 @@ class DGCMomentum(Optimizer):
         self._take_options()
         self._submit_all()
         self._engine.finish()
+        if self._stand_in is not None:
+            self._stand_in.wait()
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
@@ -285,6 +293,20 @@ class DGCMomentum(Optimizer):
         advice = "Load a state on every rank, each its own."
         agree_or_raise(self._transport, lambda: self._load(state_dict, resize), "states", LayoutError, advice)
 
+    set_dict = load_state_dict
+    """Paddle's name."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither ``copy`` nor ``pickle``: the ranks' connection belongs to this object.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "DGCMomentum cannot be copied or pickled, as it holds a connection to the other ranks: build a new one on "
+            "every rank, and hand it this one's state with load_state_dict(optimizer.state_dict())"
+        )
+
     def close(self) -> None:
         """End the communication thread and free the communicator."""
         self._engine.close()
@@ -311,7 +333,7 @@ class DGCMomentum(Optimizer):
             raise StateError(str(error)) from error
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-        return {"step": own["step"]}
+        return {"step": own["step"], **momentum_state.describe_groups(self.param_groups)}
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         if closure is None:
@@ -322,11 +344,27 @@ class DGCMomentum(Optimizer):
         except Exception as error:
             # The others are on their way into the exchange.
             with contextlib.suppress(DGCError):
-                self._engine.fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
+                self._fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
             raise
 
     def _take_options(self) -> None:
-        """What the groups and the parameters say now; the core compares it among the ranks."""
+        """What the groups and the parameters say now; it is compared among the ranks."""
+        try:
+            self._read_options()
+        except Exception as error:
+            # The others are on their way into the exchange.
+            if not isinstance(error, DGCError):
+                error = ConfigError(f"an option of a parameter group: {type(error).__name__}: {error}")
+            self._fail(error)
+
+    def _fail(self, error: DGCError, index: int | None = None) -> None:
+        """Raise ``error`` here and its text on all other ranks; they have begun the step, so this one must, too."""
+        if self._stand_in is not None and not self._engine.exchange.in_step:
+            self._stand_in.send()
+        self._engine.fail(error, index)
+
+    def _read_options(self) -> None:
+        self._learning_rates = [float(group["lr"]) for group in self.param_groups]
         hyper = self._engine.adoption.hyper
         for group in self.param_groups:
             for p in group["params"]:
@@ -350,7 +388,7 @@ class DGCMomentum(Optimizer):
                 if i is not None:
                     self._submit(i, p, group)
                 elif p.grad is not None:
-                    self._engine.fail(
+                    self._fail(
                         LayoutError(
                             "a parameter that needed no gradient when the optimizer was built has one now; build the "
                             "optimizer after all its parameters require gradients"
@@ -362,7 +400,7 @@ class DGCMomentum(Optimizer):
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             if i in self._compressed:
-                self._engine.fail(
+                self._fail(
                     ConfigError(
                         f"{self._engine.names[i]!r} has sparse gradients, which are not compressed: add its name to "
                         "exclude=, or give the embedding sparse=False"

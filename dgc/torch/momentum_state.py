@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.paddle import StateError
+from dgc.core.paddle import StateError, check_regularizer
 
 _EXTRAS = ("format", "step", "rank", "size", "sparse_gradients")
 
@@ -25,6 +25,23 @@ def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, tor
 def numbered(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, torch.Tensor]]:
     """By name, a parameter's number in torch's state dict, and the parameter."""
     return {name: (number, p) for number, (name, p) in enumerate(named_parameters(groups))}
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What every rank must have alike in its groups beside momentum, which is compared in every step.
+
+    Raises:
+        ArgumentError: a parameter's own ``regularizer`` is none.
+    """
+    described: dict[str, Any] = {}
+    for i, group in enumerate(groups):
+        described[f"learning rate of group {i}"] = float(group["lr"])
+        described[f"L1 and L2 decay of group {i}"] = [group["l1_decay"], group["l2_decay"]]
+    for name, p in named_parameters(groups):
+        own = check_regularizer(getattr(p, "regularizer", None), f"the regularizer of {name!r}")
+        if own is not None:
+            described[f"regularizer of {name}"] = repr(own)
+    return described
 
 
 def to_torch(state: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Any]:

@@ -10,15 +10,32 @@ pytest.importorskip("torch")
 WORKER = Path(__file__).parent / "workers" / "dgc_momentum_cases.py"
 
 
+AGREEMENT = WORKER.with_name("dgc_momentum_agreement_cases.py")
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def cases(request):
     return run_cases(request.param, WORKER, launcher="horovodrun", timeout=300)
+
+
+@pytest.fixture(
+    scope="module", params=[(2, "horovodrun"), (3, "horovodrun"), (2, "gloo")], ids=lambda p: f"{p[0]} {p[1]}"
+)
+def agreement(request):
+    ranks, launcher = request.param
+    return run_cases(ranks, AGREEMENT, launcher=launcher)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", case_names(WORKER))
 def test_on_real_ranks(cases, name):
     cases.check(name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(AGREEMENT))
+def test_ranks_that_disagree(agreement, name):
+    agreement.check(name)
 
 
 @pytest.mark.mpi

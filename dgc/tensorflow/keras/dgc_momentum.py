@@ -248,6 +248,9 @@ class PaddleOptimizer:
         if "learning_rate" in states[0] and isinstance(self.compression.options.learning_rate, float):
             self.learning_rate = states[0]["learning_rate"]
 
+    set_dict = load_state_dict
+    """Paddle's name."""
+
     def close(self) -> None:
         """End the communication thread and free the communicator."""
         self.compression.close()

@@ -204,7 +204,7 @@ def resume_continues_bit_for_bit():
             again = make_variables()
             resumed = make(**options)
             train(resumed, again, begun, 50)
-            resumed.load_state_dict(state)
+            resumed.set_dict(state)
             for v, saved in zip(again, resumed_values(options, first), strict=True):
                 v.assign(saved)
             train(resumed, again, 5, first)
