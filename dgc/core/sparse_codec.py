@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dgc.core.layout import Bucket
-from dgc.core.wire import index_codec, smallest_index_codec, value_codec
+from dgc.core.wire import encode_default, index_codec, smallest_index_codec, value_codec
 
 SPARSE_ID = 1
 """Compressor id of ``dgc`` in the header."""
@@ -25,6 +25,7 @@ class SparseCodec:
         n = bucket.sparse_size
         self.indices = smallest_index_codec(n, k) if indices == "auto" else index_codec(indices)
         self.values = value_codec(values)
+        self._is_default = (self.indices.name, self.values.name) == ("uint16", "float16")
         used = self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse)) if k else 0
         self.max_bytes = -(-used // 8) * 8
         """Payload bytes that hold any k entries, a multiple of 8."""
@@ -46,6 +47,12 @@ class SparseCodec:
         Returns:
             (k,) float32.
         """
+        if self._is_default:
+            done = encode_default(positions, values, self._bucket.sparse_size, out)
+            if done is not None:
+                used, decoded = done
+                out[used:] = 0
+                return decoded
         bounds = self.bounds(positions)
         values = values.astype(self.values.dtype, copy=False)
         used = self.indices.encode(positions, self._bucket.sparse_size, out)

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 AHEAD = 512
-"""Elements between the place that is worked on and the one that is asked for, see :func:`prefetch`: 2 KiB of float32."""
+"""Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32."""
 
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Floats in a vector; also how many entries one look at the threshold covers. Never changes a result."""

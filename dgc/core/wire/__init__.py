@@ -6,6 +6,7 @@ Every block is a multiple of 8 bytes long, so each part of a message that starts
 """
 
 from dgc.core.wire.blocks import BLOCK_ALIGNMENT, padded
+from dgc.core.wire.default_pair import encode_default
 from dgc.core.wire.header import (
     HEADER_BYTES,
     MAGIC,
@@ -43,6 +44,7 @@ __all__ = [
     "ValueCodecId",
     "check_codecs",
     "check_header",
+    "encode_default",
     "index_codec",
     "index_codec_by_id",
     "index_codec_names",

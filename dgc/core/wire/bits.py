@@ -68,7 +68,8 @@ def default_loops() -> ModuleType | None:
         loops.to_halves(values, np.float32(2), halves)
         loops.from_halves(halves, np.float32(0.5), values)
         loops.to_tiles(np.zeros(1, np.int64), np.empty(1, np.uint32), halves)
-        if values[0] == 1.5 and loops.largest_magnitude(values) == 0x3FC00000:
+        used = loops.encode_message(np.zeros(1, np.int64), values, 1, np.empty(32, np.uint8), values.copy())
+        if used == 32 and values[0] == 1.5 and loops.largest_magnitude(values) == 0x3FC00000:
             return loops
     except ImportError:
         pass

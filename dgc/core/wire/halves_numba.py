@@ -10,10 +10,13 @@ import numpy as np
 from numba import types, uint32
 from numba.extending import intrinsic
 
-from dgc.core.kernels.jit import entry
+from dgc.core.kernels.jit import entry, helper
 
 _SMALLEST_NORMAL = np.uint32(0x38800000)
 """2^-14 as float32 bits: below it half precision is subnormal."""
+
+_NORMAL = 0x00800000
+"""Bits of the smallest normal float32."""
 
 
 @intrinsic
@@ -36,6 +39,33 @@ def _float(typing_context, x):
     return types.float32(types.uint32), generate
 
 
+@helper
+def _half_of(bits):
+    """The bits in half precision of the float32 with these bits, rounded to nearest, ties to even."""
+    magnitude = bits & uint32(0x7FFFFFFF)
+    # Added to 0.5, a subnormal half ends in float32's lowest bits, rounded by the addition itself.
+    small = _bits(_float(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
+    odd = (magnitude >> uint32(13)) & uint32(1)
+    large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
+    half = small if magnitude < uint32(_SMALLEST_NORMAL) else large
+    return half | ((bits >> uint32(16)) & uint32(0x8000))
+
+
+@helper
+def _value_of(half):
+    """The float32 that a finite half is, of its bits."""
+    magnitude = (half & uint32(0x7FFF)) << uint32(13)
+    normal = _float(magnitude + uint32(0x38000000))
+    subnormal = _float(magnitude + uint32(0x38800000)) - np.float32(6.103515625e-05)
+    x = subnormal if magnitude < uint32(0x800000) else normal
+    return _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16)))
+
+
+@helper
+def _padded(size):
+    return (size + 7) // 8 * 8
+
+
 @entry(__file__)
 def largest_magnitude(values):
     """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
@@ -55,14 +85,7 @@ def to_halves(values, factor, halves):
         halves: (k,) uint16, filled.
     """
     for i in range(values.size):
-        bits = _bits(values[i] * factor)
-        magnitude = bits & uint32(0x7FFFFFFF)
-        # Added to 0.5, a subnormal half ends in float32's lowest bits, rounded by the addition itself.
-        small = _bits(_float(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
-        odd = (magnitude >> uint32(13)) & uint32(1)
-        large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
-        half = small if magnitude < uint32(_SMALLEST_NORMAL) else large
-        halves[i] = half | ((bits >> uint32(16)) & uint32(0x8000))
+        halves[i] = _half_of(_bits(values[i] * factor))
 
 
 @entry(__file__)
@@ -80,12 +103,8 @@ def from_halves(halves, factor, values):
     finite = True
     for i in range(halves.size):
         half = uint32(halves[i])
-        magnitude = (half & uint32(0x7FFF)) << uint32(13)
-        normal = _float(magnitude + uint32(0x38000000))
-        subnormal = _float(magnitude + uint32(0x38800000)) - np.float32(6.103515625e-05)
-        x = subnormal if magnitude < uint32(0x800000) else normal
-        finite &= magnitude < uint32(0xF800000)
-        values[i] = _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16))) * factor
+        finite &= (half & uint32(0x7FFF)) < uint32(0x7C00)
+        values[i] = _value_of(half) * factor
     return finite
 
 
@@ -106,3 +125,52 @@ def to_tiles(positions, counts, offsets):
             offsets[i] = positions[i] & 0xFFFF
             i += 1
         counts[tile] = i - first
+
+
+@entry(__file__)
+def encode_message(positions, values, tiles, out, decoded):
+    """An index block of ``uint16`` and a value block of ``float16`` after it, in one go.
+
+    Args:
+        positions: (k,) int64, ascending.
+        values: (k,) float32.
+        tiles: tiles of 65 536 elements in the bucket.
+        out: uint8, long enough.
+        decoded: (k,) float32, receives the values as they will be read.
+
+    Returns:
+        Bytes written; -1, and nothing of use in ``out``, when the largest value needs the codec's care.
+    """
+    k = positions.size
+    largest = uint32(0)
+    for x in values:
+        largest = max(largest, _bits(x) & uint32(0x7FFFFFFF))
+    exponent = (np.int64(largest) >> 23) - 141
+    if largest < _NORMAL or exponent > 112 or exponent < -112:
+        return -1
+    table = _padded(4 * tiles)
+    block = table + _padded(2 * k)
+    first = block + 8
+    used = first + _padded(2 * k)
+    out[4 * tiles : table] = 0
+    out[table + 2 * k : block] = 0
+    out[block + 4 : first] = 0
+    out[first + 2 * k : used] = 0
+    out[block : block + 4].view(np.int32)[0] = exponent
+    down = _float(uint32((127 - exponent) << 23))
+    up = _float(uint32((127 + exponent) << 23))
+    counts = out[: 4 * tiles].view(np.uint32)
+    offsets = out[table : table + 2 * k].view(np.uint16)
+    halves = out[first : first + 2 * k].view(np.uint16)
+    i = 0
+    for tile in range(tiles):
+        begin = i
+        end = (tile + 1) << 16
+        while i < k and positions[i] < end:
+            offsets[i] = positions[i] & 0xFFFF
+            half = _half_of(_bits(values[i] * down))
+            halves[i] = half
+            decoded[i] = _value_of(half) * up
+            i += 1
+        counts[tile] = i - begin
+    return used

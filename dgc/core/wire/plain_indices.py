@@ -109,13 +109,13 @@ class Uint16Indices:
     def max_bytes(self, n: int, k: int) -> int:
         """4 bytes a tile, 2 bytes an entry. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
         check_sizes(n, k, self.LIMIT, self.name)
-        return padded(4 * _tiles(n)) + padded(2 * k)
+        return padded(4 * tiles_of(n)) + padded(2 * k)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write positions; does not check their order. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
         k = positions.size
         block = block_to_write(out, self.max_bytes(n, k), self.name)
-        tiles = _tiles(n)
+        tiles = tiles_of(n)
         table = padded(4 * tiles)
         loops = default_loops()
         if loops is not None:
@@ -135,7 +135,7 @@ class Uint16Indices:
         """Read positions. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
         check_count(n, count, self.name)
         block = block_to_read(data, self.max_bytes(n, count), self.name)
-        tiles = _tiles(n)
+        tiles = tiles_of(n)
         table = padded(4 * tiles)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
         # Before np.repeat, which would otherwise allocate whatever a damaged table asks for.
@@ -148,5 +148,6 @@ class Uint16Indices:
         return positions, block.size
 
 
-def _tiles(n: int) -> int:
+def tiles_of(n: int) -> int:
+    """Tiles of 65 536 elements that n elements begin."""
     return (n + _TILE - 1) >> _TILE_BITS
