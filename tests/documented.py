@@ -1,4 +1,4 @@
-"""The compressor that docs/add-a-compressor.md shows, and the names of the package's own ones. For workers too."""
+"""What the pages of docs/ show: a compressor, and lines to change. And the package's own names. For workers too."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def documented_compressor():
         module = sys.modules["add_a_compressor"] = types.ModuleType("add_a_compressor")
         exec(compile(code, "add-a-compressor.md", "exec", dont_inherit=True), module.__dict__)
     return code, name
+
+
+def shown(page, heading):
+    """The code under a heading of docs/<page>, block by block; of a diff, what it leaves."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    blocks = []
+    for kind, block in re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
+        lines = block.splitlines()
+        if kind == "diff":
+            lines = [line[1:] for line in lines if not line.startswith("-")]
+        blocks.append("\n".join(lines))
+    return blocks
 
 
 def own_names():

@@ -1,0 +1,54 @@
+"""The lines that docs/from-paddle.md and docs/from-bagua.md show, completed with a small model, on two ranks."""
+
+import pytest
+from launch_tools import run_mpi
+
+pytest.importorskip("torch")
+
+PADDLE = """
+import torch
+from documented import shown
+from worker_tools import dump_where_it_hangs, report
+
+dump_where_it_hangs()
+(code,) = shown("from-paddle.md", "Your lines in PyTorch")
+code = code.replace("num_trainers=4", "num_trainers=2")
+build, iterate = code.split("optimizer.minimize")
+model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 1))
+exec(build)
+data = torch.randn(16, 128, generator=torch.Generator().manual_seed(hvd.rank()))
+for step in range(3):
+    loss = model(data).square().mean()
+    exec("optimizer.minimize" + iterate)
+    torch.save(optimizer.state_dict(), "/dev/null")
+same = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()]).unsqueeze(0))
+report([optimizer.state_dict()["step"], torch.equal(same[0], same[1])])
+"""
+
+BAGUA = """
+import torch
+from documented import shown
+from worker_tools import dump_where_it_hangs, report
+
+dump_where_it_hangs()
+(code,) = shown("from-bagua.md", "Your lines")
+code = code.replace("import dgc.torch as dgc", "import dgc.torch as dgc; hvd.init()")
+model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(8, 1))
+loader = [(torch.randn(4, 12), torch.randn(4, 1)) for _ in range(3)]
+loss_fn = torch.nn.functional.mse_loss
+exec(code)
+code_that_keeps_gradients = code.split("optimizer = dgc")[1].split("\\n", 1)[1]
+exec(code_that_keeps_gradients.replace("optimizer.zero_grad()", "model.zero_grad(set_to_none=False)"))
+record = optimizer._dgc_fuse
+report([record.fused_sets, record.fused_params])
+"""
+
+
+@pytest.mark.mpi
+def test_paddles_lines():
+    assert run_mpi(2, PADDLE, launcher="horovodrun").values == [[3, True]] * 2
+
+
+@pytest.mark.mpi
+def test_baguas_lines():
+    assert run_mpi(2, BAGUA, launcher="horovodrun").values == [[1, 4]] * 2
