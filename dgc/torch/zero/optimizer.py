@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -14,8 +13,7 @@ from dgc.core.agreement import agree_or_raise
 from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
-from dgc.torch.zero import checkpoints, wrapped
-from dgc.torch.zero.adopted import hand_over_momentum, momentum_is_adopted
+from dgc.torch.zero import wrapped
 from dgc.torch.zero.arguments import (
     checked_class,
     checked_groups,
@@ -28,7 +26,6 @@ from dgc.torch.zero.buckets import BucketViews
 from dgc.torch.zero.groups import (
     Recipe,
     RecipeGroups,
-    copy_options,
     description,
     local_group,
     names_of,
@@ -37,12 +34,13 @@ from dgc.torch.zero.groups import (
 from dgc.torch.zero.partition import Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Shard, Sharing
+from dgc.torch.zero.stateful import ShardedState
 
 if TYPE_CHECKING:
     from dgc.torch.fuse.seam import StepSeam
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(ShardedState):
     """Any torch optimizer, of which every rank holds and steps its share of the parameters.
 
     Each rank keeps the optimizer state of about 1/P of the elements; after its update it sends the new values to the
@@ -62,9 +60,6 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     Source: Rajbhandari et al. 2020, arXiv 1910.02054, stage 1; interface of torch.distributed.optim.
     """
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
 
     def __init__(
         self,
@@ -118,7 +113,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._partition = Partition(ranks.size)
         self._views: BucketViews | None = None
         self._bucket_view = bool(parameters_as_bucket_view)
-        self._consolidated: list[dict[Any, Any]] | None = None
+        self._consolidated = None
 
         def build() -> dict[str, Any]:
             if overlap_with_ddp:
@@ -239,118 +234,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Bytes that the parameters cost, of the last step and in total; see :class:`~dgc.core.stats.Stats`."""
         return self._sharing.stats
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all shards to one rank, as copies on the CPU. Collective.
-
-        Args:
-            to: the rank, counted within the process set, whose ``state_dict()`` works afterwards.
-
-        Raises:
-            ConfigError: no such rank, or not the same on all ranks.
-            LayoutError: ``param_groups`` were changed by hand.
-            RemoteError: it failed on another rank.
-            TransportError: a rank has joined.
-        """
-        data, failure = None, None
-        try:
-            to = operator.index(to)
-            if not 0 <= to < self._ranks.size:
-                raise ConfigError(f"to={to}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
-            self._require_known_parameters()
-            self._push_options()
-            owned = self._partition.indices()[self._ranks.rank]
-            entries = checkpoints.full_entries(self.optim.state_dict(), owned)
-            data = checkpoints.to_bytes(entries)
-        except Exception as error:
-            failure, to = error, -1
-        found = self._ranks.collect(data, failure, to)
-        self._consolidated = None if found is None else [checkpoints.from_bytes(part) for part in found]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.
-
-        It loads into an unsharded optimizer, or into a sharded one on any number of ranks. One key is added:
-        ``"partition"``, by rank and group the numbers of the parameters that the rank owns. The dict is the caller's:
-        nothing changes it later, nor does changing it reach the optimizer.
-
-        Raises:
-            RuntimeError: this rank has no consolidated state, or loaded another one since.
-        """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"rank {self._ranks.rank} holds only its own share of the optimizer's state: call "
-                f"consolidate_state_dict(to={self._ranks.rank}) on all ranks first (and instead of "
-                "hvd.broadcast_optimizer_state, load_state_dict on every rank: each takes its share)"
-            )
-        full = checkpoints.full_dict(self.param_groups, self._consolidated, self._partition.indices())
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, full)
-            full = full if changed is None else changed
-        return full
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class or of the unsharded optimizer; every rank takes its share.
-
-        The given dict is neither changed nor kept.
-
-        Raises:
-            LayoutError: (a ValueError) it is no state dict, or has other groups.
-        """
-        checkpoints.require_state_dict(state_dict)
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        checkpoints.require_state_dict(state_dict)
-        self._require_known_parameters()
-        checkpoints.check_groups(state_dict, [len(g["params"]) for g in self.param_groups])
-        owned = self._partition.indices()[self._ranks.rank]
-        self.optim.load_state_dict(checkpoints.local_dict(state_dict, owned))
-        copy_options(state_dict["param_groups"], self.param_groups)
-        self._pull_options()
-        self._consolidated = None
-        if momentum_is_adopted(self):
-            hand_over_momentum(self, state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """The local optimizer's own ``state_dict()``: this rank's share, numbered within it."""
-        return self.optim.state_dict()
-
-    @staticmethod
-    def rank_local_state_dict(rank: int, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """One rank's share of what :meth:`state_dict` returned, as its local optimizer loads it.
-
-        Args:
-            rank: the rank, counted within the process set of the optimizer that was saved.
-            state_dict: the whole state.
-
-        Raises:
-            LayoutError: (a ValueError) it says nothing about ranks, or there is no such rank.
-        """
-        partition = state_dict.get("partition")
-        if partition is None:
-            raise LayoutError("the state dict has no 'partition': no sharded optimizer made it")
-        if not 0 <= rank < len(partition):
-            raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
-        return checkpoints.local_dict(state_dict, partition[rank])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, which would hold one rank's share and no connection to the others.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
-            "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
-        )
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _fuse_seam(self) -> StepSeam:
@@ -401,27 +284,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._pull_options()
         self._sharing.after_update()
 
-    def _require_known_parameters(self) -> None:
-        found = [list(map(id, group["params"])) for group in self.param_groups]
-        if found != self._known:
-            raise LayoutError(
-                "param_groups no longer hold the parameters that the ranks share out: parameters or groups were put "
-                "in, taken out or replaced by hand; use add_param_group, or build a new optimizer"
-            )
-
     def _local_groups(self, rank: int | None = None) -> list[dict[str, Any]]:
         rank = self._ranks.rank if rank is None else rank
         return [
             local_group(group, owners, rank)
             for group, owners in zip(self.param_groups, self._partition.owners, strict=True)
         ]
-
-    def _push_options(self) -> None:
-        """What schedulers and users set in ``param_groups`` reaches the local optimizer."""
-        copy_options(self.param_groups, self.optim.param_groups)
-
-    def _pull_options(self) -> None:
-        copy_options(self.optim.param_groups, self.param_groups)
 
     def _rebuild_shards(self) -> None:
         self._known = [list(map(id, group["params"])) for group in self.param_groups]
@@ -438,6 +306,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._sharing.use(shards, names_of(self.param_groups), self._views)
 
     def _inherit(self, origin: ZeroRedundancyOptimizer | None) -> None:
-        """Keep the state that was loaded before Horovod rebuilt the optimizer."""
+        """Keep what was loaded, or left undone by a step that failed, before Horovod rebuilt the optimizer."""
         if origin is not None:
             self.optim.state.update(origin.optim.state)
+            self._sharing.continue_from(origin._sharing)

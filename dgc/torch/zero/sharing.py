@@ -114,6 +114,10 @@ class Sharing:
             own = self._shards[self._ranks.rank].parameters
             self._tracker = ChangeTracker(own) if self._sparse and self._ranks.size > 1 else None
 
+    def continue_from(self, other: Sharing) -> None:
+        """Take over from another one for the same parameters, whose last step may not have reached its end."""
+        self._in_step = other._in_step
+
     def begin(self) -> None:
         """Tell the other ranks that this one takes a step; :meth:`publish` or :meth:`fail` must follow."""
         self._in_step, self._behind = True, self._in_step

@@ -85,6 +85,17 @@ def after_a_failed_update_the_next_step_makes_replicas_equal():
 
 
 @case
+def a_failed_step_is_remembered_when_the_optimizer_is_wrapped():
+    own, zero = _sharded()
+    zero.optim.broken = hvd.rank() == 1
+    set_mean_gradients(own, 1, density=0.002)
+    raises((KeyError, RemoteError), "no more memory", zero.step)
+    wrapped = hvd.DistributedOptimizer(zero, named_parameters=[(f"p{i}", p) for i, p in enumerate(own)])
+    with wrapped.skip_synchronize():
+        _assert_whole_and_then_entries_travel(wrapped, own)
+
+
+@case
 def what_was_frozen_after_a_failed_step_becomes_equal_too():
     for views in (False, True):
         own, zero = _sharded(parameters_as_bucket_view=views)
