@@ -9,6 +9,7 @@ contracts a product and a sum into one rounding only where it is told to, and it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,15 +98,20 @@ _LINE = 64
 """Bytes of a cache line."""
 
 
-def _ask_for(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, lines: int) -> ir.Value:
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    place = builder.bitcast(_place(context, builder, signature.args[0], args[0], args[1]), byte)
-    for line in range(lines):
-        # To read, into all caches, data.
-        builder.call(function, [builder.gep(place, [_I64(line * _LINE)]), _I32(0), _I32(3), _I32(1)])
-    return context.get_dummy_value()
+def _asking(lines: int) -> Callable[..., ir.Value]:
+    """Generate code that asks for the cache line of an array's element and those after it."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        place = builder.bitcast(_place(context, builder, signature.args[0], args[0], args[1]), byte)
+        for line in range(lines):
+            # To read, into all caches, data.
+            builder.call(function, [builder.gep(place, [_I64(line * _LINE)]), _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return code
 
 
 @intrinsic
@@ -116,13 +122,13 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     elements in advance, one core reads and writes 10 % more in the same time.
     """
     lines = LANES * array.dtype.bitwidth // 8 // _LINE
-    return types.void(array, types.intp), lambda *found: _ask_for(*found, lines)
+    return types.void(array, types.intp), _asking(lines)
 
 
 @intrinsic
 def prefetch_entry(typing_context: Any, array: Any, index: Any) -> Any:
     """Ask for ``array[index]`` in advance."""
-    return types.void(array, types.intp), lambda *found: _ask_for(*found, 1)
+    return types.void(array, types.intp), _asking(1)
 
 
 def _words(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, index: ir.Value) -> ir.Value:
