@@ -56,7 +56,7 @@ def require_agreement(
             this package.
         TransportError: the ranks could not be asked.
     """
-    descriptions = _gather_if_different(transport, description)
+    descriptions = gather_if_different(transport, description)
     if descriptions is None:
         if ERROR_KEY not in description:
             return
@@ -97,7 +97,7 @@ def agree_or_raise(
         description = build()
     except Exception as own_error:
         try:
-            _gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
+            gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
         except TransportError as lost:
             # What add_note does, which Python 3.10 lacks.
             note = f"and the other ranks could not be told: {lost}"
@@ -140,8 +140,12 @@ def _decode(text: bytes) -> dict[str, str]:
     return {key: value for key, value in json.loads(text.decode())}
 
 
-def _gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """Every rank's description as key -> JSON text, in rank order; None when all are equal."""
+def gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Every rank's description as key -> JSON text, in rank order; None when all are equal. Collective.
+
+    Raises:
+        TransportError: the ranks could not be asked.
+    """
     text = _encode(description)
     head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(_LENGTH_BYTES, "little")
     heads = _allgather(transport, np.frombuffer(head, np.uint8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dgc.core.compressors.constructors import constructor
@@ -74,6 +74,11 @@ def _make(
     members: Any = None,
     **options: Any,
 ) -> DGCCompressor:
+    if variables is not None and (isinstance(variables, str) or not isinstance(variables, Iterable)):
+        raise ConfigError(
+            f"the variables are {variables!r}; pass model.trainable_variables, and options by their names: "
+            f"Compression.{algorithm}(sparsity=0.999)"
+        )
     if optimizer is not None and family(optimizer) is None:
         raise ConfigError(f"optimizer is {optimizer!r}; give a Keras optimizer, or one of tf.compat.v1.train")
     compressor = DGCCompressor(options, algorithm, members)

@@ -119,6 +119,10 @@ class DGCCompressor(CompressorBase):
         import_horovod()
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise ConfigError(
+                "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
+            )
         chosen = self.process_set(process_set)
         self._bound_to = ours
         if is_alone(chosen):

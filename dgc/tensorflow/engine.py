@@ -18,8 +18,9 @@ from dgc.core.layout import make_layout
 from dgc.core.options import as_loss_scale
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
-from dgc.tensorflow.adoption import Adoption
+from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.group import Group
+from dgc.tensorflow.names import common_names
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
@@ -60,7 +61,6 @@ class Engine:
         self._kinds: tuple[str, ...] | None = None
 
         def build() -> dict[str, str]:
-            self.names = unique_names(variables)
             layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
             adoption.cover(len(self.variables))
             options = zip(adoption.hyper.momentum, adoption.hyper.nesterov, adoption.hyper.weight_decay, strict=True)
@@ -70,6 +70,7 @@ class Engine:
             }
 
         agree_or_raise(transport, config.describe, "options of the compressor")
+        self.names = common_names(transport, unique_names(variables))
         advice = (
             "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make "
             "as many on every rank, or give them names."
@@ -270,7 +271,7 @@ def loss_scale_of(value: Any) -> LossScale:
     Raises:
         ConfigError: something else.
     """
-    if hasattr(value, "inner_optimizer") and hasattr(value, "initial_scale"):  # Keras 3 has no scale before build()
+    if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # it has no scale before build()
         return lambda: float(value.dynamic_scale if value.built else value.initial_scale)
     for name in ("dynamic_scale", "loss_scale"):
         if hasattr(value, name):

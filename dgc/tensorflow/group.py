@@ -131,8 +131,6 @@ class Group:
 
     def _compare_replicas(self, learning_rate: float | None) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
-        if not all(hasattr(raw_variable(v), "numpy") for v in self._variables):
-            return  # TensorFlow 1's sessions
         rate = {} if learning_rate is None else {"the learning rate": np.array([learning_rate])}
         values = {**rate, **{n: samples(v) for n, v in zip(self.names, self._variables, strict=True)}}
         require_replicas(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from dgc.core.errors import ConfigError
 from dgc.tensorflow.adoption import V1, family
 from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.settings import Settings, check_compression
 from dgc.tensorflow.tape import refuse_grouping
 
 
@@ -41,6 +41,7 @@ def DistributedOptimizer(
         ConfigError: arguments that do not fit together, or momentum applied twice.
     """
     hvd = import_horovod(initialized=False)
+    check_compression(compression, name=name, device_dense=device_dense, device_sparse=device_sparse)
     if family(optimizer) != V1:
         # Keras takes a second to import, and whoever gets here has it.
         from dgc.tensorflow.keras.optimizer import DistributedOptimizer as for_keras

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dgc.core.compressor_base import CompressorBase
 from dgc.core.errors import ConfigError
 from dgc.core.options import require_compressor
 from dgc.tensorflow.compressor import DGCCompressor
@@ -11,6 +12,24 @@ from dgc.tensorflow.dense import DenseReducer
 from dgc.tensorflow.reducer import Reducer
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
+
+
+def check_compression(compression: Any, **texts: Any) -> None:
+    """Refuse what cannot be a compressor for TensorFlow, and a compressor in the place of another argument.
+
+    Args:
+        compression: the argument of this name.
+        texts: the arguments before it, which are texts.
+
+    Raises:
+        ConfigError: the message says what to pass.
+    """
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}; it takes a text. Pass the compressor by its name: compression=...")
+    require_compressor(compression)
+    if isinstance(compression, CompressorBase) and not isinstance(compression, DGCCompressor):
+        raise ConfigError("the compressor is one of another framework; take it from dgc.tensorflow.Compression")
 
 
 class Settings:
@@ -47,7 +66,7 @@ class Settings:
         Raises:
             ConfigError: arguments that do not fit together.
         """
-        require_compressor(compression)
+        check_compression(compression)
         kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
         self.process_set = process_set
         self.accumulation_steps: int | None = None

@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.core.errors import ConfigError
-from dgc.core.options import require_compressor
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reducer import Reducer
+from dgc.tensorflow.settings import check_compression
 from dgc.tensorflow.tensors import raw_variable
 
 
@@ -40,7 +40,7 @@ def DistributedGradientTape(
             optimizer to take momentum from nor a momentum of its own.
     """
     hvd = import_horovod()
-    require_compressor(compression)
+    check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
     if not isinstance(compression, DGCCompressor):
         return hvd.DistributedGradientTape(
             gradtape,

@@ -77,7 +77,10 @@ def is_done(mpi: Any, request: Any) -> bool:
     """
     with _testing:
         if _leaving.is_set() or mpi.Is_finalized():
-            raise TransportError("MPI was shut down while a collective waited: this process or another rank ended")
+            raise TransportError(
+                "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
+                "same number of steps; stop early by metrics that are the same on all ranks"
+            )
         return bool(request.Test())
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import run_cases, run_mpi
+from launch_tools import case_names, run_cases, run_mpi
 
 WORKERS = Path(__file__).parent / "workers"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -31,11 +31,16 @@ report("done")
 """
 
 
-@pytest.mark.mpi
-def test_only_the_members_of_a_process_set_exchange():
+@pytest.fixture(scope="module")
+def three_ranks():
     environment = {**QUIET, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    cases = run_cases(3, WORKERS / "process_set_cases.py", launcher="horovodrun", timeout=200, env=environment)
-    cases.check("only_the_members_of_a_process_set_exchange")
+    return run_cases(3, WORKERS / "process_set_cases.py", launcher="horovodrun", timeout=200, env=environment)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKERS / "process_set_cases.py"))
+def test_process_sets(three_ranks, name):
+    three_ranks.check(name)
 
 
 def test_a_single_process_keeps_its_momentum_and_exchanges_nothing():

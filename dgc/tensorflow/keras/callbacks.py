@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.core.errors import ConfigError, LayoutError
+from dgc.tensorflow.adoption import without_loss_scale
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.tensors import raw_variable
@@ -38,7 +39,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
         Args:
             root_rank: whose values everybody gets.
             device: accepted for Horovod's sake.
-            local_variables: a variable or several that stay as they are on each rank.
+            local_variables: a variable or several that stay as they are on each rank; not ones that are trained
+                together, whose gradients are exchanged.
         """
         super().__init__()
         self._root_rank = root_rank
@@ -55,11 +57,17 @@ class BroadcastGlobalVariablesCallback(_Callback):
         """Broadcast at once if the model is built.
 
         Raises:
-            ConfigError: ``compile(jit_compile=True)``.
+            ConfigError: ``compile(jit_compile=True)``, or a model without variables and ``steps_per_execution``.
         """
         _turn_off_xla(self.model)
         if getattr(self.model, "built", False) and self.model.variables:
             self._broadcast()
+        elif not self.broadcast_done and not is_alone() and _steps_per_execution(self.model) > 1:
+            raise ConfigError(
+                "the model has no variables yet, so they can be broadcast only after its first batch, but "
+                "steps_per_execution makes that several steps, in which every rank would train its own model; build "
+                "the model before fit(), for example by model.build(input_shape)"
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast after the first step of a model that had no variables before."""
@@ -73,24 +81,56 @@ class BroadcastGlobalVariablesCallback(_Callback):
         build = getattr(optimizer, "build", None)
         if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
             build(self.model.trainable_variables)
-        listed = optimizer.variables
-        listed = listed() if callable(listed) and not isinstance(listed, list) else listed
         # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
-        chosen = {id(raw_variable(v)): raw_variable(v) for v in [*self.model.variables, *listed]}
-        _broadcast_in_order([v for k, v in chosen.items() if k not in self._local], self._root_rank)
+        of_model = self._to_send(self.model.variables, {})
+        _broadcast_in_order(list(of_model.values()), self._root_rank, None)
+        members = _process_set_of(optimizer)
+        if members is None or members.included():
+            # Outside the process set an optimizer keeps its momentum, and its slots.
+            root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
+            _broadcast_in_order(list(self._to_send(_optimizer_variables(optimizer), of_model).values()), root, members)
         self.broadcast_done = True
 
+    def _to_send(self, variables: Any, known: dict[int, Any]) -> dict[int, Any]:
+        chosen = {id(raw_variable(v)): raw_variable(v) for v in variables}
+        return {k: v for k, v in chosen.items() if k not in self._local and k not in known}
 
-def _broadcast_in_order(variables: list[Any], root_rank: int) -> None:
+
+def _optimizer_variables(optimizer: Any) -> list[Any]:
+    """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
+    listed = optimizer.variables
+    listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
+    rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
+    return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
+
+
+def _process_set_of(optimizer: Any) -> Any:
+    """The process set that the gradients are exchanged in; None for all ranks."""
+    for owner in (optimizer, without_loss_scale(optimizer)):
+        compression = getattr(owner, "compression", None)
+        if compression is not None:
+            chosen = compression.process_set(owner.process_set)
+            return None if chosen is import_horovod().global_process_set else chosen
+    return None
+
+
+def _steps_per_execution(model: Any) -> int:
+    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1
+    return int(tf.convert_to_tensor(steps))
+
+
+def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: Any) -> None:
     """Broadcast by place: Keras numbers its optimizers, so names differ when one rank has made more of them.
 
     Raises:
         LayoutError: the ranks' variables are not alike.
     """
     hvd = import_horovod()
+    process_set = process_set or hvd.global_process_set
     text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    seen = np.asarray(hvd.allgather(tf.constant([[len(variables), digest]], tf.int64), name="dgc.broadcast"))
+    own = tf.constant([[len(variables), digest]], tf.int64)
+    seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
     if (seen != seen[0]).any():
         raise LayoutError(
             f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
@@ -99,7 +139,8 @@ def _broadcast_in_order(variables: list[Any], root_rank: int) -> None:
     for place, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
         kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
-        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=f"dgc.broadcast.{place}")
+        name = f"dgc.broadcast.{place}"
+        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
         variable.assign(tf.cast(sent, value.dtype))
 
 

@@ -24,7 +24,7 @@ class CompressionCheckpoint(_Callback):
 
     A model's checkpoint is the same on all ranks and is written by one; residuals differ and every rank writes its own.
     When training begins, the file that belongs to the model's state is the one with the optimizer's number of
-    iterations. A model that was not restored begins with empty residuals.
+    iterations. A model that was not restored begins with empty residuals, and one that goes on training keeps its own.
     """
 
     def __init__(self, filepath: str, save_freq: str | int = "epoch", restore: bool = True) -> None:
@@ -45,7 +45,7 @@ class CompressionCheckpoint(_Callback):
         self._save_freq = save_freq
         self._restore = restore
         self._epoch = 0
-        self._steps = 0
+        self._saved_at = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore, if there is something to restore.
@@ -59,9 +59,11 @@ class CompressionCheckpoint(_Callback):
         self._owner = optimizer
         if not hasattr(optimizer, "bind"):
             raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
-        if self._restore and self._common_iterations() > 0:
+        self._saved_at = self._iterations()
+        iterations, is_new = self._common_progress()
+        if self._restore and iterations > 0:
             optimizer.bind(self.model.trainable_variables)
-            self._load()
+            self._load(is_new)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember the epoch."""
@@ -73,9 +75,13 @@ class CompressionCheckpoint(_Callback):
             self.save()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Write this rank's file every ``save_freq`` steps."""
-        self._steps += 1
-        if self._save_freq != "epoch" and self._steps % int(self._save_freq) == 0:
+        """Write this rank's file when the optimizer has made another ``save_freq`` steps."""
+        if self._save_freq == "epoch":
+            return
+        # With steps_per_execution this is called once in several steps.
+        every, now = int(self._save_freq), self._iterations()
+        if now // every > self._saved_at // every:
+            self._saved_at = now
             self.save()
 
     def save(self) -> None:
@@ -99,22 +105,24 @@ class CompressionCheckpoint(_Callback):
     def _iterations(self) -> int:
         return int(tf.convert_to_tensor(self.model.optimizer.iterations))
 
-    def _common_iterations(self) -> int:
-        """The optimizer's number of iterations, which the ranks agree on before they look for files."""
-        own, compression = self._iterations(), self._owner.compression
+    def _common_progress(self) -> tuple[int, bool]:
+        """The optimizer's iterations, and whether the compressor has made no step; an error where ranks differ."""
+        iterations, compression, engine = self._iterations(), self._owner.compression, self._engine
+        steps = 0 if engine is None else engine.stats.steps
         chosen = None if compression is None else compression.process_set(self._owner.process_set)
-        if chosen is None or is_alone(chosen):
-            return own
-        hvd = import_horovod()
-        counts = np.asarray(hvd.allgather(tf.constant([own], tf.int64), name="dgc.iterations", process_set=chosen))
-        if (counts != own).any():
-            raise LayoutError(
-                f"the ranks' optimizers have made {counts.tolist()} steps; place CompressionCheckpoint after "
-                "BroadcastGlobalVariablesCallback in the list of callbacks, or load the model on every rank"
-            )
-        return own
+        if chosen is not None and not is_alone(chosen):
+            hvd = import_horovod()
+            own = tf.constant([[iterations, int(steps > 0)]], tf.int64)
+            rows = np.asarray(hvd.allgather(own, name="dgc.iterations", process_set=chosen))
+            if (rows != rows[0]).any():
+                raise LayoutError(
+                    f"the ranks' optimizers have made {rows[:, 0].tolist()} steps, or only some of their compressors "
+                    "any; place CompressionCheckpoint after BroadcastGlobalVariablesCallback in the list of callbacks, "
+                    "or load the model on every rank"
+                )
+        return iterations, steps == 0
 
-    def _load(self) -> None:
+    def _load(self, is_needed: bool) -> None:
         engine = self._engine
         if engine is None:
             return
@@ -129,10 +137,13 @@ class CompressionCheckpoint(_Callback):
                 if state.get(ITERATIONS) == self._iterations():
                     found.update(state)
                     return {"iterations": self._iterations()}
+            if not is_needed:
+                return {"iterations": "no file"}
             raise LayoutError(
                 f"no file {pattern} belongs to a model of {self._iterations()} iterations; restore the model and the "
                 "compressor from the same moment, or pass restore=False to begin with empty residuals"
             )
 
         agree_or_raise(engine.transport, find, "checkpoints of the compressor", LayoutError)
-        self._owner.compression.load_state_dict(found)
+        if found:
+            self._owner.compression.load_state_dict(found)

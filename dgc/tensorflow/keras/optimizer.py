@@ -7,7 +7,7 @@ from typing import Any
 from dgc.core.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, family
 from dgc.tensorflow.horovod import import_horovod
-from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.settings import Settings, check_compression
 from dgc.tensorflow.tape import refuse_grouping
 
 
@@ -41,13 +41,14 @@ def DistributedOptimizer(
         ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
     """
     hvd = import_horovod(initialized=False)
+    check_compression(compression, name=name, device_dense=device_dense, device_sparse=device_sparse)
     refuse_grouping(num_groups, groups)
     if op is not None and op == hvd.Adasum:
         raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
         raise ConfigError(
-            f"{type(optimizer).__name__} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
+            f"{optimizer!r} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
             "tf.compat.v1.train"
         )
     settings = Settings(

@@ -154,6 +154,27 @@ def what_is_no_compressor():
 
 
 @case
+def a_compressor_in_the_place_of_another_argument():
+    compression = dgc.Compression.dgc(momentum=0.0)
+    for make in (dgc.DistributedOptimizer, dgck.DistributedOptimizer):
+        m.assert_raises(lambda: make(keras.optimizers.SGD(0.1), compression), "name is", "compression=...")  # noqa: B023
+    m.assert_raises(lambda: dgc.DistributedGradientTape(tf.GradientTape(), compression), "compression=...")
+    m.assert_raises(lambda: dgc.Compression.dgc(0.99), "the variables are 0.99", "sparsity=0.999")
+    m.assert_raises(lambda: dgck.DistributedOptimizer("sgd"), "'sgd' is no Keras optimizer")
+
+
+@case
+def sessions_of_tensorflow_1():
+    def train():
+        with tf.Graph().as_default():
+            variable = tf.compat.v1.get_variable("w", [40, 40])
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+            dgc.DistributedOptimizer(optimizer, compression=dgc.Compression.dgc()).minimize(variable**2)
+
+    m.assert_raises(train, "sessions are not supported")
+
+
+@case
 def models_that_were_never_broadcast():
     """The mean of gradients of unlike models fits none of them: it ends with the second step at the latest."""
 

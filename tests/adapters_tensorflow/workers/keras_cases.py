@@ -11,6 +11,7 @@ from worker_tools import SkipCase, case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
+from dgc.core.state_file import load_state
 
 keras = m.keras
 ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
@@ -202,6 +203,60 @@ def without_the_residuals_a_reloaded_run_is_refused_or_differs():
     m.fit(model, 10, first=12)
     m.fit(again, 10, first=12)
     assert any((a != b).any() for a, b in zip(m.values(model), m.values(again), strict=True))
+
+
+@case
+def only_one_rank_loads_the_model():
+    """Keras names a loaded model's variables otherwise than a built one's, and its learning rate is its own."""
+    folder = shared_folder()
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
+    m.fit(model, 4)
+    model.optimizer.learning_rate = 0.025
+    checkpoint = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    m.fit(model, 4, first=4, callbacks=[checkpoint])
+    path = os.path.join(folder, "model.keras")
+    if hvd.rank() == 0:
+        model.save(path)
+    barrier()
+    built = m.compile_model(dgc.Compression.dgc(**m.SPARSE), model=m.make_model(7), learning_rate=0.05)
+    again = keras.models.load_model(path) if hvd.rank() == 0 else built
+    restoring = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    m.fit(again, 4, first=8, callbacks=[ROOT(0), restoring])
+    m.fit(model, 4, first=8)
+    m.assert_replicas(m.values(again))
+    for a, b in zip(m.values(model), m.values(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@case
+def a_checkpoint_added_in_a_second_fit_and_one_every_few_steps():
+    folder = shared_folder()
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
+    model.compile(optimizer=model.optimizer, loss=m.loss_function, steps_per_execution=4)
+    m.fit(model, 8)
+    often = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "often"), save_freq=4)
+    m.fit(model, 8, first=8, callbacks=[often])
+    assert os.path.exists(os.path.join(folder, f"often.rank{hvd.rank()}.npz"))
+    again = m.compile_model(dgc.Compression.dgc(**m.SPARSE), model=m.make_model(), learning_rate=0.05)
+    again.optimizer.bind(again.trainable_variables)
+    state = load_state(os.path.join(folder, f"often.rank{hvd.rank()}.npz"))
+    assert state["step"] == 16
+
+
+@case
+def a_model_without_variables_is_broadcast_after_its_first_step():
+    for steps, eager in ((1, False), (1, True), (4, False)):
+        keras.utils.set_random_seed(1 + hvd.rank())
+        model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(3)])
+        optimizer = dgck.DistributedOptimizer(
+            keras.optimizers.SGD(0.05, momentum=0.9), compression=dgc.Compression.dgc()
+        )
+        model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager, steps_per_execution=steps)
+        if steps == 1:
+            m.fit(model, 6, callbacks=[ROOT(0)])
+            m.assert_replicas(m.values(model))
+        elif not model.built:
+            m.assert_raises(lambda: m.fit(model, 8, callbacks=[ROOT(0)]), "build the model before fit()")  # noqa: B023
 
 
 @case

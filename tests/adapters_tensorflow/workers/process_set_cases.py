@@ -1,5 +1,7 @@
 """Two of three ranks exchange gradients; the third trains alone."""
 
+import functools
+
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
@@ -7,11 +9,18 @@ import tensorflow as tf
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+
+@functools.cache
+def sets():
+    """Ranks 0 and 2, and rank 1."""
+    return hvd.add_process_set([0, 2]), hvd.add_process_set([1])
 
 
 @case
 def only_the_members_of_a_process_set_exchange():
-    pair = hvd.add_process_set([0, 2])
+    pair, _ = sets()
     for transport in ("auto", "horovod"):
         model = m.make_model()
         inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
@@ -48,6 +57,24 @@ def only_the_members_of_a_process_set_exchange():
             first = hvd.broadcast(variables[0], 0, process_set=pair, name=f"first{transport}")
             np.testing.assert_array_equal(first, variables[0])
     # A rank that ends shuts Horovod, and MPI with it, down on all others.
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+@case
+def fit_within_a_process_set():
+    pair, alone = sets()
+    own = alone if hvd.rank() == 1 else pair
+    for place in ("wrapper", "compressor"):
+        in_compressor = {"process_set": own} if place == "compressor" else {}
+        in_wrapper = {"process_set": own} if place == "wrapper" else {}
+        compression = dgc.Compression.dgc(**m.SPARSE, **in_compressor)
+        model = m.compile_model(compression, model=m.make_model(1 + hvd.rank()), **in_wrapper)
+        m.fit(model, 6, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert compression.stats.steps == (0 if hvd.rank() == 1 else 6)
+        if hvd.rank() != 1:
+            for i, value in enumerate(m.values(model)):
+                first = hvd.broadcast(tf.constant(value), 0, process_set=pair, name=f"fitted {place} {i}")
+                np.testing.assert_array_equal(first, value)
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
