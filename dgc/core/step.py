@@ -33,16 +33,22 @@ class Submission:
 
 @dataclass(slots=True)
 class Hyper:
-    """Momentum, Nesterov and weight decay by parameter, as they are in this step."""
+    """Momentum, Nesterov and weight decay by parameter, as they are in this step.
+
+    The core does not use learning rates; the ranks must share them.
+    """
 
     momentum: list[float]
     nesterov: list[bool]
     weight_decay: list[float]
+    learning_rates: tuple[float, ...] = ()
+    """Of the optimizer's parameter groups, where the adapter knows them."""
 
     def digest(self) -> int:
-        """64-bit digest of all values."""
+        """64-bit digest of all values; of learning rates 6 digits, which unlike machines compute alike."""
         table = np.array([self.momentum, self.nesterov, self.weight_decay], dtype=np.float64)
-        return int.from_bytes(hashlib.blake2b(table.tobytes(), digest_size=8).digest(), "little")
+        rates = " ".join(f"{rate:.5e}" for rate in self.learning_rates).encode()
+        return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
 
     @classmethod
     def uniform(cls, count: int, config: DGCConfig) -> Hyper:
@@ -63,7 +69,7 @@ class StepContext:
     hyper: Hyper
     loss_scale: float
     fingerprint: int
-    """What all ranks must share in this step: layout, momentum, Nesterov and weight decay."""
+    """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
     clip: list[float] | None = None
 
 

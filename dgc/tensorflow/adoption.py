@@ -98,6 +98,13 @@ class Adoption:
         """Whether u must follow changes of the learning rate."""
         return self.active and bool(self.momentum) and family(self.optimizer) != V1
 
+    @property
+    def rate_is_known(self) -> bool:
+        """Whether :func:`learning_rate` works for the optimizer."""
+        return self.optimizer is not None and (
+            self.velocity_has_learning_rate or (family(self.optimizer) not in (None, V1))
+        )
+
     def take(self) -> None:
         """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
 

@@ -69,6 +69,7 @@ class Group:
         parameters: Sequence[np.ndarray | None],
         hyper: Hyper,
         learning_rate: float | None,
+        follows: bool = True,
     ) -> tuple[list[np.ndarray], bool]:
         """Exchange one step.
 
@@ -76,7 +77,8 @@ class Group:
             gradients: in the order of ``indices``, of the variables' shapes.
             parameters: values of the variables, or None where no weight decay needs them.
             hyper: the options of all variables of the model.
-            learning_rate: that of this step, where the adopted velocity contains it.
+            learning_rate: that of this step, where it is known; the ranks must share it.
+            follows: whether the adopted velocity contains it.
 
         Returns:
             The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
@@ -85,14 +87,15 @@ class Group:
             DGCError: this or another rank failed.
         """
         if self._runs == 1:
-            self._compare_replicas(learning_rate)
+            self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = Hyper(
             [hyper.momentum[i] for i in self.indices],
             [hyper.nesterov[i] for i in self.indices],
             [hyper.weight_decay[i] for i in self.indices],
+            () if learning_rate is None else (learning_rate,),
         )
-        if learning_rate is not None:
+        if learning_rate is not None and follows:
             self._follow(learning_rate)
         results = []
         for place, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
@@ -129,16 +132,13 @@ class Group:
         self.exchange.state.momentum_buffer(self.indices.index(index))[...] = u
         self.rate = learning_rate
 
-    def _compare_replicas(self, learning_rate: float | None) -> None:
+    def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
-        rate = {} if learning_rate is None else {"the learning rate": np.array([learning_rate])}
-        values = {**rate, **{n: samples(v) for n, v in zip(self.names, self._variables, strict=True)}}
         require_replicas(
             self.exchange.transport,
-            values,
+            {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
             "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add "
-            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it), and give "
-            "every rank the same learning rate",
+            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
         )
 
     def _follow(self, learning_rate: float) -> None:

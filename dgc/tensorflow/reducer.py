@@ -116,7 +116,7 @@ class Reducer:
         rate: Any = None
         parameters: list[Any] = []
         if engine is not None and group is not None:
-            if engine.adoption.velocity_has_learning_rate:
+            if engine.adoption.rate_is_known:
                 rate = learning_rate(engine.adoption.optimizer)
             if engine.needs_parameters():
                 parameters = [engine.adoption.decayed(place, variables[i]) for place, i in dense]
@@ -164,7 +164,8 @@ class Reducer:
                 return arrays, ACCUMULATED
         if engine is None or group is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate)  # type: ignore[list-item]
+        follows = engine.adoption.velocity_has_learning_rate
+        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate, follows)  # type: ignore[list-item]
         return results, REFUSED if refused else APPLY
 
     def _accumulate(self, arrays: list[np.ndarray]) -> list[np.ndarray]:

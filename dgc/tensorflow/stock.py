@@ -78,7 +78,7 @@ class Stock:
         assert index is not None, "_settle() has refused foreign variables"
         pending = _Pending(index, tensor, raw_variable(variable))
         self._rate = None
-        if engine.adoption.velocity_has_learning_rate:
+        if engine.adoption.rate_is_known:
             self._rate = learning_rate(call.optimizer or engine.adoption.optimizer)
         if self._waiting and self._waiting[0].gradient.graph is not tensor.graph:
             # An earlier trace was given up half-way.
@@ -141,7 +141,8 @@ class Stock:
             *gradients, sum_of_ones, probed = arrays[: count + 2]
             self._check(engine, group, own, probed, float(sum_of_ones[0]))
             parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
-            results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate)
+            follows = engine.adoption.velocity_has_learning_rate
+            results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
             # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.
             return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], (
                 REFUSED if refused else APPLY

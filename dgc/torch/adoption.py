@@ -231,3 +231,10 @@ def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def _number(value: Any) -> float:
     return float(value) if value is not None else 0.0
+
+
+def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
+    """Those of an optimizer's groups, where they are at hand; one that lies on a GPU is not waited for."""
+    rates = [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
+    at_hand = [r for r in rates if isinstance(r, (int, float)) or (torch.is_tensor(r) and r.device.type == "cpu")]
+    return tuple(float(rate) for rate in at_hand)

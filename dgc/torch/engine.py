@@ -25,7 +25,7 @@ from dgc.core.replicas import require_replicas
 from dgc.core.stats import Stats
 from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
-from dgc.torch.adoption import Adoption, forget_steps, watch_steps
+from dgc.torch.adoption import Adoption, forget_steps, learning_rates_of, watch_steps
 from dgc.torch.device_tensors import HostTensors, tensors_for
 from dgc.torch.tensors import Result, as_array, describe, samples
 
@@ -293,6 +293,7 @@ class Engine:
             [hyper.momentum[i] for i in members],
             [hyper.nesterov[i] for i in members],
             [hyper.weight_decay[i] for i in members],
+            learning_rates_of(owner),
         )
         if error is not None:
             self.fail(error)
@@ -394,15 +395,10 @@ class Engine:
     def _compare_replicas(self) -> None:
         """Once, after the first exchange and before the first update."""
         self._replicas_compared = True
-        values = {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)}
-        owner = self.owner() if self.owner is not None else None
-        if owner is not None:
-            values["the learning rate"] = np.array([float(g.get("lr", 0.0)) for g in owner.param_groups])
         require_replicas(
             self.transport,
-            values,
-            "before the first step call hvd.broadcast_parameters(model.state_dict(), root_rank=0), and give every rank "
-            "the same learning rate",
+            {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
+            "before the first step call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
         )
 
     def _settle_sparse(self) -> None:

@@ -188,9 +188,20 @@ def models_that_were_never_broadcast():
     train(0)
     text = m.assert_raises(lambda: train(hvd.rank()), "do not train the same model", "broadcast")
     assert "in the same place on rank 1" in text
-    m.assert_raises(lambda: train(0, 0.1 + hvd.rank()), "'the learning rate' has the value 0.1 on rank 0")
+    m.assert_raises(lambda: train(0, 0.1 + hvd.rank()), "disagree in step 0 about the learning rate")
     model = m.compile_model(dgc.Compression.dgc(), model=m.make_model(1 + hvd.rank()))
     m.assert_raises(lambda: m.fit(model, 3), "BroadcastGlobalVariablesCallback")
+
+
+@case
+def learning_rates_that_drift_apart():
+    for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
+        model = m.make_model()
+        distributed = dgck.DistributedOptimizer(optimizer, compression=dgc.Compression.dgc())
+        model.compile(optimizer=distributed, loss=m.loss_function)
+        m.fit(model, 2)
+        model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
+        m.assert_raises(lambda: m.fit(model, 2), "disagree in step 2 about the learning rate")  # noqa: B023
 
 
 @case

@@ -285,10 +285,27 @@ def models_that_were_never_broadcast():
         assert "hvd.broadcast_parameters" in str(error)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "nothing was applied"
         compression.close()
+
+
+@case
+def learning_rates_that_differ_from_the_beginning_or_drift_apart():
+    for way in "ab":
+        for momentum in (0.9, 0.0):
+            model = make_model()
+            optimizer, compression = wrap(way, model, sgd(model, lr=0.1, momentum=momentum))
+            train(optimizer, model, 2)
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + hvd.rank())
+            text, label = "disagree in step 2 about the learning rate", f"{way} {momentum}"
+            on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), label)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), (
+                "nothing was applied"
+            )
+            compression.close()
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model, lr=0.1 + hvd.rank()))
-        text = "'the learning rate' has the value 0.1 on rank 0"
-        on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), f"{way} rate")
+        optimizer, compression = wrap(way, model, sgd(model, lr=torch.tensor(0.1 + hvd.rank())))
+        text = "disagree in step 0 about the learning rate"
+        on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), f"{way} tensor")
         compression.close()
 
 
