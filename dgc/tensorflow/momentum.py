@@ -36,14 +36,15 @@ _NEVER = 2**62
 class FixedMomentum(Adoption):
     """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
 
-    def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer]) -> None:
+    def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
         """Hold the options.
 
         Args:
             options: momentum and Nesterov.
             regularizers: of each variable.
+            optimizer: the Keras optimizer whose learning rate counts.
         """
-        self.optimizer = None
+        self.optimizer = optimizer
         self.active = False
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
@@ -142,7 +143,7 @@ class MomentumCompressor(DGCCompressor):
             # Paddle refuses to run then; a script shall be tried out without a launcher.
             warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
-        adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names])
+        adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
         self._adoption = adoption
         self._engine = Engine(list(variables), config, transport, adoption, 1.0)
         self._bound_to = ours

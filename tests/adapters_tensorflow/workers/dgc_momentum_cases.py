@@ -394,6 +394,10 @@ def ranks_that_disagree_all_get_an_error():
     kinds = (L1Decay, L2Decay)
     mm.raises(dgc.ConfigError, "L1Decay", lambda: first_step(regularization=kinds[min(rank, 1)](0.1)))
     mm.raises(dgc.ConfigError, "momentum", lambda: first_step(momentum=0.9 - 0.1 * rank))
+    optimizer, variables = make(), make_variables()
+    train(optimizer, variables, 2)
+    optimizer.learning_rate = 0.1 / (2 + rank)
+    mm.raises(dgc.ConfigError, "disagree in step 2 about the learning rate", lambda: train(optimizer, variables, 1))
 
 
 if __name__ == "__main__":
