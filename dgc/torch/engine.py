@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dgc.core.agreement import agree_or_raise
@@ -27,6 +26,7 @@ from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, forget_steps, learning_rates_of, watch_steps
 from dgc.torch.device_tensors import HostTensors, tensors_for
+from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.tensors import Result, as_array, describe, samples
 
 _PATIENCE = 1.0
@@ -76,8 +76,6 @@ class Engine:
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self._config = config
-        self._sparse: set[int] = set()
-        self._sparse_settled = False
         self._results: dict[int, Result] = {}
         self._extra_bytes = 0
         self._replicas_compared = False
@@ -88,6 +86,7 @@ class Engine:
             self.names = [n for n, _ in pairs]
             self.parameters = [p for _, p in pairs]
             self._ids = {id(p) for p in self.parameters}
+            self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = _loss_scale(loss_scale)
             self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
             self._exchange = self._new_exchange()
@@ -132,7 +131,9 @@ class Engine:
         self._begin()
         parameter = self.parameters[index]
         if index in self._sparse:
-            self._require_zero(index, gradient)
+            refused = self._sparse.refusal(index, gradient)
+            if refused is not None:
+                self.fail(refused)
             result.zero_()
             return
         if gradient.shape != parameter.shape or gradient.device != parameter.device:
@@ -182,8 +183,10 @@ class Engine:
         for result in self._results.values():
             result.deliver()
         self._results.clear()
-        if not self._sparse_settled:
-            self._settle_sparse()
+        if not self._sparse.settled:
+            found = self._sparse.settle(self.transport)
+            if found:
+                self._exclude(found)
         if not self._replicas_compared:
             self._compare_replicas()
 
@@ -224,7 +227,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: see :meth:`dgc.core.exchange.Exchange.state_dict`."""
-        return {**self._exchange.state_dict(), "sparse_gradients": [self.names[i] for i in sorted(self._sparse)]}
+        return {**self._exchange.state_dict(), "sparse_gradients": self._sparse.names}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank.
@@ -233,10 +236,10 @@ class Engine:
             LayoutError: it belongs to another model, rank or number of ranks.
         """
         self._drop_pending()
-        sparse = {i for i, name in enumerate(self.names) if name in set(saved.get("sparse_gradients", ()))}
-        if sparse != self._sparse:
+        sparse = self._sparse.indices_of(set(saved.get("sparse_gradients", ())))
+        if sparse != self._sparse.found:
             self._exclude(sparse)
-        self._sparse_settled = bool(sparse)
+        self._sparse.settled = bool(sparse)
         self._exchange.load_state_dict(saved)
 
     def reset(self) -> None:
@@ -251,12 +254,8 @@ class Engine:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    @property
-    def _members(self) -> list[int]:
-        return [i for i in range(len(self.parameters)) if i not in self._sparse]
-
     def _new_exchange(self) -> Exchange:
-        members = self._members
+        members = self._sparse.others
         self._places = {i: place for place, i in enumerate(members)}
         layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
         return Exchange(layout, self._config, self.transport, self._tensors.kernels, loss_scale=self._loss_scale)
@@ -288,7 +287,7 @@ class Engine:
                 self.adoption.take(owner)
         except ConfigError as refused:
             error = refused
-        hyper, members = self.adoption.hyper, self._members
+        hyper, members = self.adoption.hyper, self._sparse.others
         self._exchange.hyper = Hyper(
             [hyper.momentum[i] for i in members],
             [hyper.nesterov[i] for i in members],
@@ -347,30 +346,15 @@ class Engine:
                         "has one now; nobody averages it: wrap the optimizer anew after unfreezing parameters"
                     )
 
-    def _require_zero(self, index: int, gradient: torch.Tensor) -> None:
-        """A parameter with sparse gradients may go unused in a step, but not become dense."""
-        if gradient.any():
-            self.fail(
-                LayoutError(
-                    f"{self.names[index]!r} had sparse gradients and now has a dense one; build a new compressor when "
-                    "a parameter changes the way it is used"
-                )
-            )
-
     def _fill_in_sparse(self) -> list[torch.Tensor]:
-        """Parameters whose gradients are sparse tensors travel Horovod's own way; a zero stands in for them here.
+        """Submit a zero for every parameter that got a sparse gradient.
 
         Returns:
             The zeros, which must stay until the step is over.
         """
         zeros = []
-        for index in self._members:
-            gradient = self.parameters[index].grad
-            if index in self._results or gradient is None or not gradient.is_sparse:
-                continue
+        for index, zero in self._sparse.without_result(self._results):
             self.require_own_momentum(index)
-            parameter = self.parameters[index]
-            zero = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)
             self._exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
@@ -401,27 +385,18 @@ class Engine:
             "before the first step call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
         )
 
-    def _settle_sparse(self) -> None:
-        """Once, after the first step: leave out what turned out to have sparse gradients on any rank."""
-        self._sparse_settled = True
-        mask = np.zeros(len(self.parameters), np.float32)
-        for i, p in enumerate(self.parameters):
-            mask[i] = p.grad is not None and p.grad.is_sparse
-        self.transport.allreduce(mask, "max")
-        found = {int(i) for i in np.flatnonzero(mask)}
-        if found:
-            self._exclude(found)
-
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
         before, stats = self._exchange, self._exchange.stats
         old = before.state.to_dict()
-        self._sparse = sparse
+        self._sparse.found = sparse
         before.close()
         self._exchange = self._new_exchange()
         self._exchanges[:] = [self._exchange]
-        old["parameters"] = {n: s for n, s in old["parameters"].items() if n in {self.names[i] for i in self._members}}
-        if len(old["parameters"]) == len(self._members):
+        old["parameters"] = {
+            n: s for n, s in old["parameters"].items() if n in {self.names[i] for i in self._sparse.others}
+        }
+        if len(old["parameters"]) == len(self._sparse.others):
             self._exchange.state.load(old)
         self._exchange.stats = stats
 

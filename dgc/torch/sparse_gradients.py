@@ -1,0 +1,75 @@
+"""Parameters whose gradients are sparse tensors: they travel Horovod's own way, and the exchange leaves them out.
+
+Which ones they are shows in the first step. Until then a zero stands in for each of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from dgc.core.errors import LayoutError
+from dgc.core.transport import Transport
+
+
+class SparseGradients:
+    """Which of a model's parameters have sparse gradients.
+
+    Attributes:
+        found: their indices.
+        settled: whether all ranks have agreed on them.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        """Begin with none.
+
+        Args:
+            names: of the parameters.
+            parameters: in registration order.
+        """
+        self._names, self._parameters = names, parameters
+        self.found: set[int] = set()
+        self.settled = False
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the parameter has sparse gradients."""
+        return index in self.found
+
+    @property
+    def others(self) -> list[int]:
+        """Indices of all other parameters."""
+        return [i for i in range(len(self._parameters)) if i not in self.found]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of those with sparse gradients, in registration order."""
+        return [self._names[i] for i in sorted(self.found)]
+
+    def indices_of(self, names: Collection[str]) -> set[int]:
+        """Indices of the parameters of these names."""
+        return {i for i, name in enumerate(self._names) if name in names}
+
+    def without_result(self, submitted: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Index and a fresh zero gradient of each parameter that got a sparse one and was not submitted."""
+        for index in self.others:
+            parameter = self._parameters[index]
+            if index not in submitted and parameter.grad is not None and parameter.grad.is_sparse:
+                yield index, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    def refusal(self, index: int, gradient: torch.Tensor) -> LayoutError | None:
+        """What is wrong with a dense gradient of a known parameter: it may go unused in a step, but not change."""
+        if not gradient.any():
+            return None
+        return LayoutError(
+            f"{self._names[index]!r} had sparse gradients and now has a dense one; build a new compressor when a "
+            "parameter changes the way it is used"
+        )
+
+    def settle(self, transport: Transport) -> set[int]:
+        """Once, after the first step: those that have a sparse gradient on any rank. Collective."""
+        self.settled = True
+        mask = np.array([p.grad is not None and p.grad.is_sparse for p in self._parameters], np.float32)
+        transport.allreduce(mask, "max")
+        return {int(i) for i in np.flatnonzero(mask)}
