@@ -155,13 +155,10 @@ class DGCMomentum(Optimizer):
             warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
         self._scale = 1.0
-        self._learning_rates = [float(group["lr"]) for group in self.param_groups]
         self._stand_in: StandIn | None = None
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
-            self._stand_in = StandIn(
-                import_horovod(), self._transport, members, learning_rates=lambda: self._learning_rates
-            )
+            self._stand_in = StandIn(import_horovod(), self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = self._stand_in.send, self._stand_in.check
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -192,8 +189,6 @@ class DGCMomentum(Optimizer):
         self._take_options()
         self._submit_all()
         self._engine.finish()
-        if self._stand_in is not None:
-            self._stand_in.wait()
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
@@ -364,7 +359,7 @@ class DGCMomentum(Optimizer):
         self._engine.fail(error, index)
 
     def _read_options(self) -> None:
-        self._learning_rates = [float(group["lr"]) for group in self.param_groups]
+        self._engine.learning_rates = tuple(float(group["lr"]) for group in self.param_groups)
         hyper = self._engine.adoption.hyper
         for group in self.param_groups:
             for p in group["params"]:

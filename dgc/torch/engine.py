@@ -43,6 +43,7 @@ class Engine:
         parameters: the compressed tensors in registration order.
         names: their names.
         owner: weak reference to the optimizer that steps them, once it is known.
+        learning_rates: those of the step that begins, where they are not the owner's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called now and then while waiting for other ranks, if set; raises when a rank will never come.
     """
@@ -75,6 +76,7 @@ class Engine:
         self.on_step_begin: Callable[[], None] | None = None
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
+        self.learning_rates: tuple[float, ...] = ()
         self._config = config
         self._results: dict[int, Result] = {}
         self._extra_bytes = 0
@@ -292,7 +294,7 @@ class Engine:
             [hyper.momentum[i] for i in members],
             [hyper.nesterov[i] for i in members],
             [hyper.weight_decay[i] for i in members],
-            learning_rates_of(owner),
+            self.learning_rates or learning_rates_of(owner),
         )
         if error is not None:
             self.fail(error)
