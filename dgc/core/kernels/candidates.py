@@ -74,6 +74,22 @@ def begin(integers, chunk_table, left, spent, nonfinite, taken):
             chunk_table[0, integers[s, FIRST_CHUNK] + c] = s
 
 
+@entry()
+def outcome(taken, nonfinite):
+    """Sum up what :func:`compress_chunks` left behind; in NumPy each of these starts with cold caches.
+
+    Returns:
+        Whether a segment is UNFINISHED, the number of entries picked, and whether a non-finite entry was met.
+    """
+    unfinished, total, met = False, 0, False
+    for n in taken:
+        unfinished |= n == UNFINISHED
+        total += n
+    for n in nonfinite:
+        met |= n != 0
+    return unfinished, total, met
+
+
 @helper
 def _conclude(
     integers, reals, control, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values

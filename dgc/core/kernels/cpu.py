@@ -13,12 +13,12 @@ from dgc.core.errors import LayoutError
 from dgc.core.kernels import control as rules
 from dgc.core.kernels import histogram, places
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.candidates import UNFINISHED, begin, compress_chunks, prepare
-from dgc.core.kernels.dense import SUM_LANES, TILE, add_tiles, tile_sums, update
+from dgc.core.kernels.candidates import UNFINISHED, begin, compress_chunks, outcome, prepare
+from dgc.core.kernels.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
 from dgc.core.kernels.histogram import COUNT, TALLY_ALL, TALLY_RANGE, WRITE
 from dgc.core.kernels.pick import BINS
 from dgc.core.kernels.sweep import STRIP
-from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, element_code, make_table
+from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, make_table, place_of
 from dgc.core.kernels.threads import Team, default_threads
 from dgc.core.kernels.vector import bits_of
 
@@ -135,17 +135,15 @@ class NumbaKernels:
         return rules.new_control(segments)
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
-        out = np.empty(len(gradients))
-        lengths = np.array([g.size for g in gradients], np.int64)
-        codes = np.array([element_code(g, g.size, "gradient") for g in gradients], np.int64)
-        addresses = np.array([address_of(g) for g in gradients], np.int64)
-        tiles = np.zeros(len(gradients) + 1, np.int64)
-        np.cumsum(-(-lengths // TILE), out=tiles[1:])
-        count = int(tiles[-1])
-        threads = self._threads_for(count * TILE)
-        strips, sums, partial = np.empty((threads, STRIP), np.float32), np.empty((threads, SUM_LANES)), np.empty(count)
-        self._team.run(threads, tile_sums, count, addresses, codes, lengths, tiles, strips, sums, partial)
-        add_tiles(tiles, partial, out)
+        rows = [(*place_of(g, g.size, "gradient"), g.size) for g in gradients]
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        out, shares = np.empty(len(rows)), np.empty((2, len(rows) + 1), np.int64)
+        tiles, groups = share_out(table, shares)
+        threads = self._threads_for(tiles * TILE)
+        strips, sums = np.empty((threads, STRIP), np.float32), np.empty((threads, GROUP, SUM_LANES))
+        partial = np.empty(tiles)
+        self._team.run(threads, tile_sums, groups, table, shares, strips, sums, partial)
+        add_tiles(shares[0], partial, out)
         return out
 
     def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
@@ -227,7 +225,7 @@ class NumbaKernels:
         if parameter is None:
             weight_decay = 0.0
         elif weight_decay:
-            at, code = address_of(parameter), element_code(parameter, n, "parameter")
+            at, code = place_of(parameter, n, "parameter")
         threads = self._threads_for(n)
         self._team.run(
             threads, update, -(-n // TILE), result, mean, u, at, code, float(momentum), bool(nesterov),
@@ -261,12 +259,13 @@ class NumbaKernels:
             scratch.left, scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins, scratch.likes,
             nonfinite, taken, positions, values,
         )  # fmt: skip
-        if selecting:
-            if taken.min(initial=0) == UNFINISHED:
-                self._select_by_histogram(integers, control, v, positions, values, taken)
-            if int(taken.sum()) < count:
-                positions, values = _without_gaps(integers, taken, positions, values)
-        return Selection(positions, bool(nonfinite.any()), values)
+        unfinished, total, met = outcome(taken, nonfinite)
+        if unfinished:
+            self._select_by_histogram(integers, control, v, positions, values, taken)
+            total = int(taken.sum())
+        if total < count:
+            positions, values = _without_gaps(integers, taken, positions, values)
+        return Selection(positions, met, values)
 
     def _select_by_histogram(
         self,

@@ -25,8 +25,10 @@ from dgc.core.kernels.vector import (
 )
 
 TILE = 32768
-"""Elements that a thread takes at a time, and those of one partial sum: fixed, so that a sum does not depend on the
-number of threads."""
+"""Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads."""
+
+GROUP = 4
+"""Tiles that a thread takes at a time, to read in turn from each."""
 
 SUM_LANES = 64
 """Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
@@ -64,6 +66,15 @@ _squares_checked = _make_squares(True)
 
 
 @helper
+def _total(sums):
+    """The sums added in order."""
+    total = 0.0
+    for lane in range(SUM_LANES):
+        total += sums[lane]
+    return total
+
+
+@helper
 def _squares(array, start, stop, sums):
     """The sum of squares of the finite entries; one that is not finite shows in the sum, and is rare."""
     for checked in range(2):
@@ -72,12 +83,40 @@ def _squares(array, start, stop, sums):
             _squares_checked(array, start, stop, sums)
         else:
             _squares_trusting(array, start, stop, sums)
-        total = 0.0
-        for lane in range(SUM_LANES):
-            total += sums[lane]
+        total = _total(sums)
         if total < np.inf:
             break
     return total
+
+
+@helper
+def _squares_of_four(array, start, sums, partial):
+    """Fill ``partial``, (GROUP,), with the sums of squares of GROUP whole tiles from ``start`` on.
+
+    Several streams of reads are fetched faster than one: 15.9 GB/s instead of 13.0 on one core, 28 instead of 22 on
+    two. ``sums``: (GROUP, SUM_LANES).
+    """
+    sums[:] = 0
+    a, b, c, d = sums[0], sums[1], sums[2], sums[3]
+    for lane in range(0, SUM_LANES, LANES):
+        w, x, y, z = load(a, lane), load(b, lane), load(c, lane), load(d, lane)
+        for i in range(start + lane, start + TILE, SUM_LANES):
+            prefetch(array, i + AHEAD)
+            prefetch(array, i + TILE + AHEAD)
+            prefetch(array, i + 2 * TILE + AHEAD)
+            prefetch(array, i + 3 * TILE + AHEAD)
+            w = add_squares(w, load(array, i))
+            x = add_squares(x, load(array, i + TILE))
+            y = add_squares(y, load(array, i + 2 * TILE))
+            z = add_squares(z, load(array, i + 3 * TILE))
+        store(a, lane, w)
+        store(b, lane, x)
+        store(c, lane, y)
+        store(d, lane, z)
+    for t in range(GROUP):
+        partial[t] = _total(sums[t])
+        if not partial[t] < np.inf:
+            partial[t] = _squares(array, start + t * TILE, start + (t + 1) * TILE, sums[t])
 
 
 @helper
@@ -95,31 +134,50 @@ def _squares_of_tile(address, code, start, stop, strip, sums):
 
 
 @entry()
-def tile_sums(worker, progress, count, addresses, codes, lengths, tiles, strips, sums, partial):
+def share_out(table, shares):
+    """Fill ``shares``, (2, S + 1) int64, as :func:`tile_sums` reads it; ``table`` as there. Returns the last two."""
+    shares[:, 0] = 0
+    for s in range(len(table)):
+        tiles = (table[s, 2] + TILE - 1) // TILE
+        shares[0, s + 1] = shares[0, s] + tiles
+        shares[1, s + 1] = shares[1, s] + (tiles + GROUP - 1) // GROUP
+    return shares[0, -1], shares[1, -1]
+
+
+@entry()
+def tile_sums(worker, progress, groups, table, shares, strips, sums, partial):
     """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
 
     Args:
         worker: this thread's number, below W.
-        progress: (2,) int64: tiles taken, tiles done.
-        count: number of tiles.
-        addresses: (S,) int64.
-        codes: (S,) int64 element types.
-        lengths: (S,) int64.
-        tiles: (S + 1,) int64: array s has the tiles ``tiles[s]`` to ``tiles[s + 1]``, each TILE elements but the last.
+        progress: (2,) int64: groups of tiles taken, groups done.
+        groups: number of groups.
+        table: (S, 3) int64: each array's address, element type and length.
+        shares: (2, S + 1) int64: array s has the tiles ``shares[0, s]`` to ``shares[0, s + 1]``, each TILE elements
+            but the last, in the groups ``shares[1, s]`` to ``shares[1, s + 1]``, each GROUP tiles but the last.
         strips: (W, STRIP) float32 scratch.
-        sums: (W, SUM_LANES) float64 scratch.
-        partial: (count,) float64, filled.
+        sums: (W, GROUP, SUM_LANES) float64 scratch.
+        partial: (tiles,) float64, filled.
     """
-    s = 0
+    s = len(table) - 1
     while True:
-        tile = fetch_add(progress, 0, 1)
-        if tile >= count:
+        # From the end to the beginning, where the pass over the same gradients starts: it finds those in the caches.
+        group = groups - 1 - fetch_add(progress, 0, 1)
+        if group < 0:
             break
-        while tile >= tiles[s + 1]:
-            s += 1
-        start = (tile - tiles[s]) * TILE
-        stop = min(start + TILE, lengths[s])
-        partial[tile] = _squares_of_tile(addresses[s], codes[s], start, stop, strips[worker], sums[worker])
+        while group < shares[1, s]:
+            s -= 1
+        address, code, length = table[s]
+        first = (group - shares[1, s]) * GROUP
+        last = min(first + GROUP, shares[0, s + 1] - shares[0, s])
+        mine = partial[shares[0, s] + first : shares[0, s] + last]
+        if code == FLOAT32 and (first + GROUP) * TILE <= length:
+            gradient = carray(at_address(address), (length,), types.float32)
+            _squares_of_four(gradient, first * TILE, sums[worker], mine)
+        else:
+            for tile in range(first, last):
+                stop = min((tile + 1) * TILE, length)
+                mine[tile - first] = _squares_of_tile(address, code, tile * TILE, stop, strips[worker], sums[worker, 0])
         fetch_add(progress, 1, 1)
 
 

@@ -28,6 +28,7 @@ FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
 NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
 """Forms of momentum."""
 
+_character_at = c_char.from_buffer
 _FLOAT32 = np.dtype(np.float32)
 _CODES = {
     _FLOAT32: FLOAT32,
@@ -64,9 +65,21 @@ def element_code(array: np.ndarray, length: int, what: str) -> int:
 def address_of(array: np.ndarray) -> int:
     """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
     try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+        return addressof(_character_at(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, empty, or a type that buffers do not know
         return array.ctypes.data
+
+
+def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
+    """Address and type of a 1-D array of ``length`` elements.
+
+    Raises:
+        LayoutError: as for :func:`element_code`.
+    """
+    # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
+    if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
+        return addressof(_character_at(array)), FLOAT32  # type: ignore[arg-type]
+    return address_of(array), element_code(array, length, what)
 
 
 def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,30 +92,21 @@ def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.n
     Raises:
         LayoutError: an array or a segment is not what a kernel may touch.
     """
-    given: list[tuple[int, ...]] = []
-    reals: list[tuple[float, ...]] = []
+    given: list[int] = []
+    reals: list[float] = []
     for w in work:
-        gradient, length = w.gradient, w.length
-        if w.offset < 0 or length < 0 or w.offset + length > size:
-            raise LayoutError(f"a segment at {w.offset} of {length} elements does not fit into {size}")
-        decay, at, code = w.weight_decay, 0, 0
+        length, offset = w.length, w.offset
+        if offset < 0 or length < 0 or offset + length > size:
+            raise LayoutError(f"a segment at {offset} of {length} elements does not fit into {size}")
+        decay, place = w.weight_decay, (0, 0)
         if decay and w.parameter is not None:
-            at, code = address_of(w.parameter), element_code(w.parameter, length, "parameter")
+            place = place_of(w.parameter, length, "parameter")
         m = w.momentum
-        given.append(
-            (
-                address_of(gradient),
-                element_code(gradient, length, "gradient"),
-                at,
-                code,
-                w.offset,
-                length,
-                min(w.k, length),
-                (NESTEROV if w.nesterov else HEAVY_BALL) if m else NO_MOMENTUM,
-            )
-        )
-        reals.append((m, decay, w.scale, 0.0))
+        form = (NESTEROV if w.nesterov else HEAVY_BALL) if m else NO_MOMENTUM
+        given += place_of(w.gradient, length, "gradient")
+        given += place
+        given += (offset, length, min(w.k, length), form)
+        reals += (m, decay, w.scale, 0.0)
     integers = np.zeros((len(work), INTEGERS), np.int64)
-    if given:
-        integers[:, : len(given[0])] = given
+    integers[:, :KEY] = np.array(given, np.int64).reshape(len(work), KEY)
     return integers, np.array(reals, np.float64).reshape(len(work), REALS)

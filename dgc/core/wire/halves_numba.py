@@ -75,6 +75,37 @@ def largest_magnitude(values):
     return largest
 
 
+@helper
+def _write_halves(values, factor, halves):
+    for i in range(halves.size):
+        halves[i] = _half_of(_bits(values[i] * factor))
+
+
+@helper
+def _read_halves(halves, factor, values):
+    for i in range(halves.size):
+        values[i] = _value_of(uint32(halves[i])) * factor
+
+
+@helper
+def _write_tiles(positions, counts, offsets):
+    k = positions.size
+    for i in range(k):
+        offsets[i] = positions[i] & 0xFFFF
+    first = 0
+    for tile in range(counts.size):
+        # The first position beyond the tile, by bisection: k is small beside the tiles, or many share one.
+        low, high = first, k
+        while low < high:
+            middle = (low + high) // 2
+            if positions[middle] >> 16 > tile:
+                high = middle
+            else:
+                low = middle + 1
+        counts[tile] = low - first
+        first = low
+
+
 @entry(__file__)
 def to_halves(values, factor, halves):
     """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
@@ -84,8 +115,7 @@ def to_halves(values, factor, halves):
         factor: float32, a power of two that leaves every magnitude below 65520.
         halves: (k,) uint16, filled.
     """
-    for i in range(values.size):
-        halves[i] = _half_of(_bits(values[i] * factor))
+    _write_halves(values, factor, halves)
 
 
 @entry(__file__)
@@ -117,14 +147,7 @@ def to_tiles(positions, counts, offsets):
         counts: (tiles,) uint32, receives the number of positions in each tile.
         offsets: (k,) uint16, receives each position's place in its tile.
     """
-    i = 0
-    for tile in range(counts.size):
-        first = i
-        end = (tile + 1) << 16
-        while i < positions.size and positions[i] < end:
-            offsets[i] = positions[i] & 0xFFFF
-            i += 1
-        counts[tile] = i - first
+    _write_tiles(positions, counts, offsets)
 
 
 @entry(__file__)
@@ -159,18 +182,8 @@ def encode_message(positions, values, tiles, out, decoded):
     out[block : block + 4].view(np.int32)[0] = exponent
     down = _float(uint32((127 - exponent) << 23))
     up = _float(uint32((127 + exponent) << 23))
-    counts = out[: 4 * tiles].view(np.uint32)
-    offsets = out[table : table + 2 * k].view(np.uint16)
     halves = out[first : first + 2 * k].view(np.uint16)
-    i = 0
-    for tile in range(tiles):
-        begin = i
-        end = (tile + 1) << 16
-        while i < k and positions[i] < end:
-            offsets[i] = positions[i] & 0xFFFF
-            half = _half_of(_bits(values[i] * down))
-            halves[i] = half
-            decoded[i] = _value_of(half) * up
-            i += 1
-        counts[tile] = i - begin
+    _write_tiles(positions, out[: 4 * tiles].view(np.uint32), out[table : table + 2 * k].view(np.uint16))
+    _write_halves(values, down, halves)
+    _read_halves(halves, up, decoded)
     return used
