@@ -26,7 +26,7 @@ import numpy as np
 
 from dgc.core.clipping import clip_factors
 from dgc.core.config import DGCConfig
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 from dgc.core.schedule import entries_to_send
@@ -129,24 +129,30 @@ class Rank:
             np.copyto(self._flat, self._source, casting="same_kind")
 
     def step(self) -> None:
-        """Accumulate, select, encode, mask."""
-        for b in self._buckets:
-            self._compress(b)
+        """Accumulate, select, encode, mask; other threads begin with a bucket while the one before is encoded."""
+        masked = []
+        begun = self._begin(self._buckets[0])
+        for b, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+            meanwhile = begun if following is None else self._begin(following)
+            chosen = begun()
+            begun = meanwhile
+            b.chosen = chosen.positions
+            decoded = b.codec.encode(chosen.positions, chosen.values, b.payload)
+            masked.append(self._kernels.mask(b.u, b.v, chosen.positions, decoded, masking=True, wait=False))
+        for kept in masked:
+            kept.finish()
 
-    def _compress(self, b: _BucketState) -> None:
+    def _begin(self, b: _BucketState) -> Callable[[], Selection]:
         kernels = self._kernels
         scales = [1.0] * len(b.ks)
         if self._case == "clipping":
-            scales = clip_factors(kernels.sums_of_squares(b.gradients), 1.0, 4).tolist()
+            scales = clip_factors(kernels.sums_of_squares(b.gradients), 1.0, 4)
         nesterov, decay = self._case == "nesterov", 1e-4 if self._case == "weight decay" else 0.0
         work = [
             SegmentWork(g, p, s.offset, s.length, k, MOMENTUM, nesterov, decay, scale)
             for s, k, g, p, scale in zip(b.bucket.sparse, b.ks, b.gradients, b.parameters, scales, strict=True)
         ]
-        chosen = kernels.accumulate_and_select(work, b.u, b.v, b.control)
-        decoded = b.codec.encode(chosen.positions, chosen.values, b.payload)
-        kernels.mask(b.u, b.v, chosen.positions, decoded, masking=True)
-        b.chosen = chosen.positions
+        return kernels.begin_selection(work, b.u, b.v, b.control)
 
     def count(self) -> None:
         """Count the tensors that sent exactly k entries (not timed)."""

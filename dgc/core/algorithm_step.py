@@ -47,6 +47,8 @@ class AlgorithmStep(BucketStep):
     algorithm has that; the allreduce of the longest message, if lengths vary; the messages; the dense vector.
     """
 
+    begins_early = False
+
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:

@@ -7,14 +7,14 @@ a refused step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config import DGCConfig
 from dgc.core.errors import DGCError
-from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.base import Kernels, SegmentWork, Selection
 from dgc.core.kernels.memory import memory_of
 from dgc.core.layout import Bucket, Segment
 from dgc.core.messages import Incoming, Sender, blaming
@@ -28,6 +28,11 @@ from dgc.core.transport import Transport
 
 class BucketStep:
     """The work on one bucket, with its buffers, reused from step to step."""
+
+    begins_early = True
+    """Whether :meth:`begin` does anything."""
+
+    _begun: Callable[[], Selection] | None = None
 
     def __init__(
         self,
@@ -46,7 +51,10 @@ class BucketStep:
         self._sender = Sender(bucket.index, transport, self._memory)
         self._vector = np.empty(0, bucket.dtype)
         self.sent = False
-        """Whether this rank's message of the current step is out; an error can no longer be told the others."""
+        """Whether this rank's message of the current step is out; an error can no longer be told the others.
+
+        The exchange sets it to False when a step begins.
+        """
 
     @property
     def bucket(self) -> Bucket:
@@ -78,6 +86,19 @@ class BucketStep:
         self._gather(plan, stats)
         self._receive(plan, context)
 
+    def begin(self, context: StepContext, state: BucketState, given: Sequence[Submission | None]) -> None:
+        """Let other threads begin to compress, while this one has another bucket to do; :meth:`run` goes on with it."""
+        plan = self.plan(context.density)
+        if plan.mode is not Mode.DENSE and plan.ks:
+            work = self._work(plan, context, given)
+            self._begun = self._kernels.begin_selection(work, state.u, state.v, state.control)
+
+    def abandon(self) -> None:
+        """Let nobody work on the bucket any more, when :meth:`run` will not come to what :meth:`begin` began."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()
+
     def await_gradients(self, given: Sequence[Submission | None]) -> None:
         """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
 
@@ -102,7 +123,6 @@ class BucketStep:
         """
         plan = self.plan(context.density)
         outcome = Outcome()
-        self.sent = False
         try:
             with stats.timed("compress"):
                 count, nonfinite = self._compress(plan, context, state, given, outcome)
@@ -142,6 +162,8 @@ class BucketStep:
 
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
+        if outcome.kept is not None:
+            outcome.kept.finish()
         if refused:
             self.take_back(state, outcome)
             if outcome.flagged:
@@ -214,8 +236,12 @@ class BucketStep:
         self._start(plan, context)
         if plan.mode is Mode.DENSE or not plan.ks:
             return 0, False
-        work = self._work(plan, context, given)
-        selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.control)
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            selection = begun()
+        else:
+            work = self._work(plan, context, given)
+            selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.control)
         positions = selection.positions
         values = selection.values
         if plan.mode is Mode.SPARSE:
@@ -224,8 +250,12 @@ class BucketStep:
             decoded = plan.codec.roundtrip(positions, values)
             self._vector[: self._bucket.sparse_size] = 0
             self._vector[positions] = decoded
-        outcome.kept = self._kernels.mask(state.u, state.v, positions, decoded, masking=self._config.momentum_masking)
+        # Not waited for: the message goes out first.
+        outcome.kept = self._kernels.mask(
+            state.u, state.v, positions, decoded, masking=self._config.momentum_masking, wait=False
+        )
         if not self._config.error_feedback:
+            outcome.kept.finish()
             self._memory.fill(state.v, 0)
         return len(positions), selection.nonfinite
 

@@ -13,7 +13,7 @@ from dgc.core.layout import Bucket
 from dgc.core.step import StepContext, Submission
 
 
-def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> np.ndarray:
+def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
     """Factors that bring each gradient's L2 norm to at most ``threshold * sqrt(ranks)``.
 
     The paper scales its threshold by N^(-1/2) for gradients already divided by N; on an undivided gradient
@@ -26,13 +26,13 @@ def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scal
         scale: what the gradients are multiplied by before the norm counts (1 / loss scale).
 
     Returns:
-        (S,) float64 in (0, 1].
+        S factors in (0, 1].
 
     Source: arXiv 1712.01887, section 3.2; Paddle's dgc_clip_by_norm.
     """
-    norms = np.sqrt(sums_of_squares) * scale
     limit = threshold * math.sqrt(ranks)
-    return np.where(norms > limit, limit / np.maximum(norms, np.finfo(np.float64).tiny), 1.0)
+    # S is small, and the caches hold gradients: half a dozen NumPy calls would take longer.
+    return [limit / n if (n := math.sqrt(s) * scale) > limit else 1.0 for s in sums_of_squares.tolist()]
 
 
 class Clipping:
@@ -59,7 +59,7 @@ class Clipping:
         if self.needs_all_gradients:
             if context.clip is None:
                 total = np.array([self._sums_of_squares(given, range(len(given))).sum()])
-                context.clip = [float(self._factors(total, context)[0])] * len(given)
+                context.clip = self._factors(total, context) * len(given)
             return
         if context.density is None:
             return
@@ -67,9 +67,9 @@ class Clipping:
             context.clip = [1.0] * len(given)
         chosen = [s.parameter for s in bucket.sparse]
         for i, factor in zip(chosen, self._factors(self._sums_of_squares(given, chosen), context), strict=True):
-            context.clip[i] = float(factor)
+            context.clip[i] = factor
 
-    def _factors(self, squares: np.ndarray, context: StepContext) -> np.ndarray:
+    def _factors(self, squares: np.ndarray, context: StepContext) -> list[float]:
         assert self._threshold is not None
         return clip_factors(squares, self._threshold, self._ranks, 1.0 / context.loss_scale)
 

@@ -25,6 +25,8 @@ class DeviceBucketStep(BucketStep):
     are not the device's, and for clipping. Results are complete only when the kernels' stream has reached them.
     """
 
+    begins_early = False
+
     _kernels: DeviceKernels
     _started: BucketPlan | None = None
     _packed = False

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.bucket_step import BucketStep
 from dgc.core.clipping import Clipping
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
+from dgc.core.preparation import Preparation
 from dgc.core.schedule import Schedule
 from dgc.core.state import State
 from dgc.core.stats import Stats, StepStats
@@ -65,8 +65,9 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
-        self._clipping = Clipping(config, kernels, transport.size)
         self._steps = make_steps(layout, config, kernels, transport)
+        clipping = Clipping(config, kernels, transport.size)
+        self._preparation = Preparation(self._steps, self.state, clipping, kernels)
         for sparsity in config.sparsity:
             for step in self._steps:
                 step.plan(1.0 - sparsity)
@@ -88,6 +89,11 @@ class Exchange:
     def in_step(self) -> bool:
         """Whether gradients of a step have come in that :meth:`finish` has not concluded."""
         return self._context is not None
+
+    @property
+    def owes_failure(self) -> bool:
+        """Whether a failure came too late for its step; the first message of the next one tells the other ranks."""
+        return self._failure is not None and self._broken is None and not self.in_step
 
     def submit(
         self,
@@ -143,6 +149,9 @@ class Exchange:
     def fail(self, error: DGCError, parameter: int | None = None) -> None:
         """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
 
+        When all buckets are through, the others finish the step; they are told in the next one, if this rank takes
+        part in it.
+
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
         """
@@ -151,6 +160,10 @@ class Exchange:
             self._failure = self._failure or (error, parameter)
             self._lock.notify_all()
         self.wait()
+        if self._broken is None and len(self._outcomes) == len(self._steps):
+            # The step counts here as it does on the others: the next message must be as long as theirs.
+            self._finish()
+            raise error
         self._broken = self._broken or error
         self._conclude_broken()
 
@@ -174,19 +187,7 @@ class Exchange:
         self.require_complete()
         self.wait()
         self._conclude_broken()
-        context, stats = self._required_context, self._current
-        flagged = any(o.flagged for o in self._outcomes)
-        if not flagged:
-            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
-                outcome.flagged = step.overflows(context, state, self._given)
-            flagged = any(o.flagged for o in self._outcomes)
-        with stats.timed("apply"):
-            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
-                step.finish(context, state, self._given, outcome, flagged)
-        self.state.step += not flagged
-        self.stats.record(stats, refused=flagged)
-        self._end()
-        return flagged
+        return self._finish()
 
     def require_complete(self) -> None:
         """Raise on all ranks unless every gradient of this step was given.
@@ -222,13 +223,25 @@ class Exchange:
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
+    def require_between_steps(self, what: str) -> None:
+        """Refuse what would use the transport, or read the state, beside a step.
+
+        Args:
+            what: is called, for the message.
+
+        Raises:
+            LayoutError: a step is under way on this rank.
+        """
+        if self.in_step:
+            raise LayoutError(f"{what} was called while a step is under way; call it after step() or synchronize()")
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain containers of NumPy arrays (copies).
 
         Raises:
             LayoutError: called in the middle of a step.
         """
-        self._require_between_steps("state_dict()")
+        self.require_between_steps("state_dict()")
         return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -288,7 +301,8 @@ class Exchange:
                 return
             scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
             if not (np.isfinite(scale) and scale > 0):
-                self._failure = (ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0"), None)
+                refused = ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
+                self._failure = self._failure or (refused, None)
                 scale = 1.0
             step = self.state.step
             dense = self.schedule.is_dense(step)
@@ -306,6 +320,22 @@ class Exchange:
                 self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
                 self._thread.start()
             self._lock.notify_all()
+
+    def _finish(self) -> bool:
+        """What :meth:`finish` does once all buckets are through."""
+        context, stats = self._required_context, self._current
+        flagged = any(o.flagged for o in self._outcomes)
+        if not flagged:
+            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
+                outcome.flagged = step.overflows(context, state, self._given)
+            flagged = any(o.flagged for o in self._outcomes)
+        with stats.timed("apply"):
+            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
+                step.finish(context, state, self._given, outcome, flagged)
+        self.state.step += not flagged
+        self.stats.record(stats, refused=flagged)
+        self._end()
+        return flagged
 
     def _end(self) -> None:
         with self._lock:
@@ -347,10 +377,6 @@ class Exchange:
                 f"an earlier step failed ({self._broken}); call reset() or load_state_dict() on all ranks, or restart"
             )
 
-    def _require_between_steps(self, what: str) -> None:
-        if self.in_step:
-            raise LayoutError(f"{what} was called while a step is under way; call it after step() or synchronize()")
-
     def _loop(self) -> None:
         while True:
             with self._lock:
@@ -373,30 +399,33 @@ class Exchange:
                 self._lock.notify_all()
 
     def _run_step(self) -> None:
-        for step, state in zip(self._steps, self.state.buckets, strict=True):
-            if not self._wait_for_bucket(step.bucket.index):
-                return
-            self._run_bucket(step, state)
+        self._preparation.start()
+        try:
+            for index, bucket in enumerate(self.layout.buckets):
+                if not self._wait_for_bucket(bucket.index):
+                    return
+                self._run_bucket(index)
+        finally:
+            self._preparation.abandon()
 
     def _wait_for_bucket(self, bucket: int) -> bool:
         """Wait for the bucket's gradients; with global clipping or at its start, for those of all buckets."""
 
         def ready() -> bool:
-            waiting = self._missing if self._clipping.needs_all_gradients else [self._missing[bucket]]
+            waiting = self._missing if self._preparation.needs_all_gradients else [self._missing[bucket]]
             return not any(waiting) or self._failure is not None or self._closed
 
         with self._lock:
             self._lock.wait_for(ready)
             return not self._closed
 
-    def _run_bucket(self, step: BucketStep, state: Any) -> None:
-        context = self._required_context
+    def _run_bucket(self, index: int) -> None:
+        context, step = self._required_context, self._steps[index]
         if self._failure is None:
             try:
-                for each in self._steps if self._clipping.needs_all_gradients else [step]:
-                    each.await_gradients(self._given)
-                self._clipping.fill_in(context, step.bucket, self._given)
-                self._outcomes.append(step.run(context, state, self._given, self._current))
+                self._preparation.make_ready(index, context, self._given, self._current)
+                self._preparation.try_following(index, context, self._given, self._current)
+                self._outcomes.append(step.run(context, self.state.buckets[index], self._given, self._current))
                 return
             except (RemoteFailure, TransportError):
                 raise

@@ -33,13 +33,24 @@ class PartStep(BucketStep):
     Residual and momentum are the bucket's, so what one part has not sent the next one sends.
     """
 
+    begins_early = False
+
     def __init__(self, bucket: Bucket, parts: Sequence[Part]) -> None:
         """Take the parts, ascending by their first step; allocates nothing of its own."""
         self._bucket = bucket
         self._parts = list(parts)
         self._given_context: StepContext | None = None
         self._own_context: StepContext | None = None
-        self.sent = False
+
+    @property
+    def sent(self) -> bool:
+        """See :attr:`BucketStep.sent`."""
+        return any(part.step.sent for part in self._parts)
+
+    @sent.setter
+    def sent(self, value: bool) -> None:
+        for part in self._parts:
+            part.step.sent = value
 
     def plan(self, density: float | None) -> BucketPlan:
         """The plan of the first part; those of all parts' densities are made, which finds messages too large."""
@@ -65,10 +76,7 @@ class PartStep(BucketStep):
         if part is not self._parts[0] and context.step == part.first:
             # Each compressor remembers something else there.
             state.control[...] = np.nan
-        try:
-            return part.step.run(self._context(context), state, given, stats)
-        finally:
-            self.sent = part.step.sent
+        return part.step.run(self._context(context), state, given, stats)
 
     def take_back(self, state: BucketState, outcome: Outcome) -> None:
         """See :meth:`BucketStep.take_back`; only a selection has kept anything."""

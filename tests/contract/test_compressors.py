@@ -294,7 +294,10 @@ def test_a_message_that_is_cut_short_or_promises_more_is_refused(case):
 
 @every
 def test_a_rank_that_fails_tells_all_others(case, monkeypatch):
-    """Before and while it encodes; nobody waits in another collective of the step."""
+    """Before and while it encodes, after a step that went well; nobody waits in another collective of the step."""
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no memory left")
 
     def one_rank(transport, when):
         exchange = make_exchange(transport, case)
@@ -304,21 +307,19 @@ def test_a_rank_that_fails_tells_all_others(case, monkeypatch):
         if transport.rank == 1 and when == "encoding":
             step = exchange._steps[0]
             target = step._algorithm if hasattr(step, "_algorithm") else step
-
-            def broken(*args, **kwargs):
-                raise MemoryError("no memory left")
-
             setattr(target, "encode" if hasattr(step, "_algorithm") else "_compress", broken)
+        if transport.rank == 1 and when == "clipping":
+            exchange._preparation._clipping.fill_in = broken
         if transport.rank == 1 and when == "submitting":
             given[-1] = np.ones(3, np.float32)
-        with pytest.raises(DGCError, match="no memory left" if when == "encoding" else "has 3 elements"):
+        with pytest.raises(DGCError, match="has 3 elements" if when == "submitting" else "no memory left"):
             run_step(exchange, given)
         for old, new in zip(before, snapshot(exchange), strict=True):
             assert np.isfinite(new[1]).all()
             assert old[1].shape == new[1].shape
         exchange.close()
 
-    for when in ("encoding", "submitting"):
+    for when in ("clipping", "encoding", "submitting"):
         run_ranks(3, lambda transport, when=when: one_rank(transport, when), timeout=300)
 
 

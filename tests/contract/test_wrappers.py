@@ -171,6 +171,27 @@ def test_a_change_of_compressor_forgets_what_the_last_one_remembered():
     assert densities[2] <= 0.025
 
 
+@pytest.mark.parametrize("kind", ["by_name", "by_step"])
+def test_an_error_before_the_message_leaves_reaches_all_ranks_in_any_step(kind):
+    keys = ("conv*", "*") if kind == "by_name" else (0, 1)
+    members = {keys[0]: member("terngrad"), keys[1]: member("topk", sparsity=0.9)}
+
+    def broken(*args):
+        raise MemoryError("no memory left")
+
+    def one_rank(transport):
+        exchange = wrapped(kind, members)(transport, None, shapes=None, dtype="float32")
+        for step in range(2):
+            run_step(exchange, gradients(step, transport.rank))
+        if transport.rank == 1:
+            exchange._preparation._clipping.fill_in = broken
+        with pytest.raises(DGCError, match="no memory left"):
+            run_step(exchange, gradients(2, transport.rank))
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
 @pytest.mark.parametrize("kind", ["by_name", "plain"])
 def test_an_error_after_the_message_left_is_not_sent_again(kind):
     def one_rank(transport):

@@ -417,6 +417,8 @@ def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
                         if fault == "shape":
                             grads[0] = grads[0][:-1]
                         if fault == "twice":
+                            # While others are missing: once all are in, the step may be over at any moment.
+                            exchange.submit(0, grads[0], np.empty_like(grads[0]))
                             exchange.submit(0, grads[0], np.empty_like(grads[0]))
                         if fault == "kernel":
                             grads[0] = np.array(["x"] * grads[0].size)
@@ -428,6 +430,43 @@ def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
     errors = errors_of(2, rank)
     assert all(isinstance(e, DGCError) for e in errors), errors
     assert "rank 0" in str(errors[1])
+
+
+@pytest.mark.parametrize("after", ["next step", "reset"])
+def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(after):
+    """It is raised on its own rank at once; the step that it came too late for counts on all ranks alike."""
+    specs = parameters()
+    options = dict(sparsity=(0.5, 0.75, 0.9), rampup_step=3, momentum=0.9, bucket_bytes=2048)
+
+    def rank(transport):
+        exchange = make_exchange(transport, **options)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        results = [np.empty_like(g) for g in grads]
+        for i in reversed(range(len(specs))):
+            exchange.submit(i, grads[i], results[i])
+        exchange.wait()
+        if transport.rank == 0:
+            with pytest.raises(LayoutError, match=r"^the gradient of 'fc.weight' was given twice"):
+                exchange.submit(2, grads[2], results[2])
+            assert exchange.owes_failure
+        else:
+            assert not exchange.finish()
+        if after == "next step":
+            with pytest.raises(LayoutError, match=r"rank 0 failed in step 1: .*'fc.weight' was given twice"):
+                run_step(exchange, grads)
+            with pytest.raises(RemoteError, match="call reset"):
+                run_step(exchange, grads)
+        state = exchange.state.to_dict()
+        exchange.reset()
+        run_step(exchange, grads)
+        exchange.close()
+        return results, state, exchange.state.step
+
+    out = run_ranks(2, rank, timeout=20)
+    assert [steps for _, _, steps in out] == [1, 1]
+    assert [state["step"] for _, state, _ in out] == [1, 1]
+    for a, b in zip(out[0][0], out[1][0], strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_reset_after_an_abandoned_step_starts_anew():

@@ -6,7 +6,7 @@ All arrays handed to one call live on the same device. u and v are float32 (floa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class SegmentWork:
     scale: float = 1.0
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Kept:
     """What a refused step needs to put back: the state at the sent positions before masking."""
@@ -41,6 +45,8 @@ class Kept:
     positions: np.ndarray
     u: np.ndarray
     v: np.ndarray
+    finish: Callable[[], None] = _nothing
+    """Must be called before u or v is read, after :meth:`Kernels.mask` without waiting; again does nothing."""
 
 
 @dataclass(slots=True)
@@ -99,16 +105,44 @@ class Kernels(Protocol):
         """
         ...
 
+    def begin_selection(
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Callable[[], Selection]:
+        """:meth:`accumulate_and_select` by other threads, while this one does something else.
+
+        What comes back finishes it and returns what was selected. It must be called once, whatever happens, before
+        anything of the state is read; none of the arguments may be changed until then.
+        """
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
+        ...
+
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return ``array[positions]`` as a new array."""
         ...
 
-    def mask(self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:
-        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there."""
+    def mask(
+        self,
+        u: np.ndarray,
+        v: np.ndarray,
+        positions: np.ndarray,
+        decoded: np.ndarray,
+        *,
+        masking: bool,
+        wait: bool = True,
+    ) -> Kept:
+        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there.
+
+        With ``wait=False`` other threads may still be at it on return: call ``finish()`` on what comes back before
+        anything of the state is read, and change none of the arguments until then.
+        """
         ...
 
     def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:
-        """Undo :meth:`mask`."""
+        """Undo :meth:`mask`, once it is finished."""
         ...
 
     def scatter_add(

@@ -59,17 +59,20 @@ class _Workspace(threading.local):
     def __init__(self) -> None:
         self._scratch: dict[np.dtype, _Scratch] = {}
 
-    def scratch(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> _Scratch:
-        """Return the scratch arrays for buckets of type ``kind``, grown when they are too small."""
-        scratch = self._scratch.get(kind)
+    def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> _Scratch:
+        """Return scratch arrays for buckets of type ``kind`` that nobody else has, grown when they are too small."""
+        scratch = self._scratch.pop(kind, None)
         if scratch is not None:
             w, s, c, r = scratch.sizes
             if workers <= w and segments <= s and chunks <= c and workers * room <= r:
                 return scratch
             workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
             room = max(room, -(-r // workers))
-        scratch = self._scratch[kind] = _Scratch(kind, workers, segments, chunks, room)
-        return scratch
+        return _Scratch(kind, workers, segments, chunks, room)
+
+    def give_back(self, kind: np.dtype, scratch: _Scratch) -> None:
+        """Keep scratch arrays for the next call."""
+        self._scratch[kind] = scratch
 
 
 class NumbaKernels:
@@ -147,12 +150,21 @@ class NumbaKernels:
         return out
 
     def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
-        return self._pass(work, u, v, None).nonfinite
+        return self._begin(work, u, v, None)().nonfinite
 
     def accumulate_and_select(  # noqa: D102
         self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
     ) -> Selection:
-        return self._pass(work, u, v, control)
+        return self._begin(work, u, v, control)()
+
+    @property
+    def overlaps(self) -> bool:  # noqa: D102
+        return self._threads > 1
+
+    def begin_selection(  # noqa: D102
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Callable[[], Selection]:
+        return self._begin(work, u, v, control, at_once=False)
 
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         _check_positions(positions, array.size)
@@ -160,17 +172,32 @@ class NumbaKernels:
         self._run_places(places.gather, positions.size, array, positions, out)
         return out
 
-    def mask(self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:  # noqa: D102
+    def mask(  # noqa: D102
+        self,
+        u: np.ndarray,
+        v: np.ndarray,
+        positions: np.ndarray,
+        decoded: np.ndarray,
+        *,
+        masking: bool,
+        wait: bool = True,
+    ) -> Kept:
         _check_positions(positions, min(u.size, v.size))
         k = positions.size
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
-        self._run_places(places.mask, k, u, v, positions, decoded, masking, kept.u, kept.v)
+        threads = self._threads_for(PLACE * k)
+        arguments = (-(-k // places.PART), u, v, positions, decoded, masking, kept.u, kept.v)
+        if wait or threads == 1:
+            self._team.run(threads, places.mask, *arguments)
+        else:
+            kept.finish = self._team.start(threads - 1, places.mask, *arguments).finish
         return kept
 
     def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
+        kept.finish()
         _check_positions(kept.positions, min(u.size, v.size))
         self._run_places(places.restore, kept.positions.size, u, v, kept.positions, kept.u, kept.v)
 
@@ -240,7 +267,19 @@ class NumbaKernels:
     def _run_places(self, kernel: Callable[..., None], k: int, *arguments: Any) -> None:
         self._team.run(self._threads_for(PLACE * k), kernel, -(-k // places.PART), *arguments)
 
-    def _pass(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray | None) -> Selection:
+    def _begin(
+        self,
+        work: Sequence[SegmentWork],
+        u: np.ndarray,
+        v: np.ndarray,
+        control: np.ndarray | None,
+        *,
+        at_once: bool = True,
+    ) -> Callable[[], Selection]:
+        """Let other threads begin with a pass; what comes back goes on with it, to be called exactly once.
+
+        ``at_once``: it is called right away, so that there is no use in waking a thread for the only chunk.
+        """
         kind = _check_state(u, v)
         integers, reals = make_table(work, v.size)
         segments, selecting = len(work), control is not None
@@ -250,22 +289,30 @@ class NumbaKernels:
             raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS}), contiguous")
         chunks, room, count, elements = prepare(integers, reals, control, selecting, np.empty(1, kind))
         threads = self._threads_for(elements)
-        scratch = self._workspace.scratch(kind, threads, segments, chunks, room)
+        scratch = self._workspace.borrow(kind, threads, segments, chunks, room)
         positions, values = np.empty(count, np.int64), np.empty(count, kind)
         taken, nonfinite = np.empty(segments, np.int64), np.empty(threads, np.int64)
         begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
-        self._team.run(
-            threads, compress_chunks, chunks, integers, reals, control, u, v, selecting, room, scratch.chunks,
+        under_way = self._team.start(
+            min(threads, chunks) - 1 if at_once else min(threads - 1, chunks),
+            compress_chunks, chunks, integers, reals, control, u, v, selecting, room, scratch.chunks,
             scratch.left, scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins, scratch.likes,
-            nonfinite, taken, positions, values,
+            nonfinite, taken, positions, values, keeps=work,
         )  # fmt: skip
-        unfinished, total, met = outcome(taken, nonfinite)
-        if unfinished:
-            self._select_by_histogram(integers, control, v, positions, values, taken)
-            total = int(taken.sum())
-        if total < count:
-            positions, values = _without_gaps(integers, taken, positions, values)
-        return Selection(positions, met, values)
+
+        def finish() -> Selection:
+            under_way.finish()
+            self._workspace.give_back(kind, scratch)
+            unfinished, total, met = outcome(taken, nonfinite)
+            if unfinished:
+                self._select_by_histogram(integers, control, v, positions, values, taken)
+                total = int(taken.sum())
+            if total < count:
+                given, picked = _without_gaps(integers, taken, positions, values)
+                return Selection(given, met, picked)
+            return Selection(positions, met, values)
+
+        return finish
 
     def _select_by_histogram(
         self,

@@ -6,7 +6,8 @@ arrays; positions, values and means cross as NumPy arrays. What has to hand numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class DeviceKernels(BucketKernels):
     """
 
     on_device = True
+    overlaps = False
 
     def __init__(self, runtime: Runtime) -> None:
         """Take a runtime over; nothing is compiled yet."""
@@ -105,6 +107,12 @@ class DeviceKernels(BucketKernels):
             count = selector.count
             return Selection(positions[:count].astype(np.int64), selector.nonfinite, values[:count].copy())
 
+    def begin_selection(
+        self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray
+    ) -> Callable[[], Selection]:
+        """See :class:`~dgc.core.kernels.base.Kernels`; a device overlaps by itself."""
+        return partial(self.accumulate_and_select, work, u, v, control)
+
     def take(self, array: Any, positions: np.ndarray) -> np.ndarray:
         """See :class:`~dgc.core.kernels.base.Kernels`; on the host. Waits."""
         k = positions.size
@@ -120,7 +128,9 @@ class DeviceKernels(BucketKernels):
             self.wait()
             return host.copy()
 
-    def mask(self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> Kept:
+    def mask(
+        self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
+    ) -> Kept:
         """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
         k = positions.size
         if decoded.shape != (k,):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class ReferenceKernels:
     """NumPy only. Every operation makes temporaries of size n; see :class:`dgc.core.kernels.base.Kernels`."""
 
     name = "reference"
+    overlaps = False
 
     def describe(self) -> str:  # noqa: D102
         return f"numpy {np.__version__}, 1 thread"
@@ -83,11 +85,23 @@ class ReferenceKernels:
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
+    def begin_selection(  # noqa: D102
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+    ) -> Callable[[], Selection]:
+        return partial(self.accumulate_and_select, work, u, v, control)
+
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         return array[positions]
 
     def mask(  # noqa: D102
-        self, u: np.ndarray, v: np.ndarray, positions: np.ndarray, decoded: np.ndarray, *, masking: bool
+        self,
+        u: np.ndarray,
+        v: np.ndarray,
+        positions: np.ndarray,
+        decoded: np.ndarray,
+        *,
+        masking: bool,
+        wait: bool = True,
     ) -> Kept:
         kept = Kept(positions, u[positions], v[positions])
         v[positions] = kept.v - decoded

@@ -32,8 +32,6 @@ LOOKS = 20000
 NAP = 5e-5
 """Seconds of sleep between further looks."""
 
-Job = tuple[Callable[..., None], tuple[Any, ...], list[Exception], list[int], list[int]]
-
 
 def available_cores() -> int:
     """Cores that this process may run on."""
@@ -104,27 +102,25 @@ class Team:
         Raises:
             Exception: what the kernel raised, on whichever thread.
         """
-        progress = np.zeros(2, np.int64)
-        helpers = self._hire(min(threads, pieces) - 1)
-        if helpers <= 0:
-            kernel(0, progress, pieces, *arguments)
-            return
-        errors: list[Exception] = []
-        started: list[int] = []
-        finished: list[int] = []
-        try:
-            for worker in range(1, helpers + 1):
-                self._jobs.put((kernel, (worker, progress, pieces, *arguments), errors, started, finished))
-            kernel(0, progress, pieces, *arguments)
-            while not _all_done(progress, pieces, LOOKS):
-                if errors:
-                    raise errors[0]
-                # A helper was interrupted by the system in the middle of a piece.
-                time.sleep(NAP)
-        except BaseException:
-            progress[0] = pieces  # nobody takes another piece
-            _wait_for(started, finished)
-            raise
+        self.start(min(threads, pieces) - 1, kernel, pieces, *arguments).finish()
+
+    def start(
+        self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: Any, keeps: object = None
+    ) -> Work:
+        """Let up to ``helpers`` threads begin with a kernel while this one does something else.
+
+        Whoever calls this must call ``finish()`` on what it returns before what the kernel writes is read.
+
+        Args:
+            helpers: the most threads; their worker numbers go from 1 up to it, 0 is whoever finishes.
+            kernel: see above.
+            pieces: see above.
+            arguments: the kernel's.
+            keeps: is kept alive as long as a thread may work: what the arguments hold the addresses of.
+        """
+        work = Work(kernel, pieces, arguments, keeps)
+        work.share(self._jobs, self._hire(helpers))
+        return work
 
     def _hire(self, helpers: int) -> int:
         """Start threads until there are ``helpers``; returns how many of those there are."""
@@ -140,6 +136,66 @@ class Team:
         return min(helpers, len(self._helpers))
 
 
+class Work:
+    """One run of a kernel, which threads may share."""
+
+    def __init__(self, kernel: Callable[..., None], pieces: int, arguments: tuple[Any, ...], keeps: object) -> None:
+        """Nobody works on it yet."""
+        self._kernel, self._pieces, self._arguments, self._keeps = kernel, pieces, arguments, keeps
+        self._progress = np.zeros(2, np.int64)
+        self._shared = False
+        self._errors: list[Exception] = []
+        self._started: list[int] = []
+        self._finished: list[int] = []
+
+    def share(self, jobs: SimpleQueue[Job | None], helpers: int) -> None:
+        """Offer the work to ``helpers`` threads that listen to ``jobs``."""
+        try:
+            for worker in range(1, helpers + 1):
+                self._shared = True
+                jobs.put((self, worker))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def help(self, worker: int) -> None:
+        """Work on it as one of the threads it was offered to."""
+        self._started.append(worker)
+        try:
+            self._kernel(worker, self._progress, self._pieces, *self._arguments)
+        except Exception as error:
+            self._errors.append(error)
+        self._finished.append(worker)
+
+    def finish(self) -> None:
+        """Do what is left of the work, and wait for what others are doing; a second call does nothing.
+
+        Raises:
+            Exception: what the kernel raised, on whichever thread.
+        """
+        progress, pieces = self._progress, self._pieces
+        if progress[1] >= pieces:
+            return
+        try:
+            self._kernel(0, progress, pieces, *self._arguments)
+            while self._shared and not _all_done(progress, pieces, LOOKS):
+                if self._errors:
+                    raise self._errors[0]
+                # A helper was interrupted by the system in the middle of a piece.
+                time.sleep(NAP)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        self._progress[0] = self._pieces  # nobody takes another piece
+        _wait_for(self._started, self._finished)
+
+
+Job = tuple[Work, int]
+"""Work that is offered to one thread, and that thread's worker number."""
+
+
 def _reset(team: Team | None) -> None:
     if team is not None:
         team._reset()
@@ -147,15 +203,10 @@ def _reset(team: Team | None) -> None:
 
 def _help(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        kernel, arguments, errors, started, finished = job
-        started.append(1)
-        try:
-            kernel(*arguments)
-        except Exception as error:
-            errors.append(error)
-        finished.append(1)
+        work, worker = job
+        work.help(worker)
         # Until the next job comes, nothing of this one is kept alive.
-        del job, kernel, arguments, errors, started, finished
+        del job, work
 
 
 def _wait_for(started: list[int], finished: list[int]) -> None:

@@ -1,0 +1,132 @@
+"""Passes and masks that other threads begin with give what they give one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.dense import GROUP, TILE
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threads import Team
+
+SEGMENTS = (200_000, 131_072, 70_000, 3)
+K = 400
+
+
+class Buckets:
+    """Four buckets of one rank, with gradients that depend on the step alone."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+        size = sum(SEGMENTS)
+        self.states = [(np.zeros(size, np.float32), np.zeros(size, np.float32)) for _ in range(4)]
+        self.controls = [kernels.new_control(len(SEGMENTS)) for _ in self.states]
+        self.sent = []
+
+    def work(self, step, bucket):
+        rng = np.random.default_rng((step, bucket))
+        offsets = np.cumsum((0, *SEGMENTS))
+        gradients = [rng.standard_normal(n, dtype=np.float32) for n in SEGMENTS]
+        return [
+            SegmentWork(g, None, int(offset), g.size, min(K, g.size), 0.9)
+            for g, offset in zip(gradients, offsets[:-1], strict=True)
+        ]
+
+    def in_turn(self, step):
+        for b, (u, v) in enumerate(self.states):
+            chosen = self.kernels.accumulate_and_select(self.work(step, b), u, v, self.controls[b])
+            self.kernels.mask(u, v, chosen.positions, np.float32(0.5) * chosen.values, masking=True)
+            self.sent.append((chosen.positions, chosen.values))
+
+    def overlapping(self, step):
+        def begin(b):
+            return self.kernels.begin_selection(self.work(step, b), *self.states[b], self.controls[b])
+
+        masked, last = [], len(self.states) - 1
+        under_way = begin(0)
+        for b, (u, v) in enumerate(self.states):
+            following = begin(b + 1) if b < last else None
+            chosen = under_way()
+            under_way = following
+            half = np.float32(0.5) * chosen.values
+            masked.append(self.kernels.mask(u, v, chosen.positions, half, masking=True, wait=False))
+            self.sent.append((chosen.positions, chosen.values))
+        for kept in masked:
+            kept.finish()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_overlapping_buckets_equal_buckets_in_turn(threads):
+    wanted, got = Buckets(NumbaKernels(1)), Buckets(NumbaKernels(threads))
+    assert got.kernels.overlaps == (threads > 1)
+    for step in range(8):
+        wanted.in_turn(step)
+        got.overlapping(step)
+        for a, b in zip(wanted.states, got.states, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for a, b in zip(wanted.sent, got.sent, strict=True):
+        np.testing.assert_array_equal(a[0], b[0])
+        np.testing.assert_array_equal(a[1], b[1])
+
+
+def test_the_reference_and_devices_begin_when_asked_for_the_result():
+    wanted, got = Buckets(ReferenceKernels()), Buckets(ReferenceKernels())
+    wanted.in_turn(0)
+    got.overlapping(0)
+    assert not got.kernels.overlaps
+    np.testing.assert_array_equal(wanted.states, got.states)
+
+
+def test_a_mask_that_was_not_waited_for_can_be_undone_at_once():
+    kernels = NumbaKernels(3)
+    rng = np.random.default_rng(1)
+    u, v = rng.standard_normal((2, 400_000), dtype=np.float32)
+    before = u.copy(), v.copy()
+    positions = np.arange(0, u.size, 2)
+    for _ in range(20):
+        kept = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
+        kernels.restore(u, v, kept)
+        kept.finish()
+        np.testing.assert_array_equal(u, before[0])
+        np.testing.assert_array_equal(v, before[1])
+    kept = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
+    kept.finish()
+    assert not u[positions].any()
+    assert not v[positions].any()
+
+
+def test_what_fails_on_another_thread_fails_whoever_finishes():
+    def kernel(worker, progress, pieces):
+        if worker:
+            progress[0] = pieces
+            raise MemoryError("no room")
+        # Nothing is left for this thread: the other one has taken it all, or will.
+        while progress[0] < pieces:
+            pass
+
+    work = Team().start(1, kernel, 3)
+    with pytest.raises(MemoryError, match="no room"):
+        work.finish()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
+    kernels = [NumbaKernels(threads) for threads in (1, 2, 3)]
+    rng = np.random.default_rng(2)
+    lengths = [2 * GROUP * TILE, GROUP * TILE + TILE + 17, GROUP * TILE - 1, TILE, 5, 0, 3 * GROUP * TILE + 1]
+    gradients = [rng.standard_normal(n).astype(dtype) for n in lengths]
+    exact = [float(np.sum(g.astype(np.float64) ** 2)) for g in gradients]
+    np.testing.assert_allclose(kernels[0].sums_of_squares(gradients), exact, rtol=1e-12)
+    for place in range(TILE // 2, lengths[0], TILE):
+        broken = [g.copy() for g in gradients]
+        wanted = []
+        for g, value in zip(broken, (np.inf, -np.inf, np.nan, np.inf, np.nan, 0, np.nan), strict=True):
+            if place < g.size:
+                g[place] = value
+            wanted.append(float(np.sum(g[np.isfinite(g)].astype(np.float64) ** 2)))
+        sums = [k.sums_of_squares(broken) for k in kernels]
+        np.testing.assert_allclose(sums[0], wanted, rtol=1e-12)
+        for other in sums[1:]:
+            np.testing.assert_array_equal(other, sums[0])

@@ -1,0 +1,159 @@
+"""A bucket that threads begin while the one before it is under way gives what it gives in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exchange_tools import gradient, make_exchange, parameters, run_step
+
+from dgc.core.bucket_step import BucketStep
+from dgc.core.errors import DGCError
+from dgc.core.kernels.base import Kept
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.transport.local import run_ranks
+
+SHAPES = {"a": (300, 400), "b": (400, 500), "small": (20,), "c": (280, 300), "d": (100, 900)}
+
+
+class LateKernels(NumbaKernels):
+    """Threads that come as late as they may: nothing is done before its result is asked for."""
+
+    overlaps = True
+
+    def __init__(self):
+        super().__init__(1)
+
+    def begin_selection(self, work, u, v, control):
+        return lambda: self.accumulate_and_select(work, u, v, control)
+
+    def mask(self, u, v, positions, decoded, *, masking, wait=True):
+        if wait:
+            return super().mask(u, v, positions, decoded, masking=masking)
+        kept = Kept(positions, np.full(positions.size, np.nan, u.dtype), np.full(positions.size, np.nan, v.dtype))
+
+        def finish():
+            if not done:
+                now = super(LateKernels, self).mask(u, v, positions, decoded, masking=masking)
+                kept.u[:], kept.v[:] = now.u, now.v
+                done.append(True)
+
+        done = []
+        kept.finish = finish
+        return kept
+
+
+OPTIONS = dict(shapes=SHAPES, bucket_bytes=400_000, momentum=0.9, sparsity=0.99, values="float16")
+BUCKETS = 4
+
+
+def gradients(step, rank):
+    return [gradient(step, rank, i, p.numel) for i, p in enumerate(parameters(SHAPES))]
+
+
+def train(kernels, steps=6, **options):
+    """Two ranks; returns per rank the results of every step, and u and v after the last."""
+
+    def one_rank(transport):
+        exchange = make_exchange(transport, kernels=kernels, **{**OPTIONS, **options})
+        assert len(exchange.layout.buckets) == BUCKETS
+        seen = []
+        for step in range(steps):
+            given = gradients(step, transport.rank)
+            if step == 3 and transport.rank == 1:
+                given[1][7] = np.inf
+            refused, results = run_step(exchange, given)
+            assert refused == (step == 3)
+            seen.append(results)
+        state = [(b.u.copy(), b.v.copy()) for b in exchange.state.buckets]
+        exchange.close()
+        return seen, state
+
+    return run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rampup_begin_step": 2},
+        {"error_feedback": False},
+        {"local_grad_clip_norm": 1.0},
+        {"local_grad_clip_norm": 1.0, "clip_scope": "global"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernels", [NumbaKernels(3), LateKernels()], ids=["threads", "late"])
+def test_with_threads_to_spare_everything_is_the_same(kernels, options):
+    for wanted, got in zip(train(NumbaKernels(1), **options), train(kernels, **options), strict=True):
+        for a, b in zip(wanted[0], got[0], strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+        for a, b in zip(wanted[1], got[1], strict=True):
+            np.testing.assert_array_equal(a[0], b[0])
+            np.testing.assert_array_equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(threads, monkeypatch):
+    events = []
+
+    def note(name):
+        real = getattr(BucketStep, name)
+
+        def noted(self, *arguments):
+            events.append((name, self.bucket.index))
+            return real(self, *arguments)
+
+        monkeypatch.setattr(BucketStep, name, noted)
+
+    note("begin")
+    note("run")
+
+    def one_rank(transport):
+        exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
+        given = gradients(0, 0)
+        # All gradients are there before the first bucket may run.
+        with exchange._lock:
+            run_all = [exchange.submit(i, g, np.empty(g.size, np.float32)) for i, g in enumerate(given)]
+        assert len(run_all) == len(given)
+        exchange.finish()
+        exchange.close()
+
+    run_ranks(1, one_rank)
+    if threads == 1:
+        assert events == [("run", b) for b in range(BUCKETS)]
+    else:
+        expected = [("begin", 0)]
+        for b in range(BUCKETS):
+            expected += [("begin", b + 1), ("run", b)] if b + 1 < BUCKETS else [("run", b)]
+        assert events == expected
+
+
+@pytest.mark.parametrize("fails", ["the first bucket, with the second begun", "to begin the third bucket"])
+def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_running(fails, monkeypatch):
+    def broken(*_, **__):
+        raise MemoryError("no memory left")
+
+    def one_rank(transport):
+        exchange = make_exchange(transport, kernels=NumbaKernels(3), **OPTIONS)
+        run_step(exchange, gradients(0, transport.rank))
+        steps = exchange._steps
+        if transport.rank == 1:
+            if fails == "to begin the third bucket":
+                steps[2].begin = broken
+            else:
+                steps[0]._sender.finish = broken
+        with pytest.raises(DGCError, match="no memory left"):
+            run_step(exchange, gradients(1, transport.rank))
+        assert all(step._begun is None for step in steps)
+        vars(steps[2]).pop("begin", None)
+        vars(steps[0]._sender).pop("finish", None)
+        exchange.reset()
+        again = [run_step(exchange, gradients(step, transport.rank)) for step in range(3)]
+        exchange.close()
+        return again
+
+    for again in run_ranks(2, one_rank):
+        for (_, results), wanted in zip(again, train(NumbaKernels(1), 3)[0][0], strict=True):
+            for x, y in zip(results, wanted, strict=True):
+                np.testing.assert_array_equal(x, y)
