@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt tools/build_horovod.py
 	@echo "[3/4] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
 	$(BIN)/python tools/build_horovod.py --install
 	@echo "[4/4] check, and compile the CPU kernels into Numba's cache (about a minute, once)"
-	@$(BIN)/python -c 'from dgc.core.kernels.cpu import NumbaKernels; [NumbaKernels(n).warm_up() for n in (1, 2)]; from dgc.core.wire.bits import bit_kernels, default_loops; default_loops(); bit_kernels()'
+	@$(BIN)/python tools/compile_kernels.py
 	@$(BIN)/python -c 'import dgc, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'
 	@touch $@
 

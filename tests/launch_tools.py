@@ -200,8 +200,12 @@ def _program(name: str) -> str:
 
 
 def _environment(folder: Path, timeout: float, extra: Mapping[str, str] | None) -> dict[str, str]:
+    # What the caller has set for Horovod, this package or Keras is not what a test asked for; and a test process that
+    # runs under a launcher itself must not hand its rank on. Ranks share the place where compiled kernels are kept.
+    foreign = ("OMPI_COMM_WORLD_", "PMIX_", "HOROVOD_", "DGC_", "NUMBA_", "TF_USE_LEGACY_KERAS")
+    inherited = {k: v for k, v in os.environ.items() if k == "NUMBA_CACHE_DIR" or not k.startswith(foreign)}
     environment = {
-        **os.environ,
+        **inherited,
         "PATH": _search_path(),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
@@ -213,15 +217,13 @@ def _environment(folder: Path, timeout: float, extra: Mapping[str, str] | None) 
         # Containers often forbid to read another process' memory; Open MPI would write a warning per rank.
         "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
         "DGC_TEST_REPORTS": str(folder),
-        # A little before we kill it, each rank writes where it hangs.
-        "DGC_TEST_DUMP_AFTER": str(timeout * 0.9),
+        # A little before we kill it, each rank writes where it hangs. As a time of the machine's clock, since ranks
+        # on a busy machine start much later than their launcher.
+        "DGC_TEST_DUMP_AT": str(time.monotonic() + timeout * 0.9),
     }
     if (BIN / "orted").exists():
         # Open MPI from a wheel does not know where it was unpacked, and only its launcher tells it.
         environment["OPAL_PREFIX"] = str(BIN.parent)
-    # A test process that runs under a launcher itself must not hand its rank on.
-    for name in [name for name in environment if name.startswith(("OMPI_COMM_WORLD_", "PMIX_", "HOROVOD_RANK"))]:
-        del environment[name]
     return environment | dict(extra or {})
 
 

@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,6 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_cases() -> None:
     """Run all cases, or those named on the command line, and report each one's outcome on this rank."""
-    dump_where_it_hangs()
     names = [name for name in sys.argv[1:] if name in _cases] or list(_cases)
     for name in names:
         report({"case": name, "outcome": "started"})
@@ -64,12 +64,18 @@ def run_cases() -> None:
             report({"case": name, "outcome": "passed"})
 
 
-def dump_where_it_hangs() -> None:
-    """Write all threads' stacks to stderr and exit, shortly before the test would kill this job."""
-    seconds = os.environ.get("DGC_TEST_DUMP_AFTER")
-    if seconds is not None:
-        faulthandler.dump_traceback_later(float(seconds), exit=True)
+def _dump_where_it_hangs() -> None:
+    """Write all threads' stacks to stderr shortly before the test will kill this job.
+
+    Without ending it: the launcher would then end the other ranks before they have written theirs.
+    """
+    moment = os.environ.get("DGC_TEST_DUMP_AT")
+    if moment is not None:
+        faulthandler.dump_traceback_later(max(0.1, float(moment) - time.monotonic()))
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_dump_where_it_hangs()

@@ -49,11 +49,12 @@ def save_checkpoint(
         extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
 
     Raises:
+        LayoutError: called in the middle of a step.
         TransportError: a rank could not write; every rank gets the error and the old checkpoint stays.
         TypeError: ``extra`` holds something that cannot be loaded safely.
     """
     folder = Path(directory)
-    transport = compression.engine.transport if compression.engine is not None else None
+    transport = _idle_transport(compression, "save_checkpoint()")
     rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
     token = _common_token(transport)
     _on_all_ranks(transport, lambda: _require_loadable(extra), "save extra")
@@ -106,10 +107,11 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint, or a rank's file is missing.
-        LayoutError: another model, or another number of ranks without ``resize=True``.
+        LayoutError: another model, or another number of ranks without ``resize=True``; or called in the middle of a
+            step.
     """
     folder = Path(directory)
-    transport = compression.engine.transport if compression.engine is not None else None
+    transport = _idle_transport(compression, "load_checkpoint()")
     rank, size = (transport.rank, transport.size) if transport is not None else (0, 1)
     loaded: dict[str, Any] = {}
 
@@ -153,6 +155,19 @@ def load_checkpoint(
     else:
         compression.load_state_dict(states, resize=True)
     return main["extra"]
+
+
+def _idle_transport(compression: DGCCompressor, what: str) -> Transport | None:
+    """The transport, which belongs to the exchange while a step is under way; None where nothing is exchanged.
+
+    Raises:
+        LayoutError: a step is under way.
+    """
+    engine = compression.engine
+    if engine is None:
+        return None
+    engine.exchange.require_between_steps(what)
+    return engine.transport
 
 
 def _require_loadable(extra: Any) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Engine:
         self._extra_bytes = 0
         self._replicas_compared = False
         self._error: DGCError | None = None
+        self._untold = False  # whether the other ranks will hear of the error in the next step
 
         def build() -> dict[str, str]:
             pairs = named() if callable(named) else named
@@ -180,20 +181,10 @@ class Engine:
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
             del stand_ins
-        self._exchange.stats.add_sent(self._extra_bytes)
-        self._extra_bytes = 0
-        for result in self._results.values():
-            result.deliver()
-        self._results.clear()
-        if not self._sparse.settled:
-            found = self._sparse.settle(self.transport)
-            if found:
-                self._exclude(found)
-        if not self._replicas_compared:
-            self._compare_replicas()
+        self._conclude()
 
     def fail(self, error: DGCError, index: int | None = None) -> None:
-        """Raise ``error`` here and its text on all other ranks.
+        """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.Exchange.fail`.
 
         Raises:
             DGCError: always.
@@ -203,9 +194,13 @@ class Engine:
             self._exchange.fail(error, place)
         except DGCError as raised:
             self._error = raised
-            raise
         finally:
             self._tensors.release()
+        assert self._error is not None, "the exchange has raised"
+        self._untold = self._exchange.owes_failure
+        if self._untold:
+            self._conclude()  # as the others do
+        raise self._error
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -274,8 +269,14 @@ class Engine:
     def _drop_pending(self) -> None:
         self._results.clear()
         self._error = None
+        self._untold = False
 
     def _begin(self) -> None:
+        error: DGCError | None = None
+        if self._untold:
+            # The others do not know yet, and begin this step.
+            error = self._error
+            self._drop_pending()
         if self._error is not None:
             raise self._error
         if self._exchange.in_step:
@@ -283,12 +284,11 @@ class Engine:
         if self.on_step_begin is not None:
             self.on_step_begin()
         owner = self.owner() if self.owner is not None else None
-        error: DGCError | None = None
         try:
             if owner is not None:
                 self.adoption.take(owner)
         except ConfigError as refused:
-            error = refused
+            error = error or refused
         hyper, members = self.adoption.hyper, self._sparse.others
         self._exchange.hyper = Hyper(
             [hyper.momentum[i] for i in members],
@@ -298,6 +298,20 @@ class Engine:
         )
         if error is not None:
             self.fail(error)
+
+    def _conclude(self) -> None:
+        """What is left to do when the exchange has finished a step; collective after the first one."""
+        self._exchange.stats.add_sent(self._extra_bytes)
+        self._extra_bytes = 0
+        for result in self._results.values():
+            result.deliver()
+        self._results.clear()
+        if not self._sparse.settled:
+            found = self._sparse.settle(self.transport)
+            if found:
+                self._exclude(found)
+        if not self._replicas_compared:
+            self._compare_replicas()
 
     def _watch_peers(self) -> None:
         """While the others keep this rank waiting, look whether one of them will never come."""

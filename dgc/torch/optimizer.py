@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -68,7 +69,12 @@ def DistributedOptimizer(
     arguments["named_parameters"] = pairs
     # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
     distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
-    compression.bind(pairs, distributed, process_set)
+    try:
+        compression.bind(pairs, distributed, process_set)
+    except BaseException:
+        # Its hooks stay on the parameters; they must never get as far as reducing a gradient of whoever wraps next.
+        distributed.set_backward_passes_per_step(sys.maxsize)
+        raise
     engine = compression.engine
     if engine is None:
         return distributed

@@ -14,6 +14,7 @@ import torch
 
 from dgc.core.errors import ConfigError
 from dgc.core.transport import Transport
+from dgc.torch.horovod import gather_values
 
 _instances = itertools.count()
 
@@ -32,12 +33,24 @@ class StandIn:
     def __init__(
         self, hvd: Any, transport: Transport, process_set: Any, count_bytes: Callable[[int], None] | None = None
     ) -> None:
-        """Every rank of the process set must make its stand-ins in the same order."""
+        """Agree on a name. Collective over the ranks of ``process_set``.
+
+        Args:
+            hvd: ``horovod.torch``.
+            transport: of the exchange; names the number of ranks.
+            process_set: whose ranks exchange.
+            count_bytes: is told what is sent, if given.
+
+        Raises:
+            TransportError: Horovod's collective failed.
+        """
         self._hvd = hvd
         self._transport = transport
         self._process_set = process_set
         self._count_bytes = count_bytes
-        self._name = f"dgc.stand_in.{next(_instances)}"
+        # A rank may have made stand-ins for other process sets before; the largest number is new to all members.
+        numbers = gather_values(next(_instances), "stand_in.number", process_set)
+        self._name = f"dgc.stand_in.{process_set.process_set_id}.{max(numbers)}"
         self._handle: int | None = None
 
     def send(self) -> None:

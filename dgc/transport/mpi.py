@@ -28,7 +28,7 @@ in, all ranks are awake and test without pause for as long as the bytes should t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ import numpy as np
 
 from dgc.core.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
-from dgc.transport.mpi_exit import expect_farewell, is_done, waiting
+from dgc.transport.mpi_exit import expect_farewell, is_done, start, waiting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -221,12 +221,12 @@ class MPITransport:
 
     def _gather(self, message: np.ndarray, out: np.ndarray) -> None:
         byte = self._mpi.BYTE
-        self._wait(self._comm.Iallgather([message, byte], [out, byte]), out.nbytes)
+        self._wait(lambda: self._comm.Iallgather([message, byte], [out, byte]), out.nbytes)
 
     def _wait_for_everybody(self, size: int) -> None:
         """Sleep until all ranks have come to the same collective; ``size`` is what they compare."""
         announced = np.array([size], np.int64)
-        self._wait(self._comm.Iallgather(announced, self._announcements), 0)
+        self._wait(lambda: self._comm.Iallgather(announced, self._announcements), 0)
         if (self._announcements != size).any():
             raise TransportError(f"the ranks came with different sizes: {self._announcements.tolist()} bytes")
 
@@ -245,20 +245,23 @@ class MPITransport:
         places = [rank * mine for rank in range(self.size)]
         datatype = self._mpi.FLOAT if chunk.dtype == np.float32 else self._mpi.DOUBLE
         self._wait(
-            self._comm.Ialltoallv([chunk, counts, starts, datatype], [parts, [mine] * self.size, places, datatype]),
+            lambda: self._comm.Ialltoallv(
+                [chunk, counts, starts, datatype], [parts, [mine] * self.size, places, datatype]
+            ),
             chunk.nbytes,
         )
         own = chunk[starts[self.rank] : starts[self.rank] + mine]
         reduce_in_rank_order(parts.reshape(self.size, mine), op, own)
-        self._wait(self._comm.Iallgatherv(self._mpi.IN_PLACE, [chunk, counts, starts, datatype]), chunk.nbytes)
+        self._wait(lambda: self._comm.Iallgatherv(self._mpi.IN_PLACE, [chunk, counts, starts, datatype]), chunk.nbytes)
 
-    def _wait(self, request: Any, size: int) -> None:
-        """Return when ``request`` is done; ``size`` bytes decide how long to test without pause."""
-        start = time.perf_counter()
+    def _wait(self, collective: Callable[[], Any], size: int) -> None:
+        """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
+        begun = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
         with waiting():
+            request = start(self._mpi, collective)
             while not is_done(self._mpi, request):
-                waited = time.perf_counter() - start
+                waited = time.perf_counter() - begun
                 if waited > spin:
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ FAREWELL_SECONDS = 5.0
 
 NAP = 200e-6
 
-_testing = threading.Lock()
-"""Held during each test of a request, so that leaving can wait for the last one."""
+_calling = threading.Lock()
+"""Held while MPI is called about a collective, so that leaving, and MPI_Finalize, can wait for the last call."""
 _leaving = threading.Event()
 _waiting: Counter[int] = Counter()
 """Collectives of this rank that are under way or were given up, by thread."""
@@ -47,6 +47,7 @@ def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
     if not _farewells:
         # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
         atexit.register(leave)
+        _hear_of_finalize(mpi)
     group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     ranks = tuple(mpi.Group.Translate_ranks(group, list(range(comm.size)), world))
     group.Free()
@@ -65,6 +66,21 @@ def waiting() -> Iterator[None]:
     _waiting[me] -= 1
 
 
+def start(mpi: Any, collective: Callable[[], Any]) -> Any:
+    """The request of a non-blocking collective, unless MPI is on its way out: what comes then ends the process.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        collective: begins it.
+
+    Raises:
+        TransportError: MPI is finalized, or will be in a moment.
+    """
+    with _calling:
+        _require_mpi(mpi)
+        return collective()
+
+
 def is_done(mpi: Any, request: Any) -> bool:
     """One test, unless MPI is on its way out: a test after MPI_Finalize ends the process without a Python error.
 
@@ -75,12 +91,8 @@ def is_done(mpi: Any, request: Any) -> bool:
     Raises:
         TransportError: MPI is finalized, or will be in a moment.
     """
-    with _testing:
-        if _leaving.is_set() or mpi.Is_finalized():
-            raise TransportError(
-                "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
-                "same number of steps; stop early by metrics that are the same on all ranks"
-            )
+    with _calling:
+        _require_mpi(mpi)
         return bool(request.Test())
 
 
@@ -91,13 +103,14 @@ def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
         mpi: the module ``mpi4py.MPI``.
         seconds: the longest wait.
     """
-    if mpi.Is_finalized():
-        return False
-    requests = [comm.Ibarrier() for comm in _farewells.values()]
+    with _calling:
+        if _is_over(mpi):
+            return False
+        requests = [comm.Ibarrier() for comm in _farewells.values()]
     deadline = time.monotonic() + seconds
     while requests and time.monotonic() < deadline:
-        with _testing:
-            if mpi.Is_finalized():
+        with _calling:
+            if _is_over(mpi):
                 return False
             requests = [request for request in requests if not request.Test()]
         if requests:
@@ -106,12 +119,35 @@ def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
 
 
 def leave() -> None:
-    """At exit, before Horovod shuts MPI down: meet the other ranks; no thread tests any more once this returns."""
+    """At exit, before Horovod shuts MPI down: meet the other ranks; no thread calls MPI any more once this returns."""
     from mpi4py import MPI
 
     # After an uncaught exception, or in the middle of a step, nobody else comes.
     if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
         say_farewell(MPI)
+    _stop_calling()
+
+
+def _hear_of_finalize(mpi: Any) -> None:
+    """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else."""
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
+    mpi.COMM_SELF.Set_attr(key, None)
+
+
+def _stop_calling() -> None:
+    """Let no call about a collective begin any more, and wait for the one under way."""
     _leaving.set()
-    if _testing.acquire(timeout=1.0):
-        _testing.release()
+    if _calling.acquire(timeout=1.0):
+        _calling.release()
+
+
+def _is_over(mpi: Any) -> bool:
+    return _leaving.is_set() or mpi.Is_finalized()
+
+
+def _require_mpi(mpi: Any) -> None:
+    if _is_over(mpi):
+        raise TransportError(
+            "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
+            "same number of steps; stop early by metrics that are the same on all ranks"
+        )

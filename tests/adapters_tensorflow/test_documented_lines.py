@@ -9,9 +9,8 @@ LINES = """
 import numpy as np
 import tensorflow as tf
 from documented import shown
-from worker_tools import dump_where_it_hangs, report
+from worker_tools import report
 
-dump_where_it_hangs()
 build, tape, minimize, fit, _ = shown("from-paddle.md", "Your lines in TensorFlow")
 exec(build.replace("num_trainers=4", "num_trainers=2"))
 

@@ -24,10 +24,9 @@ import sys
 sys.path.insert(0, {workers!r})
 import horovod.torch as hvd, torch
 from models import make_model, train, wrap
-from worker_tools import dump_where_it_hangs, report
+from worker_tools import report
 import dgc.torch as dgc
 
-dump_where_it_hangs()
 hvd.init()
 torch.set_num_threads(1)
 model = make_model()

@@ -19,6 +19,9 @@ from dgc.core.kernels.source import THREADS, kernel_names, source
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 
+_compiling = threading.Lock()
+"""Ranks are threads here, and each asks for the library; one of them compiles it."""
+
 
 def compiler():
     return shutil.which(os.environ.get("CXX", "g++"))
@@ -37,17 +40,23 @@ def library(state_bits, text=None):
     folder = Path(tempfile.gettempdir()) / f"dgc-host-kernels-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     built = folder / f"{hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()}.so"
-    if not built.exists():
-        unit = built.with_suffix(f".{os.getpid()}.cpp")
-        unit.write_text(whole)
-        draft = built.with_suffix(f".{os.getpid()}.draft")
+    with _compiling:
+        if not built.exists():
+            _compile(whole, built)
+    return ctypes.CDLL(str(built))
+
+
+def _compile(text, built):
+    # Other processes may be at it too: each works in a folder of its own, and what they put in place is the same.
+    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+        unit, draft = Path(scratch) / "kernels.cpp", Path(scratch) / "kernels.so"
+        unit.write_text(text)
         subprocess.run(
             [compiler(), "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing",
              "-U_FORTIFY_SOURCE", str(unit), "-o", str(draft)],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
         draft.replace(built)
-    return ctypes.CDLL(str(built))
 
 
 class HostRuntime:

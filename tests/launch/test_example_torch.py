@@ -51,6 +51,7 @@ def test_learns_and_sends_a_thousandth_under_each_launcher(launch, launches):
     assert report["bytes_last_step"] * 200 < report["dense_bytes_per_step"]
 
 
+@pytest.mark.timeout(1500)
 def test_launcher_and_way_do_not_change_a_single_bit(launches):
     assert len({launches(launch)["digest"] for launch in LAUNCHES}) == 1
 
@@ -81,6 +82,7 @@ def test_other_compressors_by_name_with_options(compression, option, ratio, tmp_
     assert report["bytes_last_step"] * ratio < report["dense_bytes_per_step"]
 
 
+@pytest.mark.timeout(1500)
 def test_what_is_not_sent_must_be_kept(tmp_path):
     """The control that forgets it learns far less in the same steps and bytes."""
     kept = train(tmp_path, "--epochs", 10)

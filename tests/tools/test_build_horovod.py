@@ -167,7 +167,7 @@ def test_long_commands_show_signs_of_life(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tool, "HEARTBEAT_SECONDS", 0.2)
     code = "import time; print('[ 42%] Building x.cc.o', flush=True); print('noise', flush=True); time.sleep(1)"
     tool.run_logged("A test", [sys.executable, "-c", code], tmp_path / "log")
-    assert "0m00s  [ 42%] Building x.cc.o" in capsys.readouterr().err
+    assert re.search(r"0m\d\ds  \[ 42%\] Building x\.cc\.o", capsys.readouterr().err)
 
 
 def test_wrong_sources_are_refused(tmp_path):

@@ -160,17 +160,17 @@ def test_a_rank_stuck_in_its_own_code_is_named():
 
     def rank(transport):
         if transport.rank == 1:
-            release.wait(10)
+            release.wait(60)
 
     try:
-        with pytest.raises(TransportError, match=r"rank 1 did not finish within 0\.2 s"):
-            run_ranks(2, rank, timeout=0.2)
+        with pytest.raises(TransportError, match=r"rank 1 did not finish within 2 s"):
+            run_ranks(2, rank, timeout=2)
     finally:
         release.set()
 
 
 def test_two_threads_of_one_rank_are_refused():
-    first, _ = local_world(2, timeout=5)
+    first, _ = local_world(2)
 
     def wait_alone():
         with pytest.raises(TransportError, match="left"):
@@ -178,11 +178,12 @@ def test_two_threads_of_one_rank_are_refused():
 
     waiting = threading.Thread(target=wait_alone)
     waiting.start()
-    time.sleep(0.05)
+    while waiting.is_alive() and first.rank not in first._world._round.calls:
+        time.sleep(0.001)
     with pytest.raises(TransportError, match="two threads"):
         first.allreduce(np.ones(1, np.float32))
     first.close()
-    waiting.join(5)
+    waiting.join(30)
     assert not waiting.is_alive()
 
 

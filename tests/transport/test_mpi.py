@@ -73,7 +73,7 @@ transport = mpi.MPITransport()
 if hvd.rank() == 0:
     test = mpi.is_done
     def late(*arguments):
-        time.sleep(2)
+        time.sleep(0.5)
         return test(*arguments)
     mpi.is_done = late
 out = np.empty((2, 4), np.uint8)
@@ -87,6 +87,51 @@ report(out)
 def test_a_rank_that_ends_first_does_not_take_mpi_from_one_that_still_receives(closing):
     """Horovod's exit handler ends Horovod on all ranks, and with it MPI."""
     assert run_mpi(2, LATE + closing).values == [[[0] * 4, [1] * 4]] * 2
+
+
+FINALIZED = """
+import sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+import dgc.transport.mpi as mpi
+import dgc.transport.mpi_exit as mpi_exit
+from dgc.core.errors import TransportError
+from mpi4py import MPI
+from worker_tools import report
+
+class Late:
+    def Is_finalized(self):
+        if MPI.Is_finalized():
+            return True
+        deadline = time.monotonic() + 0.7
+        while time.monotonic() < deadline:
+            if MPI.Is_finalized():
+                report("MPI was finalized before it was called")
+                sys.exit()
+            time.sleep(0.01)
+        return False
+
+transport = mpi.MPITransport()
+if hvd.rank() == 1:
+    mpi_exit.waiting().__enter__()  # failed, so it bids nobody farewell
+    time.sleep(0.3)
+    sys.exit()
+call = mpi.{call}
+mpi.{call} = lambda _, argument: call(Late(), argument)
+try:
+    transport.allgather(np.zeros(4, np.uint8), np.empty((2, 4), np.uint8))
+except TransportError as error:
+    report(str(error))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("call", ["start", "is_done"])
+def test_mpi_is_not_called_once_another_thread_finalizes_it(call):
+    """Horovod's thread does, when another rank ends; here always between the look at MPI's state and the call."""
+    values = run_mpi(2, FINALIZED.format(call=call)).values
+    assert values[0].startswith("MPI was shut down while a collective waited"), values
 
 
 LEAVE = """

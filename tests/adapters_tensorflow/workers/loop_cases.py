@@ -234,6 +234,7 @@ def the_documented_loops():
     text = (Path(__file__).parents[3] / "docs" / "tensorflow.md").read_text()
     plain, scaled = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     names = {}
+    m.keras.utils.set_random_seed(1)
     exec(plain, names)
     x, y = tf.ones([4, 20]) * (1 + hvd.rank()), tf.constant([0, 1, 2, 3])
     losses = [float(names["step"](x, y)) for _ in range(20)]

@@ -131,6 +131,22 @@ def a_refused_construction_takes_nothing():
 
 
 @case
+def a_refused_wrapping_leaves_the_next_ones_gradients_alone():
+    for way in "ab":
+        runs = []
+        for mistake in (False, True):
+            model = make_model()
+            if mistake:
+                refused = sgd(model, dampening=0.5)
+                on_every_rank(dgc.ConfigError, "dampening", lambda m=model, o=refused: wrap("b", m, o), way)
+            optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+            train(optimizer, model, 5)
+            runs.append(flat(model))
+            compression.close()
+        assert torch.equal(*runs), way
+
+
+@case
 def names_that_are_missing_on_one_rank():
     model = make_model()
     named = list(model.named_parameters())[hvd.rank() :]

@@ -21,6 +21,7 @@ from models import (
 from worker_tools import SkipCase, case, run_cases
 
 import dgc.torch as dgc
+from dgc.torch.dgc_momentum import DGCMomentum
 
 
 def _dense_equality(way, bound, **options):
@@ -551,6 +552,33 @@ def process_sets():
         assert not torch.equal(gathered[0], gathered[1])
         compression.close()
     hvd.remove_process_set(evens)
+
+
+@case
+def process_sets_that_overlap():
+    """First on some ranks, then on all: the ranks of both have made more compressors than the others."""
+    if hvd.size() < 3:
+        raise SkipCase("a rank outside a set of two needs three")
+    pair = hvd.add_process_set([0, 1])
+    models = [make_model(), make_model()]
+    made = []
+    for chosen, model in zip((pair, hvd.global_process_set), models, strict=True):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made.append(wrap("b", model, sgd, hvd_options={"process_set": chosen}, sparsity=0.9))
+    for model, (optimizer, _) in zip(models, made, strict=True):
+        train(optimizer, model, 3)
+    assert_replicas_identical(models[1], "overlap")
+    for _, compression in made:
+        compression.close()
+
+    model = make_model()
+    if pair.included():
+        DGCMomentum(model.parameters(), 0.1, 0.9, 0, process_set=pair).close()
+    optimizer = DGCMomentum(model.parameters(), 0.1, 0.9, 0)
+    train(optimizer, model, 3)
+    assert_replicas_identical(model, "overlap momentum")
+    optimizer.close()
+    hvd.remove_process_set(pair)
 
 
 @case

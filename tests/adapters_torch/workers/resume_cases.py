@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 
 import horovod.torch as hvd
 import torch
-from models import assert_replicas_identical, flat, make_model, raises, shared_folder, train, wrap
+from models import assert_replicas_identical, flat, loss_of, make_model, raises, shared_folder, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -88,6 +89,33 @@ def saving_twice_keeps_only_the_newest_files_and_a_lost_file_is_named():
     )
     assert isinstance(error, FileNotFoundError) == (hvd.rank() == 1)
     compression.close()
+
+
+@case
+def saving_and_loading_in_the_middle_of_a_step_is_refused():
+    """Before they use the transport, which belongs to the exchange then; the step goes on as if nothing was called."""
+    for way in "ab":
+        straight, model = make_model(), make_model()
+        optimizer, compression = wrap(way, straight, sgd(straight), **OPTIONS)
+        train(optimizer, straight, 6)
+        compression.close()
+        optimizer, compression = wrap(way, model, sgd(model), **OPTIONS)
+        objects = dict(model=model, optimizer=optimizer, compression=compression)
+        folder = shared_folder(f"middle {way}")
+        train(optimizer, model, 3)
+        dgc.save_checkpoint(folder, **objects)
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        for call in (dgc.save_checkpoint, dgc.load_checkpoint):
+            name = rf"^{call.__name__}\(\) was called while a step is under way"
+            raises(dgc.LayoutError, name, functools.partial(call, folder, **objects))
+        optimizer.step()
+        train(optimizer, model, 2, start=4)
+        assert torch.equal(flat(model), flat(straight)), way
+        compression.close()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            shutil.rmtree(folder)
 
 
 @case

@@ -179,7 +179,7 @@ def test_nothing_waits_but_the_message(kernels, monkeypatch):
 
     def hold():
         with cupy.cuda.Device(0), runtime.stream:
-            spin((1,), (1,), (np.int64(600_000_000),))  # 0.3 s or more
+            spin((1,), (1,), (np.int64(4_000_000_000),))  # 1.3 s or more
 
     def step(before):
         mine, _ = bucket.work(
@@ -215,9 +215,9 @@ def test_nothing_waits_but_the_message(kernels, monkeypatch):
     start, middle, end = step(hold)
     inside = [t for t in waits[uploads:] if start <= t <= middle]
     assert len(inside) == 1, "one wait for the message"
-    assert inside[0] - start < 0.1, "everything was enqueued while the stream was held up"
-    assert middle - start > 0.1, "the stream was not held up: the test shows nothing"
-    assert end - middle < 0.1, "results are enqueued, not waited for"
+    assert inside[0] - start < 1, "everything was enqueued while the stream was held up"
+    assert middle - start > 1, "the stream was not held up: the test shows nothing"
+    assert end - middle < 1, "results are enqueued, not waited for"
 
 
 def test_views_of_foreign_memory(kernels):

@@ -1,0 +1,37 @@
+"""For all tests: hypothesis depends on neither clock nor chance, and no test's time runs while kernels are compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A busy machine is no failure, and every run tries the same examples, in CI and elsewhere. To search for new ones:
+# pytest --hypothesis-profile=default
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Fill Numba's cache; after a change to a kernel, compiling would otherwise count against some job's time limit.
+
+    In a process of its own, because tests look at what importing does. If it fails, tests of kernels will say so.
+    """
+    if not session.items or session.config.option.collectonly:
+        return
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
