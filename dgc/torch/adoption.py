@@ -8,12 +8,10 @@ taken again at the beginning of a step; its ``momentum_buffer`` becomes the comp
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.core.bucket_step import Hyper
 from dgc.core.config import DGCConfig
@@ -194,35 +192,6 @@ class Adoption:
             )
 
 
-class _Watcher(Protocol):
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-_hook: list[Any] = []
-
-
-def watch_steps(watcher: _Watcher) -> None:
-    """Call ``watcher.before_optimizer_step(optimizer)`` before every step of every optimizer, while it lives.
-
-    One hook of torch serves all watchers and stays for good: removing hooks when a watcher is collected could fall
-    into the very loop in which torch calls them.
-    """
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_before_any_step))
-    _watchers.add(watcher)
-
-
-def forget_steps(watcher: _Watcher) -> None:
-    """End :func:`watch_steps`."""
-    _watchers.discard(watcher)
-
-
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for watcher in list(_watchers):
-        watcher.before_optimizer_step(optimizer)
-
-
 def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
     updating = getattr(optimizer, "optimizer_class", type(optimizer))
@@ -231,10 +200,3 @@ def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def _number(value: Any) -> float:
     return float(value) if value is not None else 0.0
-
-
-def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
-    """Those of an optimizer's groups, where they are at hand; one that lies on a GPU is not waited for."""
-    rates = [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
-    at_hand = [r for r in rates if isinstance(r, (int, float)) or (torch.is_tensor(r) and r.device.type == "cpu")]
-    return tuple(float(rate) for rate in at_hand)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,7 +93,7 @@ class DGCCompressor(CompressorBase):
             transport.close()
             raise
         self._process_set = chosen
-        self._engine.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
+        self._engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
         stand_in = StandIn(hvd, transport, chosen, self._engine.count_bytes)
         self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
@@ -158,8 +157,8 @@ class DGCCompressor(CompressorBase):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
-        if engine.owner is None:
-            engine.owner = _find_owner(self)
+        if not engine.steps.knows_owner:
+            engine.steps.owner = _find_owner(self)
             _check_owner(engine, self._process_set)
         index = self._locate(engine, tensor)
         if index is None:
@@ -205,7 +204,7 @@ def _layout_of(
     return chosen
 
 
-def _find_owner(compressor: DGCCompressor) -> weakref.ref[torch.optim.Optimizer]:
+def _find_owner(compressor: DGCCompressor) -> torch.optim.Optimizer:
     """The Horovod optimizer that is calling compress(): it is a local of one of the callers' frames.
 
     Horovod tells a compressor nothing about its optimizer, and builds a new one from the user's groups.
@@ -214,7 +213,7 @@ def _find_owner(compressor: DGCCompressor) -> weakref.ref[torch.optim.Optimizer]
     for _ in range(8):
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, torch.optim.Optimizer) and getattr(candidate, "_compression", None) is compressor:
-            return weakref.ref(candidate)
+            return candidate
         if frame.f_back is None:
             break
         frame = frame.f_back
@@ -222,7 +221,7 @@ def _find_owner(compressor: DGCCompressor) -> weakref.ref[torch.optim.Optimizer]
 
 
 def _check_owner(engine: Engine, process_set: Any) -> None:
-    owner = engine.owner() if engine.owner is not None else None
+    owner = engine.steps.owner
     theirs = getattr(owner, "process_set", process_set)
     if getattr(theirs, "process_set_id", None) != getattr(process_set, "process_set_id", None):
         # Raised here alone: the ranks outside the optimizer's set will never exchange.

@@ -6,7 +6,6 @@ compressor was built for.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +23,10 @@ from dgc.core.replicas import require_replicas
 from dgc.core.stats import Stats
 from dgc.core.step_choice import runs_on_devices
 from dgc.core.transport import Transport
-from dgc.torch.adoption import Adoption, forget_steps, learning_rates_of, watch_steps
+from dgc.torch.adoption import Adoption
 from dgc.torch.device_tensors import HostTensors, tensors_for
 from dgc.torch.sparse_gradients import SparseGradients
+from dgc.torch.step_watch import StepWatch, learning_rates_of
 from dgc.torch.tensors import Result, as_array, describe, samples
 
 _PATIENCE = 1.0
@@ -42,8 +42,9 @@ class Engine:
     Attributes:
         parameters: the compressed tensors in registration order.
         names: their names.
-        owner: weak reference to the optimizer that steps them, once it is known.
-        learning_rates: those of the step that begins, where they are not the owner's; the ranks must share them.
+        adoption: what was taken over from their optimizer.
+        steps: knows that optimizer, and stands before its steps.
+        learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called now and then while waiting for other ranks, if set; raises when a rank will never come.
     """
@@ -74,8 +75,6 @@ class Engine:
         self.transport = transport
         self.check_peers: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
-        self.owner: weakref.ref[torch.optim.Optimizer] | None = None
-        self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self.learning_rates: tuple[float, ...] = ()
         self._config = config
         self._results: dict[int, Result] = {}
@@ -88,7 +87,6 @@ class Engine:
             pairs = named() if callable(named) else named
             self.names = [n for n, _ in pairs]
             self.parameters = [p for _, p in pairs]
-            self._ids = {id(p) for p in self.parameters}
             self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = _loss_scale(loss_scale)
             self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
@@ -104,7 +102,7 @@ class Engine:
             if hasattr(self, "adoption"):
                 self.adoption.undo()
             raise
-        watch_steps(self)
+        self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None)
         # A compressor that is dropped without close() must not leave its thread and buffers behind. Not at exit,
         # where the other ranks may be gone already.
         self._exchanges = [self._exchange]
@@ -246,7 +244,7 @@ class Engine:
 
     def close(self) -> None:
         """End the communication thread and the transport."""
-        forget_steps(self)
+        self.steps.end()
         _close_all(self._exchanges, self.transport)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -283,7 +281,7 @@ class Engine:
             return
         if self.on_step_begin is not None:
             self.on_step_begin()
-        owner = self.owner() if self.owner is not None else None
+        owner = self.steps.owner
         try:
             if owner is not None:
                 self.adoption.take(owner)
@@ -325,42 +323,6 @@ class Engine:
         if index in self._sparse:
             return
         self._exchange.state.set_momentum_buffer(self._places[index], as_array(buffer))
-
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied."""
-        if getattr(optimizer, "_is_shard", False):
-            return  # the sharded optimizer that it belongs to has been here, and its options are the same
-        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
-            return
-        if _broadcasting():
-            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
-            # with the root's. Lend it the momentum that makes the buffers, but no weight decay: that would move the
-            # parameters of the ranks that loaded no checkpoint.
-            if self.adoption.active:
-                self.adoption.take(optimizer)
-                self.adoption.lend_momentum(optimizer)
-            return
-        if not self._owns(optimizer):
-            return
-        if self._error is None:
-            self._refuse_strangers(optimizer)
-        self.adoption.take(optimizer)
-
-    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        owner = self.owner() if self.owner is not None else None
-        if owner is not None:
-            return optimizer is owner
-        return self.owned_by is not None and self.owned_by(optimizer)
-
-    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Horovod averages no gradient of a parameter that was frozen when the optimizer was wrapped."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
-                    raise LayoutError(
-                        f"a parameter of shape {tuple(p.shape)} needed no gradient when the compressor was built but "
-                        "has one now; nobody averages it: wrap the optimizer anew after unfreezing parameters"
-                    )
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit a zero for every parameter that got a sparse gradient.
@@ -421,18 +383,6 @@ def _close_all(exchanges: list[Exchange], transport: Transport) -> None:
     """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
     if all([exchange.close() for exchange in exchanges]):
         transport.close()
-
-
-def _broadcasting() -> bool:
-    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_code.co_name == "broadcast_optimizer_state":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _loss_scale(value: Any) -> float | Callable[[], float]:

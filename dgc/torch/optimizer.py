@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,7 +77,7 @@ def DistributedOptimizer(
     engine = compression.engine
     if engine is None:
         return distributed
-    engine.owner = weakref.ref(distributed)
+    engine.steps.owner = distributed
     distributed._dgc = compression
     # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
     cls = type(distributed)

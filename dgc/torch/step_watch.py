@@ -1,0 +1,128 @@
+"""Who steps an engine's parameters, and what is done before that."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dgc.core.errors import LayoutError
+from dgc.torch.adoption import Adoption
+
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+_hook: list[Any] = []
+
+
+class StepWatch:
+    """Stands before every step of the optimizer that owns some parameters, until :meth:`end` or collected.
+
+    Attributes:
+        owned_by: whether an optimizer is the owner, while that is not known yet.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], adoption: Adoption, has_failed: Callable[[], bool]) -> None:
+        """Watch from now on.
+
+        One hook of torch serves all watches and stays for good: removing hooks when a watch is collected could fall
+        into the very loop in which torch calls them.
+
+        Args:
+            parameters: that are compressed.
+            adoption: takes over, before each step, the options and the momentum that have come back.
+            has_failed: whether an error is on its way to the user already.
+        """
+        self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
+        self._owner: weakref.ref[torch.optim.Optimizer] | None = None
+        self._ids = {id(p) for p in parameters}
+        self._adoption = adoption
+        self._has_failed = has_failed
+        if not _hook:
+            _hook.append(register_optimizer_step_pre_hook(_before_any_step))
+        _watches.add(self)
+
+    def end(self) -> None:
+        """Watch no longer."""
+        _watches.discard(self)
+
+    @property
+    def owner(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps the parameters, once it is known and as long as it lives."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._owner = None if optimizer is None else weakref.ref(optimizer)
+
+    @property
+    def knows_owner(self) -> bool:
+        """Whether :attr:`owner` was ever set."""
+        return self._owner is not None
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied.
+
+        Raises:
+            LayoutError: it has a gradient that nobody averaged.
+            ConfigError: its options cannot be adopted.
+        """
+        if getattr(optimizer, "_is_shard", False):
+            return  # the sharded optimizer that it belongs to has been here, and its options are the same
+        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        if _broadcasting():
+            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
+            # with the root's. Lend it the momentum that makes the buffers, but no weight decay: that would move the
+            # parameters of the ranks that loaded no checkpoint.
+            if self._adoption.active:
+                self._adoption.take(optimizer)
+                self._adoption.lend_momentum(optimizer)
+            return
+        if not self._owns(optimizer):
+            return
+        if not self._has_failed():
+            self._refuse_strangers(optimizer)
+        self._adoption.take(optimizer)
+
+    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        owner = self.owner
+        if owner is not None:
+            return optimizer is owner
+        return self.owned_by is not None and self.owned_by(optimizer)
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Horovod averages no gradient of a parameter that was frozen when the optimizer was wrapped."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
+                    raise LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} needed no gradient when the compressor was built but "
+                        "has one now; nobody averages it: wrap the optimizer anew after unfreezing parameters"
+                    )
+
+
+def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
+    """Those of an optimizer's groups, where they are at hand; one that lies on a GPU is not waited for."""
+    rates = [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
+    at_hand = [r for r in rates if isinstance(r, (int, float)) or (torch.is_tensor(r) and r.device.type == "cpu")]
+    return tuple(float(rate) for rate in at_hand)
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watch in list(_watches):
+        watch.before_step(optimizer)
+
+
+def _broadcasting() -> bool:
+    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_code.co_name == "broadcast_optimizer_state":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
