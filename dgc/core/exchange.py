@@ -1,8 +1,8 @@
 """One training step over all buckets: gradients in, averaged results out, while the backward pass goes on.
 
-Buckets run in a fixed order on one communication thread: a bucket starts when all its gradients are in and all
+Buckets run in a fixed order on one communication thread: a bucket is sent when all its gradients are in and all
 earlier buckets are through, so that every rank issues the same collectives in the same order whatever order its
-gradients arrive in.
+gradients arrive in. Only its selection may begin earlier.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class Exchange:
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
         """
+        self._check_usable()
         self._begin()
         with self._lock:
             self._failure = self._failure or (error, parameter)
@@ -184,6 +185,10 @@ class Exchange:
             DGCError: this rank or another one failed.
         """
         self._check_usable()
+        if self.owes_failure:
+            # It came too late for its step: the others are in the next one.
+            assert self._failure is not None
+            self.fail(*self._failure)
         self.require_complete()
         self.wait()
         self._conclude_broken()
@@ -233,7 +238,10 @@ class Exchange:
             LayoutError: a step is under way on this rank.
         """
         if self.in_step:
-            raise LayoutError(f"{what} was called while a step is under way; call it after step() or synchronize()")
+            raise LayoutError(
+                f"{what} was called while a step is under way; call it after step() or synchronize() or, if an "
+                "exception ended the step, after reset() on all ranks"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain containers of NumPy arrays (copies).
@@ -365,9 +373,11 @@ class Exchange:
         raise self._broken
 
     def _take_back(self) -> None:
-        for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=False):
-            step.take_back(state, outcome)
-        self._end()
+        try:
+            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=False):
+                step.take_back(state, outcome)
+        finally:
+            self._end()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -430,11 +440,13 @@ class Exchange:
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                if step.sent:
-                    raise
+                if step.sent and (isinstance(error, DGCError) or index == len(self._steps) - 1):
+                    raise  # the others see it in the messages as well, or will not hear of this rank in this step
                 wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
                 wrapped.__cause__ = None if wrapped is error else error
                 self._failure = (wrapped, None)
+                if step.sent:
+                    return  # the message of the next bucket tells the others
         cause, parameter = self._failure
         try:
             step.send_error(context, cause, parameter, self._current)

@@ -101,19 +101,21 @@ class Sender:
         self._transport.allgather(self._message, self._gathered)
 
     def receive(self, step: int) -> list[Incoming]:
-        """Check and take apart all ranks' messages, in rank order.
+        """Check and take apart all ranks' messages, in rank order; only the errors, if a rank sent one.
 
         Raises:
+            ConfigError: the ranks have different options in this step.
             WireError: a header does not fit this bucket, step, layout or codec.
         """
         plan = self._required_plan
         codec = plan.codec
+        headers = [unpack_header(data) for data in self._gathered]
+        # A rank that gave up may have done so before it knew this step's options: its error is what counts.
+        failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
+        if failed:
+            return [_failure(headers[i], self._gathered[i], i) for i in failed]
         incoming = []
-        for sender, data in enumerate(self._gathered):
-            header = unpack_header(data)
-            if header.flags & Flags.ERROR:
-                incoming.append(Incoming(sender, 0, False, data[:0], data[:0], _error(header, data, sender)))
-                continue
+        for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"rank {sender} and rank {self._transport.rank} disagree in step {step} about the learning rate, "
@@ -174,7 +176,8 @@ class Sender:
         )
 
 
-def _error(header: Header, data: np.ndarray, sender: int) -> errors.DGCError:
+def _failure(header: Header, data: np.ndarray, sender: int) -> Incoming:
     text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
     code = header.error_code if header.error_code < len(_ERROR_CLASSES) else 0
-    return _ERROR_CLASSES[code](f"rank {sender} failed in step {header.step}: {text}")
+    error = _ERROR_CLASSES[code](f"rank {sender} failed in step {header.step}: {text}")
+    return Incoming(sender, 0, False, data[:0], data[:0], error)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from dgc.core.compressor_base import CompressorBase, check_stand_in
 from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import import_horovod
+from dgc.torch.horovod import give_up_step, import_horovod
 from dgc.torch.stand_in import StandIn
 from dgc.torch.transports import make_transport
 
@@ -154,7 +155,27 @@ class DGCCompressor(CompressorBase):
         self._engine.finish()
         return ctx
 
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:  # noqa: D102
+        with self._step_given_up():
+            super().reset()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:  # noqa: D102
+        with self._step_given_up():
+            super().load_state_dict(state, resize)
+
     # -- inside --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step_given_up(self) -> Iterator[None]:
+        """After what is inside, a step that an error or an exception left half done is forgotten by Horovod, too."""
+        stuck = self._engine is not None and self._engine.is_stuck
+        yield
+        self._deferred = None
+        owner = self._engine.steps.owner if self._engine is not None else None
+        if stuck and owner is not None:
+            give_up_step(owner)
 
     def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
         if not engine.steps.knows_owner:

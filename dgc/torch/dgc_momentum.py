@@ -155,11 +155,10 @@ class DGCMomentum(Optimizer):
             warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
         self._scale = 1.0
-        self._stand_in: StandIn | None = None
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
-            self._stand_in = StandIn(import_horovod(), self._transport, members)
-            self._engine.on_step_begin, self._engine.check_peers = self._stand_in.send, self._stand_in.check
+            stand_in = StandIn(import_horovod(), self._transport, members)
+            self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -339,7 +338,7 @@ class DGCMomentum(Optimizer):
         except Exception as error:
             # The others are on their way into the exchange.
             with contextlib.suppress(DGCError):
-                self._fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
+                self._engine.fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
             raise
 
     def _take_options(self) -> None:
@@ -350,13 +349,7 @@ class DGCMomentum(Optimizer):
             # The others are on their way into the exchange.
             if not isinstance(error, DGCError):
                 error = ConfigError(f"an option of a parameter group: {type(error).__name__}: {error}")
-            self._fail(error)
-
-    def _fail(self, error: DGCError, index: int | None = None) -> None:
-        """Raise ``error`` here and its text on all other ranks; they have begun the step, so this one must, too."""
-        if self._stand_in is not None and not self._engine.exchange.in_step:
-            self._stand_in.send()
-        self._engine.fail(error, index)
+            self._engine.fail(error)
 
     def _read_options(self) -> None:
         self._engine.learning_rates = tuple(float(group["lr"]) for group in self.param_groups)
@@ -383,7 +376,7 @@ class DGCMomentum(Optimizer):
                 if i is not None:
                     self._submit(i, p, group)
                 elif p.grad is not None:
-                    self._fail(
+                    self._engine.fail(
                         LayoutError(
                             "a parameter that needed no gradient when the optimizer was built has one now; build the "
                             "optimizer after all its parameters require gradients"
@@ -395,7 +388,7 @@ class DGCMomentum(Optimizer):
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             if i in self._compressed:
-                self._fail(
+                self._engine.fail(
                     ConfigError(
                         f"{self._engine.names[i]!r} has sparse gradients, which are not compressed: add its name to "
                         "exclude=, or give the embedding sparse=False"

@@ -185,8 +185,11 @@ class Engine:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.Exchange.fail`.
 
         Raises:
-            DGCError: always.
+            DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
         """
+        self._raise_on_all_ranks(self._open_step() or error, index)
+
+    def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> None:
         place = None if index is None or index in self._sparse else self._places[index]
         try:
             self._exchange.fail(error, place)
@@ -206,6 +209,11 @@ class Engine:
     def stats(self) -> Stats:
         """The exchange's counters."""
         return self._exchange.stats
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a step is half done, by an exception or an error, so that only a reset or a loaded state helps."""
+        return self._exchange.in_step or self._error is not None
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
@@ -270,6 +278,19 @@ class Engine:
         self._untold = False
 
     def _begin(self) -> None:
+        error = self._open_step()
+        if error is not None:
+            self._raise_on_all_ranks(error)
+
+    def _open_step(self) -> DGCError | None:
+        """Do what every rank does before its first gradient of a step; within a step, nothing.
+
+        Returns:
+            What this rank has to tell the others in this step, if it cannot take part.
+
+        Raises:
+            DGCError: an earlier step failed.
+        """
         error: DGCError | None = None
         if self._untold:
             # The others do not know yet, and begin this step.
@@ -278,7 +299,7 @@ class Engine:
         if self._error is not None:
             raise self._error
         if self._exchange.in_step:
-            return
+            return None
         if self.on_step_begin is not None:
             self.on_step_begin()
         owner = self.steps.owner
@@ -294,8 +315,7 @@ class Engine:
             [hyper.weight_decay[i] for i in members],
             self.learning_rates or learning_rates_of(owner),
         )
-        if error is not None:
-            self.fail(error)
+        return error
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,9 @@ INSTALL_HINT = (
     "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install "
     "--no-build-isolation horovod"
 )
+
+_PATIENCE = 10.0
+"""Seconds that collectives of a step that was given up are waited for."""
 
 
 def import_horovod(initialized: bool = True) -> ModuleType:
@@ -85,3 +90,30 @@ def gather_values(value: Any, question: str, process_set: Any) -> list[Any]:
     except (RuntimeError, ValueError) as error:
         raise TransportError(f"Horovod could not ask all ranks ({question}): {error}") from error
     return [json.loads(text) for text in lines.splitlines()]
+
+
+def give_up_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a Horovod optimizer forget the gradients of a step that an error ended; the next backward pass begins anew.
+
+    Collectives that are under way come to their end first, as long as the other ranks take part: their
+    names come again.
+
+    Args:
+        optimizer: what ``hvd.DistributedOptimizer`` returned.
+    """
+    from horovod.torch import mpi_ops
+
+    deadline = time.monotonic() + _PATIENCE
+    for handle, _ in optimizer._handles.values():
+        if callable(handle):
+            continue
+        while handle in mpi_ops._handle_map and time.monotonic() < deadline:
+            if mpi_ops.poll(handle):
+                with contextlib.suppress(RuntimeError):
+                    mpi_ops.synchronize(handle)
+            else:
+                time.sleep(0.001)
+    optimizer._handles = {}
+    optimizer._synchronized = False
+    optimizer._should_synchronize = True
+    optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)

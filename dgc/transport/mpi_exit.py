@@ -129,7 +129,11 @@ def leave() -> None:
 
 
 def _hear_of_finalize(mpi: Any) -> None:
-    """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else."""
+    """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else.
+
+    The callback is Python and needs the GIL. Native code that calls C's ``exit()`` with the GIL held would wait for
+    ever for Horovod's thread, which finalizes MPI; Python's own ways out release it.
+    """
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
     mpi.COMM_SELF.Set_attr(key, None)
 

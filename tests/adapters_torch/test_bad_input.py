@@ -1,5 +1,6 @@
 """Bad input on real ranks: one clear error on every rank, and no rank hangs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,45 @@ report("no error")
 @pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
     source = JOINED.format(workers=str(WORKER.parent), way=way)
-    result = run_mpi(2, source, launcher=launcher, timeout=60, check=False)
+    result = run_mpi(2, source, launcher=launcher, timeout=200, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0
     name, text = result.values[0]
     assert name in ("ConfigError", "TransportError", "HorovodInternalError"), text
     assert "hvd.join" in text, result.explain()
+
+
+STRANGER = """
+import sys
+sys.path.insert(0, {workers!r})
+import horovod.torch as hvd, torch
+from models import loss_of, make_model
+from worker_tools import report
+import dgc.torch as dgc
+
+hvd.init()
+torch.set_num_threads(1)
+model, stranger = make_model(), torch.nn.Linear(40, 40)
+everything = [*model.named_parameters(), *((f"stranger.{{n}}", p) for n, p in stranger.named_parameters())]
+compression = dgc.Compression.dgc(model.named_parameters(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+both = torch.optim.SGD([p for _, p in everything], lr=0.1)
+optimizer = hvd.DistributedOptimizer(both, named_parameters=everything, compression=compression)
+try:
+    (stranger(torch.randn(4, 40)).sum() if hvd.rank() == 1 else loss_of(model, 0)).backward()
+    optimizer.step()
+except dgc.LayoutError as error:
+    report(str(error))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher):
+    result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher, timeout=200)
+    # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
+    text = r"rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
+    assert len(result.values) == 2, result.explain()
+    assert all(re.match(text, value) for value in result.values), result.explain()
 
 
 @pytest.mark.mpi
@@ -80,7 +114,7 @@ try:
 except dgc.TransportError as error:
     report(str(error))
 """
-    result = run_mpi(2, source, launcher=launcher, env=env, timeout=60)
+    result = run_mpi(2, source, launcher=launcher, env=env, timeout=200)
     assert all(expected in text for text in result.values), result.explain()
 
 

@@ -28,6 +28,11 @@ def compiler():
 
 
 @cache
+def _compiler_version():
+    return subprocess.run([compiler(), "-v"], check=True, capture_output=True, text=True).stderr
+
+
+@cache
 def library(state_bits, text=None):
     """Compile the sources (or ``text`` in their place) for the processor; kept between runs by content."""
     entries = "\n".join(
@@ -39,7 +44,7 @@ def library(state_bits, text=None):
     whole = "\n".join([begin, SHIM.read_text(), text or source(), entries, ""])
     folder = Path(tempfile.gettempdir()) / f"dgc-host-kernels-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    built = folder / f"{hashlib.blake2b(whole.encode(), digest_size=12).hexdigest()}.so"
+    built = folder / f"{hashlib.blake2b((_compiler_version() + whole).encode(), digest_size=12).hexdigest()}.so"
     with _compiling:
         if not built.exists():
             _compile(whole, built)

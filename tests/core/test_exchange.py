@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 
 import numpy as np
@@ -432,7 +434,62 @@ def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
     assert "rank 0" in str(errors[1])
 
 
-@pytest.mark.parametrize("after", ["next step", "reset"])
+def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_are_not_in():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        if transport.rank == 1:
+            with pytest.raises(LayoutError, match=r"^rank 1 failed in step 0: mine$"):
+                exchange.fail(LayoutError("mine"))
+            for _ in range(2):
+                with pytest.raises(RemoteError, match=r"mine\); call reset"):
+                    exchange.fail(LayoutError("mine again"))
+        else:
+            with pytest.raises(LayoutError, match="rank 1 failed in step 0: mine"):
+                run_step(exchange, grads)
+        exchange.reset()
+        run_step(exchange, grads)
+        exchange.close()
+        return exchange.state.step
+
+    assert run_ranks(2, rank, timeout=20) == [1, 1]
+
+
+def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        if transport.rank == 1:
+            exchange.hyper = dataclasses.replace(exchange.hyper, learning_rates=(0.1,))
+            exchange.fail(LayoutError("mine"))
+        run_step(exchange, grads)
+
+    errors = errors_of(3, rank)
+    assert [str(e) for e in errors] == ["rank 1 failed in step 0: mine"] * 3
+
+
+def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bucket():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048)
+        assert len(exchange.layout.buckets) > 1
+        if transport.rank == 1:
+            exchange._steps[0]._apply = no_room
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)])
+
+    def no_room(*arguments):
+        raise MemoryError("no room")
+
+    errors = errors_of(2, rank)
+    assert [str(e) for e in errors] == ["rank 1 failed in step 0: MemoryError: no room"] * 2
+
+
+@pytest.mark.parametrize("after", ["next step", "finish", "reset"])
 def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(after):
     """It is raised on its own rank at once; the step that it came too late for counts on all ranks alike."""
     specs = parameters()
@@ -451,9 +508,11 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
             assert exchange.owes_failure
         else:
             assert not exchange.finish()
-        if after == "next step":
+        next_step = functools.partial(run_step, exchange, grads)
+        if after != "reset":
+            go_on = exchange.finish if after == "finish" and transport.rank == 0 else next_step
             with pytest.raises(LayoutError, match=r"rank 0 failed in step 1: .*'fc.weight' was given twice"):
-                run_step(exchange, grads)
+                go_on()
             with pytest.raises(RemoteError, match="call reset"):
                 run_step(exchange, grads)
         state = exchange.state.to_dict()

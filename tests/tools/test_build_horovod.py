@@ -165,7 +165,7 @@ def test_a_failed_command_shows_the_end_of_its_log(tmp_path, capsys):
 
 def test_long_commands_show_signs_of_life(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tool, "HEARTBEAT_SECONDS", 0.2)
-    code = "import time; print('[ 42%] Building x.cc.o', flush=True); print('noise', flush=True); time.sleep(1)"
+    code = "import time; print('[ 42%] Building x.cc.o', flush=True); print('noise', flush=True); time.sleep(4)"
     tool.run_logged("A test", [sys.executable, "-c", code], tmp_path / "log")
     assert re.search(r"0m\d\ds  \[ 42%\] Building x\.cc\.o", capsys.readouterr().err)
 

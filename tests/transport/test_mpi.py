@@ -57,7 +57,7 @@ import sys
 import dgc.core.agreement, dgc.transport.local, dgc.transport.mpi
 print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.strip() == "[]"
 
 
@@ -90,7 +90,7 @@ def test_a_rank_that_ends_first_does_not_take_mpi_from_one_that_still_receives(c
 
 
 FINALIZED = """
-import sys, time
+import pathlib, sys, time
 import horovod.torch as hvd
 hvd.init()
 import numpy as np
@@ -100,22 +100,28 @@ from dgc.core.errors import TransportError
 from mpi4py import MPI
 from worker_tools import report
 
+inside = pathlib.Path({inside!r})
+
 class Late:
     def Is_finalized(self):
         if MPI.Is_finalized():
             return True
-        deadline = time.monotonic() + 0.7
-        while time.monotonic() < deadline:
+        inside.touch()
+        last = time.monotonic() + 100
+        while time.monotonic() < last:
             if MPI.Is_finalized():
                 report("MPI was finalized before it was called")
                 sys.exit()
+            if mpi_exit._leaving.is_set():
+                last = min(last, time.monotonic() + 0.2)
             time.sleep(0.01)
         return False
 
 transport = mpi.MPITransport()
 if hvd.rank() == 1:
     mpi_exit.waiting().__enter__()  # failed, so it bids nobody farewell
-    time.sleep(0.3)
+    while not inside.exists():
+        time.sleep(0.01)
     sys.exit()
 call = mpi.{call}
 mpi.{call} = lambda _, argument: call(Late(), argument)
@@ -128,9 +134,9 @@ except TransportError as error:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("call", ["start", "is_done"])
-def test_mpi_is_not_called_once_another_thread_finalizes_it(call):
+def test_mpi_is_not_called_once_another_thread_finalizes_it(call, tmp_path):
     """Horovod's thread does, when another rank ends; here always between the look at MPI's state and the call."""
-    values = run_mpi(2, FINALIZED.format(call=call)).values
+    values = run_mpi(2, FINALIZED.format(call=call, inside=str(tmp_path / "inside"))).values
     assert values[0].startswith("MPI was shut down while a collective waited"), values
 
 

@@ -57,12 +57,13 @@ class _Workspace(threading.local):
     """What a Python thread keeps from call to call: it grows, and stays."""
 
     def __init__(self) -> None:
-        self._scratch: dict[np.dtype, _Scratch] = {}
+        self._scratch: dict[np.dtype, list[_Scratch]] = {}
 
     def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> _Scratch:
         """Return scratch arrays for buckets of type ``kind`` that nobody else has, grown when they are too small."""
-        scratch = self._scratch.pop(kind, None)
-        if scratch is not None:
+        kept = self._scratch.setdefault(kind, [])
+        if kept:
+            scratch = kept.pop()
             w, s, c, r = scratch.sizes
             if workers <= w and segments <= s and chunks <= c and workers * room <= r:
                 return scratch
@@ -72,7 +73,7 @@ class _Workspace(threading.local):
 
     def give_back(self, kind: np.dtype, scratch: _Scratch) -> None:
         """Keep scratch arrays for the next call."""
-        self._scratch[kind] = scratch
+        self._scratch[kind].append(scratch)
 
 
 class NumbaKernels:

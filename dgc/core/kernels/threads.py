@@ -102,7 +102,13 @@ class Team:
         Raises:
             Exception: what the kernel raised, on whichever thread.
         """
-        self.start(min(threads, pieces) - 1, kernel, pieces, *arguments).finish()
+        work = Work(kernel, pieces, arguments, None)
+        try:
+            work.share(self._jobs, self._hire(min(threads, pieces) - 1))
+            work.finish()
+        except BaseException:
+            work.give_up()
+            raise
 
     def start(
         self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: Any, keeps: object = None
@@ -119,7 +125,11 @@ class Team:
             keeps: is kept alive as long as a thread may work: what the arguments hold the addresses of.
         """
         work = Work(kernel, pieces, arguments, keeps)
-        work.share(self._jobs, self._hire(helpers))
+        try:
+            work.share(self._jobs, self._hire(helpers))
+        except BaseException:
+            work.give_up()
+            raise
         return work
 
     def _hire(self, helpers: int) -> int:
@@ -145,18 +155,15 @@ class Work:
         self._progress = np.zeros(2, np.int64)
         self._shared = False
         self._errors: list[Exception] = []
+        self._given_up = False
         self._started: list[int] = []
         self._finished: list[int] = []
 
     def share(self, jobs: SimpleQueue[Job | None], helpers: int) -> None:
         """Offer the work to ``helpers`` threads that listen to ``jobs``."""
-        try:
-            for worker in range(1, helpers + 1):
-                self._shared = True
-                jobs.put((self, worker))
-        except BaseException:
-            self._give_up()
-            raise
+        for worker in range(1, helpers + 1):
+            self._shared = True
+            jobs.put((self, worker))
 
     def help(self, worker: int) -> None:
         """Work on it as one of the threads it was offered to."""
@@ -168,11 +175,14 @@ class Work:
         self._finished.append(worker)
 
     def finish(self) -> None:
-        """Do what is left of the work, and wait for what others are doing; a second call does nothing.
+        """Do what is left of the work, and wait for what others are doing; once it is done, calls do nothing.
 
         Raises:
             Exception: what the kernel raised, on whichever thread.
+            RuntimeError: an earlier call raised, so that the work stays undone.
         """
+        if self._given_up:
+            raise RuntimeError("a kernel was interrupted or failed, and what it had to do is not done")
         progress, pieces = self._progress, self._pieces
         if progress[1] >= pieces:
             return
@@ -184,10 +194,12 @@ class Work:
                 # A helper was interrupted by the system in the middle of a piece.
                 time.sleep(NAP)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Leave the rest of the work undone; when this returns, nobody works on it."""
+        self._given_up = True
         self._progress[0] = self._pieces  # nobody takes another piece
         _wait_for(self._started, self._finished)
 

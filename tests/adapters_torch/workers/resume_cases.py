@@ -119,6 +119,50 @@ def saving_and_loading_in_the_middle_of_a_step_is_refused():
 
 
 @case
+def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_state():
+    """Horovod's optimizer, too, forgets the gradients of the step that was not finished."""
+
+    def rates_differ(optimizer, model):
+        optimizer.param_groups[0]["lr"] /= 1 + hvd.rank()
+        raises(dgc.ConfigError, "learning rate", lambda: train(optimizer, model, 1, start=2))
+        optimizer.param_groups[0]["lr"] = 0.05
+
+    def interrupted(optimizer, model):
+        optimizer.zero_grad()
+        hook = model.first.weight.register_hook(lambda g: 1 / 0)
+        raises(ZeroDivisionError, "", lambda: loss_of(model, 2).backward())
+        hook.remove()
+
+    for way, failure, recovery in itertools.product("ab", (rates_differ, interrupted), ("reset", "state", "file")):
+        label = f"{way} {failure.__name__} {recovery}"
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), **OPTIONS)
+        objects = dict(model=model, optimizer=optimizer, compression=compression)
+        train(optimizer, model, 2)
+        state, folder = compression.state_dict(), shared_folder(label)
+        dgc.save_checkpoint(folder, **objects)
+        failure(optimizer, model)
+        if recovery == "state":
+            compression.load_state_dict(state)
+        else:
+            compression.reset()
+        if recovery == "file":
+            dgc.load_checkpoint(folder, **objects)
+        train(optimizer, model, 4, start=2)
+        if recovery != "reset":
+            straight = make_model()
+            own, other = wrap(way, straight, sgd(straight), **OPTIONS)
+            train(own, straight, 6)
+            other.close()
+            assert torch.equal(flat(model), flat(straight)), label
+        assert_replicas_identical(model, label)
+        compression.close()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            shutil.rmtree(folder)
+
+
+@case
 def a_checkpoint_of_other_ranks_is_redistributed():
     """States of three made-up old ranks: the mean residual of this job equals the old one's."""
     model = make_model()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
+from dgc.core.kernels import cpu
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.dense import GROUP, TILE
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.kernels.threads import Team
+from dgc.core.kernels.threads import Team, Work
 
 SEGMENTS = (200_000, 131_072, 70_000, 3)
 K = 400
@@ -71,8 +74,10 @@ def test_overlapping_buckets_equal_buckets_in_turn(threads):
         np.testing.assert_array_equal(a[1], b[1])
 
 
-def test_the_reference_and_devices_begin_when_asked_for_the_result():
+def test_the_reference_begins_when_asked_for_the_result():
     wanted, got = Buckets(ReferenceKernels()), Buckets(ReferenceKernels())
+    got.kernels.begin_selection(got.work(0, 0), *got.states[0], got.controls[0])
+    assert not np.any(got.states)
     wanted.in_turn(0)
     got.overlapping(0)
     assert not got.kernels.overlaps
@@ -130,3 +135,51 @@ def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
         np.testing.assert_allclose(sums[0], wanted, rtol=1e-12)
         for other in sums[1:]:
             np.testing.assert_array_equal(other, sums[0])
+
+
+def test_work_that_failed_is_not_waited_for_again():
+    def kernel(worker, progress, pieces):
+        raise MemoryError("no room")
+
+    work = Team().start(0, kernel, 3)
+    with pytest.raises(MemoryError, match="no room"):
+        work.finish()
+    with pytest.raises(RuntimeError, match="not done"):
+        work.finish()
+
+
+def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(monkeypatch):
+    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
+
+    def kernel(worker, progress, pieces):
+        inside.set()
+        assert go_on.wait(60)
+        left.set()
+
+    def finish(self):
+        assert inside.wait(60)
+        threading.Timer(0.2, go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        Team().run(2, kernel, 2)
+    assert left.is_set()
+
+
+def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
+    made = []
+
+    class Counted(cpu._Scratch):
+        def __init__(self, *sizes):
+            made.append(sizes)
+            super().__init__(*sizes)
+
+    monkeypatch.setattr(cpu, "_Scratch", Counted)
+    buckets = Buckets(NumbaKernels(2))
+    for step in range(3):
+        buckets.overlapping(step)
+    grown = len(made)
+    for step in range(3, 6):
+        buckets.overlapping(step)
+    assert 2 <= grown == len(made)
