@@ -1,5 +1,6 @@
 """Custom training loops on real ranks: tape and optimizer, eager and in a tf.function, wrapper and stock Horovod."""
 
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -224,6 +225,49 @@ def a_state_saved_in_the_middle_continues_bit_for_bit():
         steps(second, 9, 15)
         for a, b in zip(m.values(model), wanted, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@case
+def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
+    def prepare(way, graph):
+        model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
+        variables = m.raw(model.trainable_variables)
+        named = (variables,) if way == "stock" else ()
+        compression = dgc.Compression.dgc(*named, optimizer=inner, **m.SPARSE)
+        library = dgc if way == "wrapper" else hvd
+
+        def one_step(x, y):
+            with tf.GradientTape() as tape:
+                loss = m.loss_function(y, model(x))
+            tape = library.DistributedGradientTape(tape, compression=compression)
+            inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+        one_step = tf.function(one_step) if graph else one_step
+
+        def train(first, last):
+            for step in range(first, last):
+                one_step(*(tf.constant(array) for array in m.batch(step)))
+
+        return model, inner, compression, train
+
+    for way, graph in (("stock", True), ("wrapper", False), ("wrapper", True)):
+        straight, _, _, train = prepare(way, graph)
+        train(0, 8)
+        for recovery in ("reset", "state"):
+            model, inner, compression, train = prepare(way, graph)
+            train(0, 3)
+            state = compression.state_dict()
+            inner.learning_rate = 0.05 / (1 + hvd.rank())
+            m.assert_raises(functools.partial(train, 3, 4), "disagree in step 3 about the learning rate")
+            inner.learning_rate = 0.05
+            if recovery == "reset":
+                compression.reset()
+            else:
+                compression.load_state_dict(state)
+            train(3, 8)
+            m.assert_replicas(m.values(model))
+            same = [np.array_equal(a, b) for a, b in zip(m.values(model), m.values(straight), strict=True)]
+            assert all(same) == (recovery == "state"), (way, graph, recovery)
 
 
 @case
