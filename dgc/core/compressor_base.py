@@ -41,6 +41,8 @@ class BoundEngine(Protocol):
 
     def reset(self) -> None: ...  # noqa: D102
 
+    def abandon(self) -> None: ...  # noqa: D102
+
     def close(self) -> None: ...  # noqa: D102
 
 
@@ -133,6 +135,7 @@ class CompressorBase:
                 ranks' states are of different steps.
         """
         if self._engine is not None:
+            self._engine.abandon()  # the transport belongs to a step until it is over
             advice = "Load a state on every rank, each its own."
             agree_or_raise(self._engine.transport, lambda: self._load(state, resize), "states", LayoutError, advice)
 

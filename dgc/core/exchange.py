@@ -7,6 +7,7 @@ gradients arrive in. Only its selection may begin earlier.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -258,8 +259,9 @@ class Exchange:
         All ranks must load together. A step that an exception left half done is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank or number of ranks; nothing was changed.
+            LayoutError: it belongs to another layout, rank or number of ranks; the state was not changed.
         """
+        self.abandon()
         size, rank = saved.get("size"), saved.get("rank")
         if size != self.transport.size:
             raise LayoutError(
@@ -271,14 +273,27 @@ class Exchange:
                 f"the saved compressor state belongs to rank {rank}, this is rank {self.transport.rank}; residuals "
                 "differ between ranks: save and load one state per rank"
             )
-        self._abandon()
         self.state.load(saved)
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
-        self._abandon()
+        self.abandon()
         self.state.reset()
         self.stats = Stats()
+
+    def abandon(self) -> None:
+        """Leave a half-done or broken step behind, putting back what was sent in it; all ranks must call it."""
+        with self._lock:
+            if self._running:
+                # The others may be waiting for this rank's messages: they get an error instead.
+                given_up = RemoteError("the step was given up by reset() or load_state_dict()")
+                self._failure = self._failure or (given_up, None)
+            self._lock.notify_all()
+        self.wait()
+        with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted: u and v are overwritten anyway
+            self._take_back()
+        self._failure = None
+        self._broken = None
 
     def close(self) -> bool:
         """End the communication thread. The transport stays open: it belongs to the caller.
@@ -352,19 +367,6 @@ class Exchange:
             self._missing = [len(b.segments) for b in self.layout.buckets]
             self._outcomes = []
 
-    def _abandon(self) -> None:
-        """Leave a half-done or broken step behind, putting back what was sent in it."""
-        with self._lock:
-            if self._running:
-                # The others may be waiting for this rank's messages: they get an error instead.
-                given_up = RemoteError("the step was given up by reset() or load_state_dict()")
-                self._failure = self._failure or (given_up, None)
-            self._lock.notify_all()
-        self.wait()
-        self._take_back()
-        self._failure = None
-        self._broken = None
-
     def _conclude_broken(self) -> None:
         """After a failed step: put back what was sent, and raise."""
         if self._broken is None:
@@ -429,6 +431,11 @@ class Exchange:
             self._lock.wait_for(ready)
             return not self._closed
 
+    def _sends_no_more(self, index: int) -> bool:
+        """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
+        last = index == len(self._steps) - 1
+        return last or self._steps[index].plan(self._required_context.density).allreduces
+
     def _run_bucket(self, index: int) -> None:
         context, step = self._required_context, self._steps[index]
         if self._failure is None:
@@ -440,8 +447,8 @@ class Exchange:
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                if step.sent and (isinstance(error, DGCError) or index == len(self._steps) - 1):
-                    raise  # the others see it in the messages as well, or will not hear of this rank in this step
+                if step.sent and (isinstance(error, DGCError) or self._sends_no_more(index)):
+                    raise  # the others see it in the messages as well, or cannot hear of it in this step
                 wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
                 wrapped.__cause__ = None if wrapped is error else error
                 self._failure = (wrapped, None)

@@ -231,6 +231,11 @@ class Engine:
             group.exchange.reset()
             group.rate = None
 
+    def abandon(self) -> None:
+        """Leave a step behind that an exception or an error ended; call it on all ranks."""
+        for group in self._groups:
+            group.exchange.abandon()
+
     def close(self) -> None:
         """End the communication threads and the transport."""
         for group in self._groups:

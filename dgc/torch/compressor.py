@@ -46,6 +46,7 @@ class DGCCompressor(CompressorBase):
         self._bound = False
         self._engine: Engine | None = None
         self._deferred: DGCError | None = None
+        self._giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
         self._last_found = 0
 
     # -- binding -------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class DGCCompressor(CompressorBase):
         if isinstance(tensor, torch.nn.Parameter):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if self._deferred is None:
+        if self._deferred is None and not self._giving_up:
             try:
                 self._submit(self._engine, tensor, result)
             except DGCError as error:
@@ -170,12 +171,15 @@ class DGCCompressor(CompressorBase):
     @contextlib.contextmanager
     def _step_given_up(self) -> Iterator[None]:
         """After what is inside, a step that an error or an exception left half done is forgotten by Horovod, too."""
-        stuck = self._engine is not None and self._engine.is_stuck
         yield
         self._deferred = None
         owner = self._engine.steps.owner if self._engine is not None else None
-        if stuck and owner is not None:
-            give_up_step(owner)
+        if owner is not None and owner._handles:
+            self._giving_up = True
+            try:
+                give_up_step(owner, owner._compression is self)
+            finally:
+                self._giving_up = False
 
     def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
         if not engine.steps.knows_owner:

@@ -284,6 +284,7 @@ class DGCMomentum(Optimizer):
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is neither a tensor nor an array.
         """
+        self._engine.abandon()  # the transport belongs to a step until it is over
         advice = "Load a state on every rank, each its own."
         agree_or_raise(self._transport, lambda: self._load(state_dict, resize), "states", LayoutError, advice)
 

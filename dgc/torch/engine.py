@@ -82,6 +82,7 @@ class Engine:
         self._replicas_compared = False
         self._error: DGCError | None = None
         self._untold = False  # whether the other ranks will hear of the error in the next step
+        self._opened = False  # whether the other ranks know that this one has begun the step
 
         def build() -> dict[str, str]:
             pairs = named() if callable(named) else named
@@ -148,14 +149,18 @@ class Engine:
             )
         self._results[index] = place = self._tensors.result(result)
         decay = self.adoption.hyper.weight_decay[index]
-        self._exchange.submit(
-            self._places[index],
-            self._tensors.array(gradient),
-            place.array,
-            self._tensors.array(parameter if decayed is None else decayed) if decay else None,
-            place.limit,
-            self._tensors.ready(),
-        )
+        try:
+            self._exchange.submit(
+                self._places[index],
+                self._tensors.array(gradient),
+                place.array,
+                self._tensors.array(parameter if decayed is None else decayed) if decay else None,
+                place.limit,
+                self._tensors.ready(),
+            )
+        except DGCError as error:
+            self._fail_with(error)
+            raise
 
     def finish(self) -> None:
         """Wait for all results of the step. Calling it again before the next step does nothing.
@@ -166,6 +171,7 @@ class Engine:
         if self._error is not None:
             raise self._error
         if not self._exchange.in_step:
+            self._opened = False
             return
         stand_ins = self._fill_in_sparse()
         try:
@@ -173,7 +179,7 @@ class Engine:
             self._watch_peers()
             self._exchange.finish()
         except DGCError as error:
-            self._error = error
+            self._error, self._opened = error, False
             raise
         finally:
             # Until here the kernels may write to memory that they were given.
@@ -194,14 +200,16 @@ class Engine:
         try:
             self._exchange.fail(error, place)
         except DGCError as raised:
-            self._error = raised
-        finally:
-            self._tensors.release()
-        assert self._error is not None, "the exchange has raised"
+            self._fail_with(raised)
+            raise
+
+    def _fail_with(self, error: DGCError) -> None:
+        """Remember what the exchange has raised, in a step that is over with it."""
+        self._error, self._opened = error, False
+        self._tensors.release()
         self._untold = self._exchange.owes_failure
         if self._untold:
             self._conclude()  # as the others do
-        raise self._error
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -209,11 +217,6 @@ class Engine:
     def stats(self) -> Stats:
         """The exchange's counters."""
         return self._exchange.stats
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a step is half done, by an exception or an error, so that only a reset or a loaded state helps."""
-        return self._exchange.in_step or self._error is not None
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
@@ -238,7 +241,7 @@ class Engine:
         Raises:
             LayoutError: it belongs to another model, rank or number of ranks.
         """
-        self._drop_pending()
+        self.abandon()
         sparse = self._sparse.indices_of(set(saved.get("sparse_gradients", ())))
         if sparse != self._sparse.found:
             self._exclude(sparse)
@@ -247,8 +250,14 @@ class Engine:
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
-        self._drop_pending()
+        self.abandon()
         self._exchange.reset()
+
+    def abandon(self) -> None:
+        """Leave a step behind that an exception or an error ended; call it on all ranks."""
+        self._drop_pending()
+        self._exchange.abandon()
+        self._tensors.release()
 
     def close(self) -> None:
         """End the communication thread and the transport."""
@@ -275,7 +284,7 @@ class Engine:
     def _drop_pending(self) -> None:
         self._results.clear()
         self._error = None
-        self._untold = False
+        self._untold = self._opened = False
 
     def _begin(self) -> None:
         error = self._open_step()
@@ -298,8 +307,9 @@ class Engine:
             self._drop_pending()
         if self._error is not None:
             raise self._error
-        if self._exchange.in_step:
+        if self._opened:
             return None
+        self._opened = True
         if self.on_step_begin is not None:
             self.on_step_begin()
         owner = self.steps.owner
@@ -319,6 +329,7 @@ class Engine:
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
+        self._opened = False
         self._exchange.stats.add_sent(self._extra_bytes)
         self._extra_bytes = 0
         for result in self._results.values():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.errors import ConfigError, TransportError
+from dgc.core.errors import ConfigError, RemoteError, TransportError
 
 INSTALL_HINT = (
     "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install "
@@ -92,28 +92,40 @@ def gather_values(value: Any, question: str, process_set: Any) -> list[Any]:
     return [json.loads(text) for text in lines.splitlines()]
 
 
-def give_up_step(optimizer: torch.optim.Optimizer) -> None:
+def give_up_step(optimizer: Any, stand_ins: bool) -> None:
     """Let a Horovod optimizer forget the gradients of a step that an error ended; the next backward pass begins anew.
-
-    Collectives that are under way come to their end first, as long as the other ranks take part: their
-    names come again.
 
     Args:
         optimizer: what ``hvd.DistributedOptimizer`` returned.
+        stand_ins: whether its own collectives carry something of every gradient. The ranks may have come to different
+            places of the step: each begins what is missing, so that no collective is matched with one of a later step.
+
+    Raises:
+        RemoteError: another rank has not begun the step.
     """
     from horovod.torch import mpi_ops
 
+    handles = optimizer._handles
+    if stand_ins and optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):
+        for p in optimizer._requires_update:
+            if (p not in handles or handles[p][0] is None) and not (p.grad is not None and p.grad.is_sparse):
+                handles[p] = optimizer._allreduce_grad_async(p)
     deadline = time.monotonic() + _PATIENCE
-    for handle, _ in optimizer._handles.values():
-        if callable(handle):
-            continue
-        while handle in mpi_ops._handle_map and time.monotonic() < deadline:
+    for handle, _ in handles.values():
+        while not callable(handle) and handle in mpi_ops._handle_map:
             if mpi_ops.poll(handle):
                 with contextlib.suppress(RuntimeError):
                     mpi_ops.synchronize(handle)
+            elif time.monotonic() > deadline:
+                raise RemoteError(
+                    "another rank has not come to the step that failed here: after an exception that some ranks met "
+                    "before their first gradient, restart the job from a checkpoint"
+                )
             else:
                 time.sleep(0.001)
-    optimizer._handles = {}
+    handles.clear()
+    for group in getattr(optimizer, "_group_counts", ()):
+        optimizer._group_counts[group] = 0
     optimizer._synchronized = False
     optimizer._should_synchronize = True
     optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)

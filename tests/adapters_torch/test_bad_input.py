@@ -57,6 +57,45 @@ def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
     assert "hvd.join" in text, result.explain()
 
 
+DENSIFIED = """
+import sys
+sys.path.insert(0, {workers!r})
+import horovod.torch as hvd, torch
+from worker_tools import report
+import dgc.torch as dgc
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+embedding, linear = torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 50)
+named = [("embedding", embedding.weight), *linear.named_parameters()]
+optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+optimizer = dgc.DistributedOptimizer(optimizer, named, compression=dgc.Compression.dgc(sparsity=[0.9]))
+
+def step(dense=False):
+    optimizer.zero_grad()
+    loss = embedding.weight if dense else linear(embedding(torch.tensor([1, 2, 3])))
+    loss.pow(2).sum().backward()
+    optimizer.step()
+
+for _ in range(2):
+    step()
+try:
+    step(dense=hvd.rank() == 1)  # the refused gradient is the first of its step
+except dgc.LayoutError as error:
+    report(str(error))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(launcher):
+    result = run_mpi(2, DENSIFIED.format(workers=str(WORKER.parent)), launcher=launcher, timeout=200)
+    text = "rank 1 failed in step 2: "
+    assert [value[: len(text)] for value in result.values] == [text] * 2, result.explain()
+    assert all("sparse" in value for value in result.values), result.explain()
+
+
 STRANGER = """
 import sys
 sys.path.insert(0, {workers!r})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -472,21 +473,28 @@ def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
     assert [str(e) for e in errors] == ["rank 1 failed in step 0: mine"] * 3
 
 
-def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bucket():
-    specs = parameters()
+@pytest.mark.parametrize(
+    ("begin", "expected"), [(0, "rank 1 failed in step 0: "), (9, "rank 1 left before allreduce ")]
+)
+def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bucket(begin, expected):
+    """Unless the bucket has another collective, in which no error can be told."""
+    shapes = {"a": (600, 500), "b": (500, 600)}
 
     def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048)
-        assert len(exchange.layout.buckets) > 1
+        options = dict(sparsity=0.9, bucket_bytes=1_000_000, rampup_begin_step=begin)
+        exchange = make_exchange(transport, shapes, **options)
+        plans = [step.plan(None if begin else 0.1) for step in exchange._steps]
+        assert [plan.allreduces for plan in plans] == [begin > 0] * 2
         if transport.rank == 1:
-            exchange._steps[0]._apply = no_room
-        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)])
+            exchange._steps[0]._sender.receive = no_room
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters(shapes))])
 
     def no_room(*arguments):
         raise MemoryError("no room")
 
     errors = errors_of(2, rank)
-    assert [str(e) for e in errors] == ["rank 1 failed in step 0: MemoryError: no room"] * 2
+    assert str(errors[0]).startswith(expected)
+    assert "MemoryError: no room" in str(errors[1])
 
 
 @pytest.mark.parametrize("after", ["next step", "finish", "reset"])
@@ -526,6 +534,26 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
     assert [state["step"] for _, state, _ in out] == [1, 1]
     for a, b in zip(out[0][0], out[1][0], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_reset_after_a_mask_was_interrupted_starts_anew():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, kernels=NumbaKernels(1), sparsity=0.9, momentum=0.9)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        for i in range(len(specs)):
+            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+        exchange.wait()
+        exchange._outcomes[0].kept.finish = Mock(side_effect=[KeyboardInterrupt, RuntimeError("not done")])
+        with pytest.raises(KeyboardInterrupt):
+            exchange.finish()
+        exchange.reset()
+        refused, _ = run_step(exchange, grads)
+        exchange.close()
+        return refused, exchange.state.step
+
+    assert run_ranks(2, rank, timeout=20) == [(False, 1)] * 2
 
 
 def test_reset_after_an_abandoned_step_starts_anew():

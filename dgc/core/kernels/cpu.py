@@ -73,7 +73,7 @@ class _Workspace(threading.local):
 
     def give_back(self, kind: np.dtype, scratch: _Scratch) -> None:
         """Keep scratch arrays for the next call."""
-        self._scratch[kind].append(scratch)
+        self._scratch.setdefault(kind, []).append(scratch)
 
 
 class NumbaKernels:

@@ -181,11 +181,11 @@ class Work:
             Exception: what the kernel raised, on whichever thread.
             RuntimeError: an earlier call raised, so that the work stays undone.
         """
-        if self._given_up:
-            raise RuntimeError("a kernel was interrupted or failed, and what it had to do is not done")
         progress, pieces = self._progress, self._pieces
         if progress[1] >= pieces:
             return
+        if self._given_up:
+            raise RuntimeError("a kernel was interrupted or failed, and what it had to do is not done")
         try:
             self._kernel(0, progress, pieces, *self._arguments)
             while self._shared and not _all_done(progress, pieces, LOOKS):

@@ -127,22 +127,31 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
         raises(dgc.ConfigError, "learning rate", lambda: train(optimizer, model, 1, start=2))
         optimizer.param_groups[0]["lr"] = 0.05
 
-    def interrupted(optimizer, model):
+    def interrupted(optimizer, model, layer="first"):
         optimizer.zero_grad()
-        hook = model.first.weight.register_hook(lambda g: 1 / 0)
+        hook = getattr(model, layer).weight.register_hook(lambda g: 1 / 0)
         raises(ZeroDivisionError, "", lambda: loss_of(model, 2).backward())
         hook.remove()
 
-    for way, failure, recovery in itertools.product("ab", (rates_differ, interrupted), ("reset", "state", "file")):
-        label = f"{way} {failure.__name__} {recovery}"
+    def interrupted_elsewhere(optimizer, model):
+        interrupted(optimizer, model, ("first", "left")[hvd.rank() % 2])
+
+    failures = (rates_differ, interrupted, interrupted_elsewhere)
+    ways = [*itertools.product("ab", [None], failures, ("reset", "state", "file"))]
+    ways += [(way, {"backward_passes_per_step": 2}, interrupted, "state") for way in "ab"]
+    ways += [("a", {"groups": 2}, interrupted, "state")]
+    for way, hvd_options, failure, recovery in ways:
+        label = f"{way} {hvd_options} {failure.__name__} {recovery}"
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), **OPTIONS)
+        optimizer, compression = wrap(way, model, sgd(model), hvd_options=hvd_options, **OPTIONS)
         objects = dict(model=model, optimizer=optimizer, compression=compression)
         train(optimizer, model, 2)
         state, folder = compression.state_dict(), shared_folder(label)
         dgc.save_checkpoint(folder, **objects)
         failure(optimizer, model)
         if recovery == "state":
+            foreign = {**state, "rank": -1} if hvd.rank() else state
+            raises(dgc.LayoutError, "rank", functools.partial(compression.load_state_dict, foreign))
             compression.load_state_dict(state)
         else:
             compression.reset()
@@ -151,7 +160,7 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
         train(optimizer, model, 4, start=2)
         if recovery != "reset":
             straight = make_model()
-            own, other = wrap(way, straight, sgd(straight), **OPTIONS)
+            own, other = wrap(way, straight, sgd(straight), hvd_options=hvd_options, **OPTIONS)
             train(own, straight, 6)
             other.close()
             assert torch.equal(flat(model), flat(straight)), label

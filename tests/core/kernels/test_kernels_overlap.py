@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -146,6 +147,24 @@ def test_work_that_failed_is_not_waited_for_again():
         work.finish()
     with pytest.raises(RuntimeError, match="not done"):
         work.finish()
+
+
+def test_work_that_was_done_when_an_interrupt_came_counts_as_done():
+    def kernel(worker, progress, pieces):
+        progress[:] = pieces
+        raise KeyboardInterrupt
+
+    work = Team().start(0, kernel, 3)
+    with pytest.raises(KeyboardInterrupt):
+        work.finish()
+    work.finish()
+
+
+def test_a_pass_may_be_finished_by_another_thread():
+    buckets = Buckets(NumbaKernels(2))
+    finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.controls[0])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(finish).result().positions.size
 
 
 def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(monkeypatch):
