@@ -274,26 +274,32 @@ class Exchange:
                 "differ between ranks: save and load one state per rank"
             )
         self.state.load(saved)
+        self._failure = self._broken = None
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
         self.abandon()
+        self._failure = self._broken = None
         self.state.reset()
         self.stats = Stats()
 
     def abandon(self) -> None:
-        """Leave a half-done or broken step behind, putting back what was sent in it; all ranks must call it."""
+        """Leave a half-done or broken step behind, putting back what was sent in it; all ranks must call it.
+
+        Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
+        """
+        given_up = RemoteError("the step was given up by reset() or load_state_dict()")
         with self._lock:
+            under_way = self.in_step
             if self._running:
                 # The others may be waiting for this rank's messages: they get an error instead.
-                given_up = RemoteError("the step was given up by reset() or load_state_dict()")
                 self._failure = self._failure or (given_up, None)
             self._lock.notify_all()
         self.wait()
-        with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted: u and v are overwritten anyway
+        if under_way:
+            self._broken = self._broken or given_up
+        with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted
             self._take_back()
-        self._failure = None
-        self._broken = None
 
     def close(self) -> bool:
         """End the communication thread. The transport stays open: it belongs to the caller.
@@ -375,11 +381,10 @@ class Exchange:
         raise self._broken
 
     def _take_back(self) -> None:
-        try:
+        with contextlib.ExitStack() as stack:  # which goes on when one fails
+            stack.callback(self._end)
             for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=False):
-                step.take_back(state, outcome)
-        finally:
-            self._end()
+                stack.callback(step.take_back, state, outcome)
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ import torch
 from dgc.core.compressor_base import CompressorBase, check_stand_in
 from dgc.core.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import give_up_step, import_horovod
+from dgc.torch.horovod import give_up_step, has_begun, import_horovod
 from dgc.torch.stand_in import StandIn
 from dgc.torch.transports import make_transport
 
@@ -174,7 +174,7 @@ class DGCCompressor(CompressorBase):
         yield
         self._deferred = None
         owner = self._engine.steps.owner if self._engine is not None else None
-        if owner is not None and owner._handles:
+        if owner is not None and has_begun(owner):
             self._giving_up = True
             try:
                 give_up_step(owner, owner._compression is self)

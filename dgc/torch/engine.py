@@ -247,17 +247,20 @@ class Engine:
             self._exclude(sparse)
         self._sparse.settled = bool(sparse)
         self._exchange.load_state_dict(saved)
+        self._drop_pending()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
         self._exchange.reset()
+        self._drop_pending()
 
     def abandon(self) -> None:
         """Leave a step behind that an exception or an error ended; call it on all ranks."""
-        self._drop_pending()
         self._exchange.abandon()
+        self._results.clear()
         self._tensors.release()
+        self._opened = False
 
     def close(self) -> None:
         """End the communication thread and the transport."""
@@ -309,9 +312,9 @@ class Engine:
             raise self._error
         if self._opened:
             return None
-        self._opened = True
         if self.on_step_begin is not None:
             self.on_step_begin()
+        self._opened = True
         owner = self.steps.owner
         try:
             if owner is not None:

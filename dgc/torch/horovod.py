@@ -92,6 +92,12 @@ def gather_values(value: Any, question: str, process_set: Any) -> list[Any]:
     return [json.loads(text) for text in lines.splitlines()]
 
 
+def has_begun(optimizer: Any) -> bool:
+    """Whether a backward pass has run for a step that ``optimizer``, a Horovod optimizer, has not finished."""
+    passes = optimizer.backward_passes_per_step
+    return bool(optimizer._handles) or any(left != passes for left in optimizer._allreduce_delay.values())
+
+
 def give_up_step(optimizer: Any, stand_ins: bool) -> None:
     """Let a Horovod optimizer forget the gradients of a step that an error ended; the next backward pass begins anew.
 
@@ -109,7 +115,9 @@ def give_up_step(optimizer: Any, stand_ins: bool) -> None:
     if stand_ins and optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):
         for p in optimizer._requires_update:
             if (p not in handles or handles[p][0] is None) and not (p.grad is not None and p.grad.is_sparse):
+                before = p.grad
                 handles[p] = optimizer._allreduce_grad_async(p)
+                p.grad = before
     deadline = time.monotonic() + _PATIENCE
     for handle, _ in handles.values():
         while not callable(handle) and handle in mpi_ops._handle_map:

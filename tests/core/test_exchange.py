@@ -536,6 +536,34 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("given", [0, 1, len(SHAPES)])
+def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on(given):
+    """A step that failed before its first gradient, or was interrupted after some or all of them."""
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        state = exchange.state_dict()
+        for i in range(given):
+            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+        if given == len(SHAPES):
+            exchange.wait()
+        if not given:
+            with pytest.raises(LayoutError, match="mine"):
+                exchange.fail(LayoutError("mine"))
+        with pytest.raises(LayoutError, match="this is rank"):
+            exchange.load_state_dict({**state, "rank": 7})
+        with pytest.raises(RemoteError, match="given up" if given else "mine"):
+            run_step(exchange, grads)
+        exchange.load_state_dict(state)
+        run_step(exchange, grads)
+        exchange.close()
+        return exchange.state.step
+
+    assert run_ranks(2, rank, timeout=20) == [1, 1]
+
+
 def test_reset_after_a_mask_was_interrupted_starts_anew():
     specs = parameters()
 
