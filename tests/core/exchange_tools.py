@@ -37,6 +37,11 @@ def gradient(step, rank, index, numel, dtype="float32", seed=0):
     return (rng.standard_normal(numel) * 0.1).astype(dtype)
 
 
+def first_gradients(rank):
+    """One rank's gradients of step 0, of the usual parameters."""
+    return [gradient(0, rank, i, p.numel) for i, p in enumerate(parameters())]
+
+
 def run_step(exchange, gradients, params=None, *, order=None, limit=None):
     """One step: submit every gradient, finish; returns (refused, results)."""
     results = [np.full(g.size, 7, np.float64 if g.dtype == np.float64 else np.float32) for g in gradients]

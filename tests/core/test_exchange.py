@@ -9,7 +9,17 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from exchange_tools import SHAPES, Oracle, dense_sgd, gradient, make_exchange, parameters, run_step, train
+from exchange_tools import (
+    SHAPES,
+    Oracle,
+    dense_sgd,
+    first_gradients,
+    gradient,
+    make_exchange,
+    parameters,
+    run_step,
+    train,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -436,11 +446,9 @@ def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
 
 
 def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_are_not_in():
-    specs = parameters()
-
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = first_gradients(transport.rank)
         if transport.rank == 1:
             with pytest.raises(LayoutError, match=r"^rank 1 failed in step 0: mine$"):
                 exchange.fail(LayoutError("mine"))
@@ -459,11 +467,9 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
 
 
 def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
-    specs = parameters()
-
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = first_gradients(transport.rank)
         if transport.rank == 1:
             exchange.hyper = dataclasses.replace(exchange.hyper, learning_rates=(0.1,))
             exchange.fail(LayoutError("mine"))
@@ -505,7 +511,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
 
     def rank(transport):
         exchange = make_exchange(transport, **options)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = first_gradients(transport.rank)
         results = [np.empty_like(g) for g in grads]
         for i in reversed(range(len(specs))):
             exchange.submit(i, grads[i], results[i])
@@ -539,11 +545,10 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
 @pytest.mark.parametrize("given", [0, 1, len(SHAPES)])
 def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on(given):
     """A step that failed before its first gradient, or was interrupted after some or all of them."""
-    specs = parameters()
 
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = first_gradients(transport.rank)
         state = exchange.state_dict()
         for i in range(given):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
@@ -569,7 +574,7 @@ def test_reset_after_a_mask_was_interrupted_starts_anew():
 
     def rank(transport):
         exchange = make_exchange(transport, kernels=NumbaKernels(1), sparsity=0.9, momentum=0.9)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = first_gradients(transport.rank)
         for i in range(len(specs)):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from dgc.core.kernels.sweep import STRIP
 from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, make_table, place_of
 from dgc.core.kernels.threads import Team, default_threads
 from dgc.core.kernels.vector import bits_of
+from dgc.core.kernels.workspace import Workspace
 
 ALONE = 65536
 """Elements below which waking other threads costs more than it saves."""
@@ -36,44 +36,6 @@ MOST_ELEMENTS = 2**31
 
 LARGEST_PARTS = 64
 """Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
-
-
-class _Scratch:
-    """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
-
-    def __init__(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> None:
-        self.sizes = (workers, segments, chunks, workers * room)
-        self.chunks = np.empty((3, chunks), np.int64)
-        self.left = np.empty(segments, np.int64)
-        self.spent = np.empty((workers, segments), np.int64)
-        self.positions = np.empty(workers * room, np.int32)
-        self.values = np.empty(workers * room, kind)
-        self.wide = np.empty((workers, 2 * STRIP), kind)
-        self.bins = np.empty((workers, BINS), np.int64)
-        self.likes = np.empty((workers, 1), kind)
-
-
-class _Workspace(threading.local):
-    """What a Python thread keeps from call to call: it grows, and stays."""
-
-    def __init__(self) -> None:
-        self._scratch: dict[np.dtype, list[_Scratch]] = {}
-
-    def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> _Scratch:
-        """Return scratch arrays for buckets of type ``kind`` that nobody else has, grown when they are too small."""
-        kept = self._scratch.setdefault(kind, [])
-        if kept:
-            scratch = kept.pop()
-            w, s, c, r = scratch.sizes
-            if workers <= w and segments <= s and chunks <= c and workers * room <= r:
-                return scratch
-            workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
-            room = max(room, -(-r // workers))
-        return _Scratch(kind, workers, segments, chunks, room)
-
-    def give_back(self, kind: np.dtype, scratch: _Scratch) -> None:
-        """Keep scratch arrays for the next call."""
-        self._scratch.setdefault(kind, []).append(scratch)
 
 
 class NumbaKernels:
@@ -96,7 +58,7 @@ class NumbaKernels:
             ConfigError: DGC_NUM_THREADS is set to something else than a number.
         """
         self._team = Team()
-        self._workspace = _Workspace()
+        self._workspace = Workspace()
         self._threads = 1
         self.set_threads(threads if threads is not None else default_threads(local_size))
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dgc.core.kernels import cpu
+from dgc.core.kernels import workspace
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.dense import GROUP, TILE
@@ -189,12 +189,12 @@ def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(mon
 def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
     made = []
 
-    class Counted(cpu._Scratch):
+    class Counted(workspace.Scratch):
         def __init__(self, *sizes):
             made.append(sizes)
             super().__init__(*sizes)
 
-    monkeypatch.setattr(cpu, "_Scratch", Counted)
+    monkeypatch.setattr(workspace, "Scratch", Counted)
     buckets = Buckets(NumbaKernels(2))
     for step in range(3):
         buckets.overlapping(step)
