@@ -24,13 +24,13 @@ from typing import Any
 import numba
 import numpy as np
 
-from dgc.core.clipping import clip_factors
-from dgc.core.config import DGCConfig
+from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import entries_to_send
+from dgc.core.exchange.clipping import clip_factors
 from dgc.core.kernels.base import SegmentWork, Selection
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.layout import Bucket, Layout, Parameter, make_layout
-from dgc.core.schedule import entries_to_send
-from dgc.core.sparse_codec import SparseCodec
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout
+from dgc.core.wire.payload import SparseCodec
 
 RESULTS = Path(__file__).parent / "results"
 MOMENTUM = 0.9

@@ -30,10 +30,10 @@ import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
 from dgc.core.compressors import Entries  # noqa: E402
-from dgc.core.errors import DGCError  # noqa: E402
-from dgc.core.messages import Sender  # noqa: E402
-from dgc.core.plan import Mode, plan_for  # noqa: E402
 from dgc.core.wire import HEADER_BYTES, index_codec_names, padded, value_codec_names  # noqa: E402
+from dgc.core.wire.message import Sender  # noqa: E402
+from dgc.core.wire.plan import Mode, plan_for  # noqa: E402
+from dgc.errors import DGCError  # noqa: E402
 
 SHAPES = {"conv": (6, 3, 3, 3), "fc": (19, 21), "head": (3, 5)}
 

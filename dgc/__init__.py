@@ -4,7 +4,7 @@ Import the adapter of your framework: ``import dgc.torch as dgc`` or ``import dg
 This package itself loads no framework, no MPI and no CuPy.
 """
 
-from dgc.core.errors import ConfigError, DGCError, LayoutError, TransportError, WireError
+from dgc.errors import ConfigError, DGCError, LayoutError, TransportError, WireError
 
 __version__ = "0.1.0"
 

@@ -9,12 +9,12 @@ import numpy as np
 from documented import documented_compressor, own_names
 from exchange_tools import gradient, run_step
 
-from dgc.core.arrays import choose_kernels
 from dgc.core.compressors import Entries, Moment, Room, Tensor, compressor_class
-from dgc.core.config import make_config
-from dgc.core.exchange import Exchange
-from dgc.core.kernels.control import new_control
-from dgc.core.layout import Parameter, make_layout
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.choose import choose_kernels
+from dgc.core.kernels.threshold import new_control
+from dgc.core.state.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
 
 SHAPES = {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compile the CPU kernels into Numba's cache, half a minute once; a second where they are cached already."""
 
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.wire.bits import bit_kernels, default_loops
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.wire.codecs.loops import bit_kernels, default_loops
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.compressors.wrappers import WRAPPERS
-from dgc.core.errors import ConfigError
+from dgc.core.config.composite import WRAPPERS
+from dgc.errors import ConfigError
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:

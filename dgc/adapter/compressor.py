@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.compressors.wrappers import WRAPPERS, make_wrapper_config
-from dgc.core.config import DGCConfig, make_config
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.exchange import Exchange
-from dgc.core.state import resized
-from dgc.core.stats import Stats
+from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.config.composite import WRAPPERS
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import Stats
+from dgc.core.state.state import resized
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
+from dgc.transport.agreement import agree_or_raise
 
 ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 """Options that concern one rank's surroundings, not the mathematics that all ranks must share."""

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dgc.core.config import DGCConfig, make_config
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.layout import Parameter
-from dgc.core.options import plain
+from dgc.core.compressors.build import make_config
+from dgc.core.config.checks import plain
+from dgc.core.config.config import DGCConfig
+from dgc.core.state.layout import Parameter
+from dgc.errors import ConfigError, LayoutError
 
 MIN_NUMEL = 16384
 """Paddle compresses tensors of at least this many elements."""

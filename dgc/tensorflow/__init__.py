@@ -11,8 +11,8 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 
 from typing import Any
 
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
-from dgc.core.paddle import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L2Decay
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer

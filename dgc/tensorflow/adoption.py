@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.bucket_step import Hyper
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.bucket import Hyper
+from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]

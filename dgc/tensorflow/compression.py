@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dgc.core.compressors.constructors import constructor
+from dgc.adapter.compression import constructor
 from dgc.core.compressors.registry import compressor_names
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import family
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod

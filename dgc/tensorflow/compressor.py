@@ -9,14 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.compressor_base import CompressorBase
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.adapter.compressor import CompressorBase
+from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.engine import Engine, loss_scale_of
 from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
 from dgc.tensorflow.horovod_transport import make_transport
 from dgc.tensorflow.tensors import raw_variable
+from dgc.transport.agreement import agree_or_raise
 
 
 class _Ops:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import raw_variable
 
 ACCUMULATED, APPLY, REFUSED = 0, 1, 2

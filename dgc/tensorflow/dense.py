@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.tensorflow.crossing import APPLY, REFUSED
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.tensors import unique_names

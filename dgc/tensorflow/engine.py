@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.agreement import agree_or_raise, require_agreement
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError, DGCError, LayoutError
-from dgc.core.exchange import LossScale
-from dgc.core.layout import make_layout
-from dgc.core.options import as_loss_scale
-from dgc.core.stats import Stats
+from dgc.core.config.checks import as_loss_scale
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.exchange import LossScale
+from dgc.core.exchange.records import Stats
+from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.names import common_names
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+from dgc.transport.agreement import agree_or_raise, require_agreement
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
 """The kinds of gradient that a variable may have."""
@@ -182,7 +182,7 @@ class Engine:
         return float(np.sqrt(sum(g.exchange.state.residual_norm() ** 2 for g in self._groups)))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: that of :meth:`dgc.core.exchange.Exchange.state_dict`, of all groups in one.
+        """This rank's state: that of :meth:`dgc.core.exchange.exchange.Exchange.state_dict`, of all groups in one.
 
         Raises:
             LayoutError: called in the middle of a step.

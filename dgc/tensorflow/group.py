@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.arrays import choose_kernels
-from dgc.core.bucket_step import Hyper
-from dgc.core.config import DGCConfig
-from dgc.core.errors import DGCError, LayoutError
-from dgc.core.exchange import Exchange, LossScale
-from dgc.core.layout import make_layout
-from dgc.core.replicas import require_replicas
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.exchange import Exchange, LossScale
+from dgc.core.kernels.choose import choose_kernels
+from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
+from dgc.errors import DGCError, LayoutError
 from dgc.tensorflow.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
+from dgc.transport.agreement import require_replicas
 
 
 class Group:

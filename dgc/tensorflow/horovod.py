@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError, TransportError
+from dgc.errors import ConfigError, TransportError
 
 INSTALL_HINT = (
     "Build Horovod for the installed TensorFlow: HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 pip install "

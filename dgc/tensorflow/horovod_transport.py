@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import TransportError
 from dgc.core.transport import Transport
+from dgc.errors import TransportError
 from dgc.tensorflow.horovod import gather_bytes, gather_values, import_horovod, member_set
 from dgc.transport.choice import choose_transport
 from dgc.transport.horovod import HorovodTransportBase

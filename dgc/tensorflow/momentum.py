@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.bucket_step import Hyper
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.layout import travels_dense
-from dgc.core.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
+from dgc.adapter.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
+from dgc.core.exchange.bucket import Hyper
+from dgc.core.state.layout import travels_dense
+from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
@@ -28,6 +27,7 @@ from dgc.tensorflow.horovod_transport import make_transport
 from dgc.tensorflow.momentum_state import flat_state, shaped_state
 from dgc.tensorflow.reducer import Gradient, Reducer
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+from dgc.transport.agreement import agree_or_raise
 
 _NEVER = 2**62
 """A first compressed step that no run reaches."""

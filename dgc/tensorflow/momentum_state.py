@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.paddle import StateError
+from dgc.adapter.paddle import StateError
 
 Shapes = Mapping[str, tuple[int, ...]]
 

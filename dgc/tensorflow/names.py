@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from dgc.core.agreement import gather_if_different
 from dgc.core.transport import Transport
+from dgc.transport.agreement import gather_if_different
 
 _COUNTED = re.compile(r"_[0-9]+(?=/|$|#)")
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError, DGCError
+from dgc.errors import ConfigError, DGCError
 from dgc.tensorflow.adoption import learning_rate
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross

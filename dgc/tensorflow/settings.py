@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc.core.compressor_base import CompressorBase
-from dgc.core.errors import ConfigError
-from dgc.core.options import require_compressor
+from dgc.adapter.compressor import CompressorBase
+from dgc.core.config.checks import require_compressor
+from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.dense import DenseReducer
 from dgc.tensorflow.reducer import Reducer

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.compressor_base import check_stand_in
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.adapter.compressor import check_stand_in
+from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import family, learning_rate
 from dgc.tensorflow.crossing import APPLY, REFUSED, cross
 from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine

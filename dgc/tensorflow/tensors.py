@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import LayoutError
-from dgc.core.layout import Parameter
-from dgc.core.replicas import sample_places
+from dgc.core.state.layout import Parameter
+from dgc.errors import LayoutError
+from dgc.transport.agreement import sample_places
 
 ALIGNMENT = 64
 """Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""

@@ -6,7 +6,7 @@ import dgc.torch as dgc
 optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
 """
 
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dgc.core.bucket_step import Hyper
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.bucket import Hyper
+from dgc.errors import ConfigError
 
 _TAKEN = ("momentum", "nesterov", "weight_decay")
 

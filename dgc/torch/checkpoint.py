@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.errors import LayoutError, TransportError
-from dgc.core.state import old_ranks_of
+from dgc.core.state.state import old_ranks_of
 from dgc.core.transport import Transport
+from dgc.errors import LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
+from dgc.transport.agreement import agree_or_raise
 
 MAIN_FILE = "checkpoint.pt"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dgc.core.compressors.constructors import constructor
+from dgc.adapter.compression import constructor
 from dgc.core.compressors.registry import compressor_names
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.horovod import import_horovod
 

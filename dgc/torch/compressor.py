@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dgc.core.compressor_base import CompressorBase, check_stand_in
-from dgc.core.errors import ConfigError, DGCError, LayoutError
+from dgc.adapter.compressor import CompressorBase, check_stand_in
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import give_up_step, has_begun, import_horovod
 from dgc.torch.stand_in import StandIn

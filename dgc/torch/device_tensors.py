@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dgc.core.arrays import choose_kernels
-from dgc.core.errors import ConfigError
 from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.choose import choose_kernels
+from dgc.errors import ConfigError
 from dgc.torch.tensors import Result, as_array
 
 _TYPES = {
@@ -109,7 +109,7 @@ class DeviceTensors:
         """Bind to device kernels.
 
         Args:
-            kernels: a :class:`~dgc.core.kernels.device_kernels.DeviceKernels` on the tensors' device.
+            kernels: a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels` on the tensors' device.
             streams: has ``record()`` and ``current()`` as :class:`TorchStreams`.
         """
         self.kernels = kernels

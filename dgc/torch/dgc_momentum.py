@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError
-from dgc.core.layout import travels_dense
-from dgc.core.paddle import (
+from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
     L1Decay,
@@ -24,15 +21,18 @@ from dgc.core.paddle import (
     StateError,
     check_regularizer,
 )
-from dgc.core.state import resized
-from dgc.core.stats import Stats
+from dgc.core.exchange.records import Stats
+from dgc.core.state.layout import travels_dense
+from dgc.core.state.state import resized
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch import momentum_state
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod, member_set
 from dgc.torch.stand_in import StandIn
 from dgc.torch.tensors import describe
 from dgc.torch.transports import make_transport
+from dgc.transport.agreement import agree_or_raise
 
 _NEVER = 2**62
 """A first compressed step that no run reaches."""

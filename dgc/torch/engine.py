@@ -12,22 +12,21 @@ from typing import Any
 
 import torch
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.bucket_step import Hyper
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError, DGCError, LayoutError
-from dgc.core.exchange import Exchange
-from dgc.core.layout import make_layout
-from dgc.core.options import as_loss_scale
-from dgc.core.replicas import require_replicas
-from dgc.core.stats import Stats
-from dgc.core.step_choice import runs_on_devices
+from dgc.core.config.checks import as_loss_scale
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.encoders.choose import runs_on_devices
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import Stats
+from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.device_tensors import HostTensors, tensors_for
 from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.step_watch import StepWatch, learning_rates_of
 from dgc.torch.tensors import Result, as_array, describe, samples
+from dgc.transport.agreement import agree_or_raise, require_replicas
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -188,7 +187,7 @@ class Engine:
         self._conclude()
 
     def fail(self, error: DGCError, index: int | None = None) -> None:
-        """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.Exchange.fail`.
+        """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
 
         Raises:
             DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
@@ -232,7 +231,7 @@ class Engine:
         return self._exchange
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: see :meth:`dgc.core.exchange.Exchange.state_dict`."""
+        """This rank's state: see :meth:`dgc.core.exchange.exchange.Exchange.state_dict`."""
         return {**self._exchange.state_dict(), "sparse_gradients": self._sparse.names}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

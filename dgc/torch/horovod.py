@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.errors import ConfigError, RemoteError, TransportError
+from dgc.errors import ConfigError, RemoteError, TransportError
 
 INSTALL_HINT = (
     "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install "

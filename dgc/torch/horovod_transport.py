@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.torch.horovod import gather_values, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 

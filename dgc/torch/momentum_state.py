@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.paddle import StateError, check_regularizer
+from dgc.adapter.paddle import StateError, check_regularizer
 
 _EXTRAS = ("format", "step", "rank", "size", "sparse_gradients")
 

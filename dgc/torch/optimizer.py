@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.options import require_compressor
+from dgc.core.config.checks import require_compressor
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import import_horovod

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import torch
 
-from dgc.core.errors import LayoutError
 from dgc.core.transport import Transport
+from dgc.errors import LayoutError
 
 
 class SparseGradients:

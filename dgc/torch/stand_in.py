@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dgc.core.errors import ConfigError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError
 from dgc.torch.horovod import gather_values
 
 _instances = itertools.count()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dgc.core.errors import LayoutError
+from dgc.errors import LayoutError
 from dgc.torch.adoption import Adoption
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.layout import Parameter
-from dgc.core.replicas import sample_places
+from dgc.core.state.layout import Parameter
+from dgc.transport.agreement import sample_places
 
 _NAMES = {
     torch.float16: "float16",

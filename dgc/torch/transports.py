@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc.core.errors import ConfigError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError
 from dgc.torch.horovod import gather_values, import_horovod, member_set
 from dgc.torch.horovod_transport import HorovodTransport
 from dgc.transport.choice import CHOICES, choose_transport

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 
 BYTE_LIMIT = 2**31 - 1
 """Largest buffer of one collective: MPI counts elements in a signed 32-bit integer."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dgc.core.errors import ConfigError, TransportError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, TransportError
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")

@@ -9,7 +9,7 @@ import abc
 
 import numpy as np
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
 SMALL_BYTES = 64 * 1024

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
 DEFAULT_TIMEOUT = 60.0

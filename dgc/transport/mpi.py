@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.transport.mpi_exit import expect_farewell, is_done, start, waiting
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -7,10 +7,10 @@ import pytest
 import torch
 from host_runtime import HostRuntime, compiler
 
-from dgc.core.config import make_config
-from dgc.core.errors import ConfigError
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.core.compressors.build import make_config
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.errors import ConfigError
 from dgc.torch import device_tensors
 from dgc.torch import engine as engine_module
 from dgc.torch.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for

@@ -80,7 +80,7 @@ JOINED = """
 import horovod.torch as hvd
 import torch
 from worker_tools import report
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.dgc_momentum import DGCMomentum
 
 hvd.init()

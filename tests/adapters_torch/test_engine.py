@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dgc.core.config import make_config
-from dgc.core.errors import LayoutError
+from dgc.core.compressors.build import make_config
+from dgc.errors import LayoutError
 from dgc.torch.engine import Engine
 from dgc.transport.local import run_ranks
 

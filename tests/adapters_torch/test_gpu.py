@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from dgc.core.config import make_config
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.core.compressors.build import make_config
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.device_tensors import DeviceTensors
 from dgc.torch.engine import Engine
 from dgc.transport.local import run_ranks
@@ -21,7 +21,7 @@ SHAPES = {"a": (300, 400), "b": (300,), "c": (128, 128)}
 
 @pytest.fixture(autouse=True)
 def _kernels():
-    from dgc.core.arrays import choose_kernels
+    from dgc.core.kernels.choose import choose_kernels
 
     try:
         choose_kernels("gpu:0")

@@ -112,7 +112,7 @@ def test_horovod_that_is_not_ready_is_a_config_error(name):
     before, message = NOT_READY[name]
     source = f"""
 {before}
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.transports import make_transport
 try:
     make_transport("auto")

@@ -89,7 +89,7 @@ JOINED = """
 import horovod.torch as hvd
 import torch
 from worker_tools import report
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.torch.zero import ZeroRedundancyOptimizer
 
 hvd.init()

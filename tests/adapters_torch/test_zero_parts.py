@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dgc.core.errors import WireError  # noqa: E402
+from dgc.errors import WireError  # noqa: E402
 from dgc.torch.zero.changes import ChangeTracker, bits_of  # noqa: E402
 from dgc.torch.zero.checkpoints import full_entries, local_dict  # noqa: E402
 from dgc.torch.zero.partition import Partition  # noqa: E402

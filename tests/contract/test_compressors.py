@@ -17,11 +17,11 @@ from contract_tools import (
 from documented import documented_compressor
 from exchange_tools import run_step
 
-from dgc.core.agreement import require_agreement
 from dgc.core.compressors import compressor_names
-from dgc.core.config import make_config
-from dgc.core.errors import ConfigError, DGCError, WireError
-from dgc.core.plan import Mode
+from dgc.core.compressors.build import make_config
+from dgc.core.wire.plan import Mode
+from dgc.errors import ConfigError, DGCError, WireError
+from dgc.transport.agreement import require_agreement
 from dgc.transport.local import run_ranks
 
 every = pytest.mark.parametrize("case", CASES, ids=str)

@@ -5,11 +5,11 @@ import pytest
 from contract_tools import SHAPES, Case, gradients, make_exchange, specs, train
 from exchange_tools import run_step
 
-from dgc.core.compressor_base import CompressorBase
-from dgc.core.errors import ConfigError, DGCError
-from dgc.core.exchange import Exchange
+from dgc.adapter.compressor import CompressorBase
+from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import make_layout
+from dgc.core.state.layout import make_layout
+from dgc.errors import ConfigError, DGCError
 from dgc.transport.local import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""The bit loops in NumPy: the oracle of the tests, and what runs where Numba is not installed."""
+"""The oracle of the bit loops, in NumPy; see :class:`dgc.core.wire.codecs.loops.BitKernels`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 
 
 def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
-    """See :class:`~dgc.core.wire.bits.BitKernels`."""
     good = _in_order(positions, n)
     if good < positions.size:
         return good
@@ -18,7 +17,6 @@ def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray
 
 
 def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, positions: np.ndarray) -> int:
-    """See :class:`~dgc.core.wire.bits.BitKernels`."""
     count = positions.size
     found = _find_bits(high)
     entries = min(found.size, count)
@@ -36,7 +34,6 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
 
 
 def bitmap_encode(positions: np.ndarray, n: int, words: np.ndarray) -> int:
-    """See :class:`~dgc.core.wire.bits.BitKernels`."""
     good = _in_order(positions, n)
     if good == positions.size:
         _set_bits(positions, words)
@@ -44,7 +41,6 @@ def bitmap_encode(positions: np.ndarray, n: int, words: np.ndarray) -> int:
 
 
 def bitmap_decode(words: np.ndarray, n: int, positions: np.ndarray) -> int:
-    """See :class:`~dgc.core.wire.bits.BitKernels`."""
     found = _find_bits(words)
     return _deliver(found[: positions.size], found.size, n, positions)
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from dgc.core.exchange.encoders.device import device_format
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.device_messages import device_format
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import Bucket as LayoutBucket
-from dgc.core.layout import Segment
-from dgc.core.sparse_codec import SparseCodec
+from dgc.core.state.layout import Bucket as LayoutBucket
+from dgc.core.state.layout import Segment
+from dgc.core.wire.payload import SparseCodec
 
 ALIGNMENT = 16
 

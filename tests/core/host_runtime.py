@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dgc.core.kernels.source import THREADS, kernel_names, source
+from dgc.core.kernels.gpu.cuda.source import THREADS, kernel_names, source
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 

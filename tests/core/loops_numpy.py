@@ -1,4 +1,8 @@
-"""The loops of the quantising compressors in NumPy: the oracle of the tests, and what runs without Numba."""
+"""The oracle of the quantising compressors' loops, in NumPy.
+
+See :class:`dgc.core.compressors.quantizers.loops.Loops`. Bytes are the same; sums (``norms``, ``spread``,
+``split_means``) agree within float64 rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ _LARGEST = np.finfo(np.float32).max
 
 
 def uniform(key: np.uint64, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     with np.errstate(over="ignore"):
         z = _U64(key) + np.arange(1, out.size + 1, dtype=_U64) * _U64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
@@ -19,20 +22,17 @@ def uniform(key: np.uint64, out: np.ndarray) -> None:
 
 
 def pack(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     string = (codes[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
     packed = np.packbits(string.astype(np.uint8).reshape(-1), bitorder="little")
     out[: packed.size] = packed
 
 
 def unpack(data: np.ndarray, bits: int, codes: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     string = np.unpackbits(data, count=codes.size * bits, bitorder="little").reshape(-1, bits)
     codes[...] = (string << np.arange(bits, dtype=np.uint8)).sum(1)
 
 
 def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     groups = -(-codes.size // 5)
     padded = np.zeros(5 * groups, np.int64)
     padded[: codes.size] = codes
@@ -40,7 +40,6 @@ def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
 
 
 def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     groups = -(-codes.size // 5)
     values = data[:groups].astype(np.int64)
     codes[...] = (values[:, None] // 3 ** np.arange(5) % 3).reshape(-1)[: codes.size]
@@ -48,21 +47,18 @@ def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
 
 
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     for g in range(out.size):
         part = np.abs(x[g * group : (g + 1) * group].astype(np.float64))
         out[g] = max(part.max(), np.sqrt(np.dot(part, part))) if squared else part.max()
 
 
 def spread(x: np.ndarray) -> tuple[float, float]:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     return float(np.abs(x).max()), float(np.std(x, dtype=np.float64))
 
 
 def round_signed(
     x: np.ndarray, scales: np.ndarray, group: int, limit: float, levels: int, key: np.uint64, codes: np.ndarray
 ) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     scale = np.repeat(scales.astype(np.float64), group)[: x.size]
     random = np.empty(x.size)
     uniform(key, random)
@@ -73,7 +69,6 @@ def round_signed(
 
 
 def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     unit = np.repeat(scales / np.float32(levels), group)[: codes.size]
     with np.errstate(over="ignore"):
         out[...] = (codes.astype(np.float32) - np.float32(levels)) * unit
@@ -82,12 +77,10 @@ def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int,
 
 
 def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     out[...] = (2 * codes.astype(np.int64) - levels).astype(np.float32) * (scale / np.float32(levels))
 
 
 def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     if scale == 0:
         codes[...] = 0
         return
@@ -98,7 +91,6 @@ def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: 
 
 
 def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     high = ~(x < 0)
     signs[...] = high.reshape(-1)
     for side, members in enumerate((~high, high)):
@@ -107,12 +99,10 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
 
 
 def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     out[...] = np.where(signs.reshape(out.shape), means[1][:, None], means[0][:, None])
 
 
 def gamma_encode(codes: np.ndarray, levels: int, words: np.ndarray) -> tuple[int, int]:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     signed = codes.astype(np.int64) - levels
     places = np.flatnonzero(signed)
     text = []
@@ -127,7 +117,6 @@ def gamma_encode(codes: np.ndarray, levels: int, words: np.ndarray) -> tuple[int
 
 
 def gamma_decode(words: np.ndarray, bits: int, entries: int, levels: int, codes: np.ndarray) -> bool:
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
     codes[...] = levels
     string = np.unpackbits(words.view(np.uint8), count=bits, bitorder="little").tolist()
     at, last = 0, -1

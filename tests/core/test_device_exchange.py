@@ -9,10 +9,10 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime, compiler
 
-from dgc.core.device_step import DeviceBucketStep
-from dgc.core.errors import DGCError, LayoutError
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.device_kernels import DeviceKernels
+from dgc.core.exchange.encoders.device import DeviceBucketStep
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.errors import DGCError, LayoutError
 from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")

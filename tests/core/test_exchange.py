@@ -23,14 +23,14 @@ from exchange_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.config import make_config
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, WireError
-from dgc.core.exchange import Exchange
-from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import Parameter, make_layout
-from dgc.core.state import resized
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.state.state import resized
 from dgc.core.wire import HEADER_BYTES
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, WireError
 from dgc.transport.local import run_ranks
 
 MOMENTA = [
@@ -246,7 +246,7 @@ def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad
 
 
 def test_entries_sent_are_at_most_k_and_the_largest():
-    from dgc.core.schedule import entries_to_send
+    from dgc.core.config.schedule import entries_to_send
 
     kept = {}
 

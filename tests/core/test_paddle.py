@@ -2,10 +2,10 @@
 
 import pytest
 
-from dgc.core.errors import ConfigError
-from dgc.core.layout import Parameter, travels_dense
-from dgc.core.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer
-from dgc.core.schedule import Schedule, entries_to_send
+from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer
+from dgc.core.config.schedule import Schedule, entries_to_send
+from dgc.core.state.layout import Parameter, travels_dense
+from dgc.errors import ConfigError
 
 LEVELS = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dgc.core.config import make_config
-from dgc.core.layout import Parameter, make_layout
-from dgc.core.plan import Mode, make_plan
-from dgc.core.schedule import Schedule, entries_to_send
+from dgc.core.compressors.build import make_config
+from dgc.core.config.schedule import Schedule, entries_to_send
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.wire.plan import Mode, make_plan
 
 
 def resnet50_shapes():

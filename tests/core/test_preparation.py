@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step
 
-from dgc.core.bucket_step import BucketStep
-from dgc.core.errors import DGCError
+from dgc.core.exchange.bucket import BucketStep
 from dgc.core.kernels.base import Kept
-from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
 
 SHAPES = {"a": (300, 400), "b": (400, 500), "small": (20,), "c": (280, 300), "d": (100, 900)}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dgc.core.errors import ConfigError
-from dgc.core.replicas import require_replicas, sample_places
+from dgc.errors import ConfigError
+from dgc.transport.agreement import require_replicas, sample_places
 from dgc.transport.local import run_ranks
 
 

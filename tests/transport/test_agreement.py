@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from dgc.core.agreement import agree_or_raise, require_agreement
-from dgc.core.errors import ConfigError, LayoutError, RemoteError, TransportError
+from dgc.errors import ConfigError, LayoutError, RemoteError, TransportError
+from dgc.transport.agreement import agree_or_raise, require_agreement
 from dgc.transport.local import run_ranks
 
 

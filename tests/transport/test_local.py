@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from dgc.core.errors import ConfigError, TransportError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, TransportError
 from dgc.transport.local import local_world, run_ranks
 
 SIZES = [1, 2, 3, 5]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch_tools import case_names, run_cases, run_mpi
 
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from dgc.transport.mpi import MPITransport
 
 WORKER = Path(__file__).parent / "workers" / "mpi_cases.py"
@@ -54,7 +54,7 @@ def test_importing_the_transports_starts_no_mpi():
     source = """
 import subprocess
 import sys
-import dgc.core.agreement, dgc.transport.local, dgc.transport.mpi
+import dgc.transport.agreement, dgc.transport.local, dgc.transport.mpi
 print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=200)
@@ -96,7 +96,7 @@ hvd.init()
 import numpy as np
 import dgc.transport.mpi as mpi
 import dgc.transport.mpi_exit as mpi_exit
-from dgc.core.errors import TransportError
+from dgc.errors import TransportError
 from mpi4py import MPI
 from worker_tools import report
 

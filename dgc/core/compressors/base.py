@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dgc.core.config import DGCConfig
-from dgc.core.errors import WireError
-from dgc.core.layout import Bucket
-from dgc.core.wire.blocks import padded
+from dgc.core.config.config import DGCConfig
+from dgc.core.state.layout import Bucket
+from dgc.core.wire.codecs.blocks import padded
+from dgc.errors import WireError
 
 COMMON = "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed".split()
 """Options of every compressor."""

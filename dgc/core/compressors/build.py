@@ -1,42 +1,58 @@
-"""Compressors made of compressors: which one works on a tensor follows from its size or name, or from the step.
-
-Source: the wrappers of hivemind's ``compression`` package.
-"""
+"""From keyword options to a validated config: of one compressor, or of a wrapper around several."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from dgc.core.compressors.base import COMMON, FEEDBACK
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError
-
-WRAPPERS = ("by_size", "by_name", "by_step")
+from dgc.core.compressors.registry import compressor_class
+from dgc.core.config.checks import plain, require_choice
+from dgc.core.config.composite import WRAPPERS, Parts
+from dgc.core.config.config import DGCConfig
+from dgc.core.wire import index_codec_names, value_codec_names
+from dgc.errors import ConfigError
 
 _OF_THE_WRAPPER = {*COMMON, "momentum", "nesterov", "weight_decay", "transport", "loss_scale", "process_set"}
 """Options that concern all tensors alike: the wrapper has them, its members must not."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The members of a wrapper. ``configs[i]`` holds for what ``keys[i]`` says; None travels dense.
+def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
+    """Build a config from keyword options.
 
-    Keys of ``by_size`` are the smallest number of elements, those of ``by_step`` the first step, both ascending from 0;
-    those of ``by_name`` are name patterns, of which the first that fits counts.
+    Args:
+        options: those of the compressor; what all compressors share and what is its own in one dictionary.
+        algorithm: the compressor's name.
+        owner: who is named in errors, if not the compressor.
+
+    Raises:
+        TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
+        ConfigError: a value is out of range, or there is no such compressor.
     """
+    row = compressor_class(algorithm)
+    own = [f.name for f in dataclasses.fields(row.Options)]
+    valid = [*own, *row.common_options()]
+    unknown = [name for name in options if name not in valid]
+    if unknown:
+        raise TypeError(
+            f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
+        )
+    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
+    chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
+    config = DGCConfig(**common, algorithm=algorithm, own=chosen)
+    check_codecs(config.indices, config.values)
+    return config
 
-    keys: tuple[Any, ...]
-    configs: tuple[DGCConfig | None, ...]
 
-    def place(self, kind: str, name: str, numel: int) -> int | None:
-        """Which member a tensor belongs to; None where no pattern fits. With ``by_step``, 0."""
-        if kind == "by_name":
-            return next((i for i, pattern in enumerate(self.keys) if fnmatchcase(name, pattern)), None)
-        return max(i for i, least in enumerate(self.keys) if numel >= least) if kind == "by_size" else 0
+def check_codecs(indices: Any, values: Any) -> None:
+    """Refuse names that no codec has; ``indices`` may be "auto".
+
+    Raises:
+        ConfigError: the message lists the valid ones.
+    """
+    require_choice("indices", indices, (*index_codec_names(), "auto"))
+    require_choice("values", values, value_codec_names())
 
 
 def make_wrapper_config(kind: str, members: Mapping[Any, Any], options: dict[str, Any]) -> DGCConfig:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dgc.core.compressors.adacomp import Adacomp
 from dgc.core.compressors.base import Algorithm
-from dgc.core.compressors.dorefa import Dorefa
-from dgc.core.compressors.dryden import Dryden
-from dgc.core.compressors.onebit import Onebit
-from dgc.core.compressors.qsgd import Qsgd
-from dgc.core.compressors.strom import Strom
-from dgc.core.compressors.terngrad import Terngrad
-from dgc.core.compressors.topk import DGC, Topk
-from dgc.core.errors import ConfigError
+from dgc.core.compressors.quantizers.dorefa import Dorefa
+from dgc.core.compressors.quantizers.onebit import Onebit
+from dgc.core.compressors.quantizers.qsgd import Qsgd
+from dgc.core.compressors.quantizers.terngrad import Terngrad
+from dgc.core.compressors.sparsifiers.adacomp import Adacomp
+from dgc.core.compressors.sparsifiers.dryden import Dryden
+from dgc.core.compressors.sparsifiers.strom import Strom
+from dgc.core.compressors.sparsifiers.topk import DGC, Topk
+from dgc.errors import ConfigError
 
 OWN_NUMBERS = range(1, 128)
 FREE_NUMBERS = range(128, 256)

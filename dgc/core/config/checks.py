@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 
 
 def plain(value: Any) -> Any:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import ConfigError
-from dgc.core.options import plain, require_choice, require_flag, require_integer, require_number
-from dgc.core.wire import check_codecs
+from dgc.core.config.checks import plain, require_choice, require_flag, require_integer, require_number
+from dgc.errors import ConfigError
 
 PAPER_WARMUP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 """The sparsities of the paper's warm-up epochs (arXiv 1712.01887, section 3.3)."""
@@ -49,7 +48,7 @@ class DGCConfig:
     # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that always travel dense.
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    # Codecs of the message: see docs/wire-format.md.
+    # Codecs of the message, by their names in the registry: see docs/wire-format.md.
     indices: str = "uint16"
     values: str = "float16"
     # Dense float32 bytes per bucket.
@@ -86,7 +85,6 @@ class DGCConfig:
         require_integer("seed", self.seed, 0)
         require_flag("momentum_masking", self.momentum_masking)
         require_flag("error_feedback", self.error_feedback)
-        check_codecs(self.indices, self.values)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
         if self.nesterov is not None and not isinstance(self.nesterov, bool):
@@ -97,33 +95,6 @@ class DGCConfig:
     def describe(self) -> dict[str, Any]:
         """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
-
-
-def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
-    """Build a config from keyword options.
-
-    Args:
-        options: those of the compressor; what all compressors share and what is its own in one dictionary.
-        algorithm: the compressor's name.
-        owner: who is named in errors, if not the compressor.
-
-    Raises:
-        TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
-        ConfigError: a value is out of range, or there is no such compressor.
-    """
-    from dgc.core.compressors.registry import compressor_class  # its options need this module's checks
-
-    row = compressor_class(algorithm)
-    own = [f.name for f in dataclasses.fields(row.Options)]
-    valid = [*own, *row.common_options()]
-    unknown = [name for name in options if name not in valid]
-    if unknown:
-        raise TypeError(
-            f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
-        )
-    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
-    chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
-    return DGCConfig(**common, algorithm=algorithm, own=chosen)
 
 
 def _sparsities(value: Any) -> tuple[float, ...]:

@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dgc.core.compressors.registry import compressor_class
-from dgc.core.config import DGCConfig
-from dgc.core.errors import DGCError
-from dgc.core.kernels.base import Kernels, SegmentWork, Selection
-from dgc.core.kernels.memory import memory_of
-from dgc.core.layout import Bucket, Segment
-from dgc.core.messages import Incoming, Sender, blaming
-from dgc.core.plan import BucketPlan, Mode, make_plan
-from dgc.core.state import BucketState
-from dgc.core.stats import StepStats
-from dgc.core.step import Hyper as Hyper
-from dgc.core.step import Outcome, RemoteFailure, StepContext, Submission, submitted
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.records import Hyper as Hyper
+from dgc.core.exchange.records import Outcome, RemoteFailure, StepContext, StepStats, Submission, submitted
+from dgc.core.kernels.base import Kernels, SegmentWork, Selection, memory_of
+from dgc.core.state.layout import Bucket, Segment
+from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
+from dgc.core.wire.message import Incoming, Sender, blaming
+from dgc.core.wire.plan import BucketPlan, Mode, make_plan
+from dgc.errors import DGCError
 
 
 class BucketStep:

@@ -14,18 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.clipping import Clipping
-from dgc.core.config import DGCConfig
-from dgc.core.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
+from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import Schedule
+from dgc.core.exchange.clipping import Clipping
+from dgc.core.exchange.encoders.choose import make_steps
+from dgc.core.exchange.pipeline import Preparation
+from dgc.core.exchange.records import Hyper, Outcome, RemoteFailure, Stats, StepContext, StepStats, Submission
 from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Layout
-from dgc.core.preparation import Preparation
-from dgc.core.schedule import Schedule
-from dgc.core.state import State
-from dgc.core.stats import Stats, StepStats
-from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
-from dgc.core.step_choice import make_steps
+from dgc.core.state.layout import Layout
+from dgc.core.state.state import State
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
 
 _CLOSE_PATIENCE = 5.0
 """Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
@@ -113,7 +112,7 @@ class Exchange:
             result: (numel,) float32 (float64 in float64 buckets), contiguous; may be the gradient's memory.
             parameter: (numel,) the parameter's values; needed when its weight decay is not 0.
             limit: largest finite value of the type that the result will be cast to, if narrower than float32.
-            ready: for arrays on a device, see :class:`~dgc.core.bucket_step.Submission`.
+            ready: for arrays on a device, see :class:`~dgc.core.exchange.bucket.Submission`.
 
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.

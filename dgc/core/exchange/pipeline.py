@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from dgc.core.bucket_step import BucketStep
-from dgc.core.clipping import Clipping
+from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.clipping import Clipping
+from dgc.core.exchange.records import StepContext, StepStats, Submission
 from dgc.core.kernels.base import Kernels
-from dgc.core.state import State
-from dgc.core.stats import StepStats
-from dgc.core.step import StepContext, Submission
+from dgc.core.state.state import State
 
 
 class Preparation:

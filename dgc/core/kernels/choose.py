@@ -8,10 +8,9 @@ import time
 
 import numpy as np
 
-from dgc.core.errors import ConfigError
-from dgc.core.kernels.base import Kernels, SegmentWork
-from dgc.core.kernels.memory import memory_of
+from dgc.core.kernels.base import Kernels, SegmentWork, memory_of
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import ConfigError
 
 logger = logging.getLogger("dgc")
 
@@ -47,7 +46,7 @@ def describe_backend(device: str = "cpu") -> str:
 
 def _cpu_kernels() -> Kernels:
     try:
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu.backend import NumbaKernels
 
         kernels = NumbaKernels()
         start = time.perf_counter()
@@ -92,7 +91,7 @@ def _try_out(kernels: Kernels) -> None:
 
 def _gpu_kernels(number: int) -> Kernels:
     try:
-        from dgc.core.kernels.gpu import CupyKernels, device_count
+        from dgc.core.kernels.gpu.cupy_runtime import CupyKernels, device_count
 
         if number >= device_count():
             raise ConfigError(f"there is no GPU {number}: this process sees {device_count()}")

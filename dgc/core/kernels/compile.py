@@ -1,6 +1,6 @@
 """How kernels are compiled: without the interpreter lock, and cached on disk.
 
-Imports Numba; only the modules of the CPU backend may import this one.
+Imports Numba; only modules that are loaded on first use may import this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-SOURCES = "candidates control dense histogram jit pick places sweep table threads vector".split()
+_OF_THE_CPU = "accumulate dense scatter select_candidates select_radix simd threads work_table".split()
+SOURCES = ("compile", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
 """Modules whose functions or constants are compiled into kernels."""
 
 
@@ -33,7 +34,7 @@ def cache_directory(own: str | None = None) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__)
-    files = [here.with_name(f"{name}.py") for name in SOURCES] if own is None else [here, Path(own)]
+    files = [here.parent / f"{name}.py" for name in SOURCES] if own is None else [here, Path(own)]
     for file in files:
         digest.update(file.read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())

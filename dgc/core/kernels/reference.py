@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.control import new_control
+from dgc.core.kernels.threshold import new_control
+from dgc.errors import LayoutError
 
 
 def top_k(values: np.ndarray, k: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
+from dgc.errors import LayoutError
 
 _HEADER = "header"
 

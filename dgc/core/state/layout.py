@@ -15,8 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dgc.core.config import DGCConfig
-from dgc.core.errors import LayoutError
+from dgc.core.config.composite import Parts
+from dgc.core.config.config import DGCConfig
+from dgc.errors import LayoutError
 
 ALIGNMENT = 16
 """Segments start at multiples of this many elements, so that a kernel's vector loads are aligned."""
@@ -159,7 +160,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
 def _part(parameter: Parameter, config: DGCConfig) -> int | None:
     """Which member of a wrapper compresses the parameter; None for none of them. Without a wrapper, 0."""
     parts = config.own
-    if not hasattr(parts, "configs"):
+    if not isinstance(parts, Parts):
         return 0
     place = parts.place(config.algorithm, parameter.name, parameter.numel)
     return None if place is None or parts.configs[place] is None else place

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
-from dgc.core.kernels.base import Kernels
-from dgc.core.kernels.memory import memory_of
-from dgc.core.layout import Layout, Segment
+from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.state.layout import Layout, Segment
+from dgc.errors import LayoutError
 
 FORMAT = 1
 

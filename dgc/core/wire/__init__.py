@@ -5,8 +5,18 @@
 Every block is a multiple of 8 bytes long, so each part of a message that starts on an 8-byte boundary does too.
 """
 
-from dgc.core.wire.blocks import BLOCK_ALIGNMENT, padded
-from dgc.core.wire.default_pair import encode_default
+from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId
+from dgc.core.wire.codecs.blocks import BLOCK_ALIGNMENT, padded
+from dgc.core.wire.codecs.registry import (
+    index_codec,
+    index_codec_by_id,
+    index_codec_names,
+    resolve_index_codec,
+    smallest_index_codec,
+    value_codec,
+    value_codec_by_id,
+    value_codec_names,
+)
 from dgc.core.wire.header import (
     HEADER_BYTES,
     MAGIC,
@@ -16,19 +26,6 @@ from dgc.core.wire.header import (
     check_header,
     pack_header,
     unpack_header,
-)
-from dgc.core.wire.ids import IndexCodecId, ValueCodecId
-from dgc.core.wire.protocols import IndexCodec, ValueCodec
-from dgc.core.wire.registry import (
-    check_codecs,
-    index_codec,
-    index_codec_by_id,
-    index_codec_names,
-    resolve_index_codec,
-    smallest_index_codec,
-    value_codec,
-    value_codec_by_id,
-    value_codec_names,
 )
 
 __all__ = [
@@ -42,9 +39,7 @@ __all__ = [
     "IndexCodecId",
     "ValueCodec",
     "ValueCodecId",
-    "check_codecs",
     "check_header",
-    "encode_default",
     "index_codec",
     "index_codec_by_id",
     "index_codec_names",

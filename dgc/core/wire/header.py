@@ -12,8 +12,8 @@ from enum import IntFlag
 
 import numpy as np
 
-from dgc.core.errors import WireError
-from dgc.core.wire.ids import IndexCodecId, ValueCodecId
+from dgc.core.wire.codecs.base import IndexCodecId, ValueCodecId
+from dgc.errors import WireError
 
 HEADER_BYTES = 64
 """Length of a header. It never changes within a version, and is a multiple of the block alignment."""

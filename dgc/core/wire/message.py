@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core import errors
-from dgc.core.kernels.memory import HostMemory, Memory
-from dgc.core.plan import BucketPlan
+from dgc import errors
+from dgc.core.kernels.base import HostMemory, Memory
 from dgc.core.transport import Transport
-from dgc.core.wire import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
+from dgc.core.wire.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
+from dgc.core.wire.plan import BucketPlan
 
 _ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.layout import Bucket
-from dgc.core.wire import encode_default, index_codec, smallest_index_codec, value_codec
+from dgc.core.state.layout import Bucket
+from dgc.core.wire.codecs.blocks import padded
+from dgc.core.wire.codecs.float_values import Float16Values
+from dgc.core.wire.codecs.indices import Uint16Indices, tiles_of
+from dgc.core.wire.codecs.loops import default_loops
+from dgc.core.wire.codecs.registry import index_codec, smallest_index_codec, value_codec
 
 SPARSE_ID = 1
 """Compressor id of ``dgc`` in the header."""
@@ -73,3 +77,34 @@ class SparseCodec:
         positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
         values, _ = self.values.decode(payload[used:], count, self.bounds(positions))
         return positions, values
+
+
+def encode_default(positions: np.ndarray, values: np.ndarray, n: int, out: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """Write an index block and a value block.
+
+    Args:
+        positions: (k,) int64, ascending, below n.
+        values: (k,) float32.
+        n: elements of the bucket.
+        out: (m,) uint8, contiguous.
+
+    Returns:
+        Bytes written, and the values as they will be read, (k,) float32. None when the codecs have to look
+        themselves: no Numba, values that are not finite or far from 1, arrays of another kind, or too little room.
+    """
+    loops, k = default_loops(), positions.size
+    if loops is None or not (_plain(positions, np.int64) and _plain(values, np.float32) and _plain(out, np.uint8)):
+        return None
+    tiles = tiles_of(n)
+    if values.size != k or out.size < padded(4 * tiles) + 2 * padded(2 * k) + Float16Values.HEAD:
+        return None
+    if n > Uint16Indices.LIMIT or (k and positions[-1] >= n):
+        return None
+    decoded = np.empty(k, np.float32)
+    used = loops.encode_message(positions, values, tiles, out, decoded)
+    return None if used < 0 else (used, decoded)
+
+
+def _plain(array: np.ndarray, dtype: type) -> bool:
+    """Whether it is of the one kind that the loop is compiled for."""
+    return array.dtype == dtype and array.ndim == 1 and array.flags.carray

@@ -10,11 +10,11 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from dgc.core.errors import LayoutError
-from dgc.core.layout import Bucket
-from dgc.core.schedule import entries_to_send
-from dgc.core.sparse_codec import SPARSE_ID, SparseCodec
-from dgc.core.wire import HEADER_BYTES
+from dgc.core.config.schedule import entries_to_send
+from dgc.core.state.layout import Bucket
+from dgc.core.wire.header import HEADER_BYTES
+from dgc.core.wire.payload import SPARSE_ID, SparseCodec
+from dgc.errors import LayoutError
 
 MIN_MESSAGE_BYTES = 256
 """Room for the text of an error in every message."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import without_loss_scale
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.state_file import load_state, save_state
+from dgc.core.state.file import load_state, save_state
+from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.transport.agreement import agree_or_raise
 
 _Callback: Any = tf.keras.callbacks.Callback
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError
-from dgc.core.paddle import COMPRESSED_TYPES, MIN_NUMEL, ArgumentError, L1Decay, L2Decay, PaddleOptions, Regularizer
-from dgc.core.stats import Stats
+from dgc.adapter.paddle import COMPRESSED_TYPES, MIN_NUMEL, ArgumentError, L1Decay, L2Decay, PaddleOptions, Regularizer
+from dgc.core.exchange.records import Stats
+from dgc.errors import ConfigError
 from dgc.tensorflow.horovod import import_horovod
 from dgc.tensorflow.momentum import MomentumCompressor, MomentumReducer
 from dgc.tensorflow.settings import Settings

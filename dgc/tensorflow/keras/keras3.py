@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils import tracking
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import momentum_config
 from dgc.tensorflow.crossing import ACCUMULATED, APPLY
 from dgc.tensorflow.horovod import is_alone

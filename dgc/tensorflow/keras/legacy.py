@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import LEGACY_V2, family, momentum_config
 from dgc.tensorflow.crossing import ACCUMULATED
 from dgc.tensorflow.horovod import is_alone

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.core.errors import ConfigError, LayoutError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.dgc_momentum import DGCMomentum
 from dgc.torch.zero.separate import require_separate
 from dgc.transport.choice import CHOICES

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc.core.errors import LayoutError
+from dgc.errors import LayoutError
 from dgc.torch.zero.groups import Group
 
 Owned = Sequence[Sequence[int]]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from dgc.core.agreement import agree_or_raise
-from dgc.core.errors import ConfigError, LayoutError
-from dgc.core.stats import Stats
+from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero import wrapped
 from dgc.torch.zero.arguments import (
     checked_class,
@@ -35,6 +34,7 @@ from dgc.torch.zero.partition import Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Shard, Sharing
 from dgc.torch.zero.stateful import ShardedState
+from dgc.transport.agreement import agree_or_raise
 
 if TYPE_CHECKING:
     from dgc.torch.fuse.seam import StepSeam
@@ -231,7 +231,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     @property
     def stats(self) -> Stats:
-        """Bytes that the parameters cost, of the last step and in total; see :class:`~dgc.core.stats.Stats`."""
+        """Bytes that the parameters cost, last step and in total; see :class:`~dgc.core.exchange.records.Stats`."""
         return self._sharing.stats
 
     # -- inside --------------------------------------------------------------------------------------------------

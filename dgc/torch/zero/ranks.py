@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.agreement import ERROR_KEY, require_agreement
-from dgc.core.errors import ConfigError, TransportError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import gather_values, import_horovod, member_set
 from dgc.torch.horovod_transport import HorovodTransport
 from dgc.torch.stand_in import JOINED
 from dgc.torch.transports import make_transport
+from dgc.transport.agreement import ERROR_KEY, require_agreement
 
 _instances = itertools.count()
 

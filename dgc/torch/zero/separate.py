@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dgc.core.errors import LayoutError
+from dgc.errors import LayoutError
 
 
 def require_separate(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

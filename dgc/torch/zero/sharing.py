@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.core.agreement import require_agreement
-from dgc.core.errors import LayoutError, TransportError
-from dgc.core.stats import Stats, StepStats
+from dgc.core.exchange.records import Stats, StepStats
+from dgc.errors import LayoutError, TransportError
 from dgc.torch.zero.buckets import BucketViews
 from dgc.torch.zero.changes import Changes, ChangeTracker, bits_dtype, bits_of
 from dgc.torch.zero.groups import described_options, kind_of
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.travel import UNKNOWN, choose_travel, read_entries, write_entries
+from dgc.transport.agreement import require_agreement
 
 _FAILED = -2
 """Count of an owner whose update failed."""

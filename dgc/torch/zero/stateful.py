@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from dgc.core.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero import checkpoints
 from dgc.torch.zero.adopted import hand_over_momentum, momentum_is_adopted
 from dgc.torch.zero.groups import copy_options

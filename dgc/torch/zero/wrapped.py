@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 
 
 def require_same_set(optimizer: Any, members: Any) -> None:

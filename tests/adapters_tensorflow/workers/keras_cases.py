@@ -11,7 +11,7 @@ from worker_tools import SkipCase, case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.state_file import load_state
+from dgc.core.state.file import load_state
 
 keras = m.keras
 ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback

@@ -12,7 +12,7 @@ from worker_tools import case, run_cases
 from zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
 
 import dgc.torch as dgc
-from dgc.core.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.dgc_momentum import DGCMomentum, L1Decay, L2Decay
 
 

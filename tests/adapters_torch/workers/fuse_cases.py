@@ -9,7 +9,7 @@ from torch import nn
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 
 hvd.init()

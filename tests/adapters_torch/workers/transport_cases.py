@@ -9,11 +9,11 @@ import horovod.torch as hvd
 import numpy as np
 from worker_tools import SkipCase, case, run_cases
 
-from dgc.core.agreement import require_agreement
 from dgc.core.transport import Transport
 from dgc.torch.horovod import gather_values, member_set
 from dgc.torch.horovod_transport import HorovodTransport
 from dgc.torch.transports import make_transport
+from dgc.transport.agreement import require_agreement
 from dgc.transport.horovod import GATHER_BYTES, SMALL_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport

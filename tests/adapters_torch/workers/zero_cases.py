@@ -23,7 +23,7 @@ from zero_tools import (
     twin,
 )
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 

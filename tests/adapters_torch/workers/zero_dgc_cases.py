@@ -14,7 +14,7 @@ from worker_tools import SkipCase, case, report, run_cases
 from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
 
 import dgc.torch as dgc
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 

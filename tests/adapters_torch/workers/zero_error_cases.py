@@ -23,7 +23,7 @@ from zero_tools import (
 )
 
 import dgc.torch as dgc
-from dgc.core.errors import ConfigError, LayoutError, RemoteError
+from dgc.errors import ConfigError, LayoutError, RemoteError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 from dgc.torch.zero import ranks
 

@@ -20,7 +20,7 @@ from zero_tools import (
     twin,
 )
 
-from dgc.core.errors import LayoutError, RemoteError
+from dgc.errors import LayoutError, RemoteError
 from dgc.torch.fuse import fuse_optimizer, fuse_step
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 

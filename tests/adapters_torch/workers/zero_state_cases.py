@@ -23,7 +23,7 @@ from zero_tools import (
     twin,
 )
 
-from dgc.core.errors import ConfigError, LayoutError, RemoteError
+from dgc.errors import ConfigError, LayoutError, RemoteError
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 

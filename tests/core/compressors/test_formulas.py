@@ -2,14 +2,16 @@
 
 import math
 
+import loops_numpy
 import numpy as np
 import pytest
 from contract_tools import Alone, Case, train
 
-from dgc.core.compressors import Entries, loops_numba, loops_numpy
-from dgc.core.compressors.terngrad import Terngrad
-from dgc.core.config import make_config
-from dgc.core.errors import WireError
+from dgc.core.compressors import Entries
+from dgc.core.compressors.build import make_config
+from dgc.core.compressors.quantizers import numba_loops
+from dgc.core.compressors.quantizers.terngrad import Terngrad
+from dgc.errors import WireError
 
 
 def sent(alone, x, **moment):
@@ -341,7 +343,7 @@ def test_terngrad_sends_a_constant_float64_tensor_as_it_is(value, size):
     assert algorithm._extent(np.array([0.0, 1.0] * 50))[1] == 1.25
 
 
-@pytest.mark.parametrize("module", [loops_numba, loops_numpy], ids=["numba", "numpy"])
+@pytest.mark.parametrize("module", [numba_loops, loops_numpy], ids=["numba", "numpy"])
 def test_the_largest_float_comes_back_finite(module):
     largest = np.finfo(np.float32).max
     codes, out = np.array([0, 127, 254], np.uint8), np.empty(3, np.float32)

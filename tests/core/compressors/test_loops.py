@@ -1,13 +1,14 @@
 """The Numba loops against the NumPy ones, byte for byte."""
 
+import loops_numpy
 import numpy as np
 import pytest
 
-from dgc.core.compressors import loops_numba, loops_numpy
+from dgc.core.compressors.quantizers import numba_loops
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
-BOTH = (loops_numba, loops_numpy)
+BOTH = (numba_loops, loops_numpy)
 rng = np.random.default_rng(0)
 
 
@@ -32,8 +33,8 @@ def test_uniform_numbers(n):
 
 def test_uniform_numbers_are_uniform_and_independent():
     out, other = np.empty(200_000), np.empty(200_000)
-    loops_numba.uniform(KEY, out)
-    loops_numba.uniform(KEY + np.uint64(1), other)
+    numba_loops.uniform(KEY, out)
+    numba_loops.uniform(KEY + np.uint64(1), other)
     counts, _ = np.histogram(out, 100, (0, 1))
     assert ((counts - 2000) ** 2 / 2000).sum() < 150  # chi squared with 99 degrees of freedom: 150 is beyond 0.1 %
     for pair in ((out[1:], out[:-1]), (out, other)):
@@ -155,7 +156,7 @@ def test_gamma_codes(n, levels, zeros):
 def test_both_judge_damaged_gamma_codes_alike():
     good = rng.integers(0, 15, 300).astype(np.uint8)
     words = np.zeros(200, np.uint64)
-    entries, bits = loops_numba.gamma_encode(good, 7, words)
+    entries, bits = numba_loops.gamma_encode(good, 7, words)
     words = words[: -(-bits // 64)]
     refused = 0
     for _ in range(500):

@@ -7,11 +7,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from dgc.__main__ import facts
+from dgc.adapter.compression import constructor
 from dgc.core.compressors import PerTensor, compressor_class, compressor_names, register
-from dgc.core.compressors.constructors import constructor
-from dgc.core.compressors.facts import facts
-from dgc.core.config import make_config
-from dgc.core.errors import ConfigError
+from dgc.core.compressors.build import make_config
+from dgc.errors import ConfigError
 
 NUMBERS = {
     "dgc": 1,

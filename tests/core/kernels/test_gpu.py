@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from device_tools import Bucket, as_bfloat16, codec_of, convert, draw, same_bits
 
+from dgc.core.exchange.encoders.device import device_format
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.device_dense import DenseTensor
-from dgc.core.kernels.device_messages import device_format
+from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ LENGTHS = [300000, 4096, 1000, 70001, 1]
 @pytest.fixture(scope="module")
 def kernels():
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from dgc.core.kernels import gpu
+    from dgc.core.kernels.gpu import cupy_runtime as gpu
 
     try:
         count = gpu.device_count()

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from dgc.core.kernels import device_tables, source
+from dgc.core.kernels.gpu import tables
+from dgc.core.kernels.gpu.cuda import source
 
 ARCHITECTURES = ("sm_70", "sm_80", "sm_90")
 
@@ -85,7 +86,7 @@ def test_tables_have_the_fields_of_the_structs(table):
         if len(words) == 2:
             size = 8 if words[0].endswith("*") else sizes[words[0]]
             fields += [(name.strip(), size) for name in words[1].split(",")]
-    dtype = getattr(device_tables, table)
+    dtype = getattr(tables, table)
     assert [(name, dtype[name].itemsize) for name in dtype.names] == fields
 
 

@@ -15,12 +15,12 @@ from host_runtime import HostRuntime, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.errors import LayoutError
-from dgc.core.kernels import control as rules
+from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.device_kernels import DeviceKernels
-from dgc.core.kernels.device_tables import Geometry
-from dgc.core.kernels.source import source
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.cuda.source import source
+from dgc.core.kernels.gpu.tables import Geometry
+from dgc.errors import LayoutError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 
@@ -282,7 +282,7 @@ def test_the_stand_in_finds_diverging_barriers(tmp_path):
         "import sys, numpy as np; sys.path.insert(0, sys.argv[1])\n"
         "from host_runtime import HostRuntime\n"
         "from dgc.core.kernels.base import SegmentWork\n"
-        "from dgc.core.kernels.device_kernels import DeviceKernels\n"
+        "from dgc.core.kernels.gpu.backend import DeviceKernels\n"
         "u = np.zeros(64, np.float32)\n"
         "work = [SegmentWork(np.ones(64, np.float32), None, 0, 64, 1)]\n"
         "DeviceKernels(HostRuntime(text=open(sys.argv[2]).read())).accumulate(work, u, u.copy())\n"

@@ -7,11 +7,11 @@ from host_runtime import HostRuntime, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.errors import LayoutError, WireError
-from dgc.core.kernels.device_dense import DenseTensor
-from dgc.core.kernels.device_kernels import DeviceKernels
-from dgc.core.kernels.device_messages import device_format
+from dgc.core.exchange.encoders.device import check_payload, device_format
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import LayoutError, WireError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 
@@ -55,7 +55,7 @@ def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, ma
 
     form = device_format(codec.indices, codec.values)
     n = int(bucket.offsets[-1])
-    form.check(payload, n, done.count, codec.indices)
+    check_payload(form, payload, n, done.count, codec.indices)
     got = [np.full(m, 7, dtype) for m in lengths]
     bucket.kernels.receive(got, bucket.offsets, n, form, [(payload, done.count), (payload.copy(), done.count)], 1 / 3)
     expected = [np.zeros(m, dtype) for m in lengths]
@@ -96,7 +96,7 @@ def test_damaged_messages_are_refused_before_they_are_read():
         payload = np.zeros(codec.max_bytes, np.uint8)
         codec.encode(positions, np.ones(5, np.float32), payload)
         form = device_format(codec.indices, codec.values)
-        form.check(payload, n, 5, codec.indices)
+        check_payload(form, payload, n, 5, codec.indices)
         for at in range(codec.indices.max_bytes(n, 5)):
             damaged = payload.copy()
             damaged[at] ^= 0xFF
@@ -104,18 +104,18 @@ def test_damaged_messages_are_refused_before_they_are_read():
                 expected = codec.decode(damaged, 5)
             except WireError:
                 with pytest.raises(WireError):
-                    form.check(damaged, n, 5, codec.indices)
+                    check_payload(form, damaged, n, 5, codec.indices)
             else:
-                form.check(damaged, n, 5, codec.indices)
+                check_payload(form, damaged, n, 5, codec.indices)
                 assert len(expected[0]) == 5
         with pytest.raises(WireError):
-            form.check(payload, n, 4, codec.indices)
+            check_payload(form, payload, n, 4, codec.indices)
         with pytest.raises(WireError):
-            form.check(payload[:8], n, 5, codec.indices)
+            check_payload(form, payload[:8], n, 5, codec.indices)
         damaged = payload.copy()
         damaged[codec.indices.max_bytes(n, 5) + 2] = 9
         with pytest.raises(WireError, match="exponent"):
-            form.check(damaged, n, 5, codec.indices)
+            check_payload(form, damaged, n, 5, codec.indices)
 
 
 def test_formats_that_the_host_writes():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import LARGE, NumbaKernels
+from dgc.core.kernels.cpu.backend import LARGE, NumbaKernels
+from dgc.errors import LayoutError
 
 LARGEST_NAN = {np.float32: np.uint32(0x7FFFFFFF), np.float64: np.uint64(0x7FFFFFFFFFFFFFFF)}
 

@@ -7,41 +7,41 @@ import sys
 
 import pytest
 
-from dgc.core import arrays
-from dgc.core.errors import ConfigError
+from dgc.core.kernels import choose
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def no_memory():
-    arrays.choose_kernels.cache_clear()
+    choose.choose_kernels.cache_clear()
     yield
-    arrays.choose_kernels.cache_clear()
+    choose.choose_kernels.cache_clear()
 
 
 def test_numba_where_it_works(caplog):
     caplog.set_level(logging.INFO, "dgc")
-    kernels = arrays.choose_kernels("cpu")
+    kernels = choose.choose_kernels("cpu")
     assert kernels.name == "numba"
-    assert arrays.choose_kernels("cpu") is kernels
-    assert arrays.describe_backend() == kernels.describe()
+    assert choose.choose_kernels("cpu") is kernels
+    assert choose.describe_backend() == kernels.describe()
     assert [r.levelname for r in caplog.records if "compression runs on" in r.message] == ["INFO"]
 
 
 def test_numpy_with_one_warning_without_numba(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dgc.core.kernels.cpu", None)
-    kernels = arrays.choose_kernels("cpu")
+    kernels = choose.choose_kernels("cpu")
     assert isinstance(kernels, ReferenceKernels)
-    assert arrays.choose_kernels("cpu") is kernels
+    assert choose.choose_kernels("cpu") is kernels
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "cannot be imported" in record.message
-    assert "numpy" in arrays.describe_backend()
+    assert "numpy" in choose.describe_backend()
 
 
 @pytest.mark.parametrize("fault", ["raises", "computes nonsense"])
 def test_numpy_with_one_warning_when_numba_does_not_work(monkeypatch, caplog, fault):
-    from dgc.core.kernels.cpu import NumbaKernels
+    from dgc.core.kernels.cpu.backend import NumbaKernels
 
     def broken(self, *args):
         if fault == "raises":
@@ -50,7 +50,7 @@ def test_numpy_with_one_warning_when_numba_does_not_work(monkeypatch, caplog, fa
 
     monkeypatch.setattr(NumbaKernels, "warm_up", lambda self: None)
     monkeypatch.setattr(NumbaKernels, "accumulate_and_select", broken)
-    assert isinstance(arrays.choose_kernels("cpu"), ReferenceKernels)
+    assert isinstance(choose.choose_kernels("cpu"), ReferenceKernels)
     (record,) = caplog.records
     assert "does not work" in record.message
     assert ("no compiler today" if fault == "raises" else "another result") in record.message
@@ -59,15 +59,15 @@ def test_numpy_with_one_warning_when_numba_does_not_work(monkeypatch, caplog, fa
 def test_a_wrong_option_is_not_taken_for_a_broken_numba(monkeypatch):
     monkeypatch.setenv("DGC_NUM_THREADS", "many")
     with pytest.raises(ConfigError, match="DGC_NUM_THREADS"):
-        arrays.choose_kernels("cpu")
+        choose.choose_kernels("cpu")
 
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(ConfigError, match=r"'tpu'.*allowed: cpu, gpu"):
-        arrays.choose_kernels("tpu")
+        choose.choose_kernels("tpu")
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match="cupy-cuda12x"):
-        arrays.choose_kernels("gpu")
+        choose.choose_kernels("gpu")

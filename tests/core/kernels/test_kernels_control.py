@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from kernel_tools import Trainee
 
-from dgc.core.kernels import control as rules
+from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.cpu.backend import NumbaKernels
 
 N = 100_000
 

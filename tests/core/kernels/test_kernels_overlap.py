@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dgc.core.kernels import workspace
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.dense import GROUP, TILE
+from dgc.core.kernels.cpu import select_candidates
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu.dense import GROUP, TILE
+from dgc.core.kernels.cpu.threads import Team, Work
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.kernels.threads import Team, Work
 
 SEGMENTS = (200_000, 131_072, 70_000, 3)
 K = 400
@@ -189,12 +189,12 @@ def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(mon
 def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
     made = []
 
-    class Counted(workspace.Scratch):
+    class Counted(select_candidates.Scratch):
         def __init__(self, *sizes):
             made.append(sizes)
             super().__init__(*sizes)
 
-    monkeypatch.setattr(workspace, "Scratch", Counted)
+    monkeypatch.setattr(select_candidates, "Scratch", Counted)
     buckets = Buckets(NumbaKernels(2))
     for step in range(3):
         buckets.overlapping(step)

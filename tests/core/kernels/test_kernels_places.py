@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tools import KINDS, as_type, bits, entries, offsets_of
 
-from dgc.core.errors import LayoutError
-from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import LayoutError
 
 LENGTHS = [1, 15, 16, 1000, 0, 5000, 70_000]
 

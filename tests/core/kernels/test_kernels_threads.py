@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from kernel_tools import offsets_of
 
-from dgc.core.errors import ConfigError
-from dgc.core.kernels import threads as threads_module
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.threads import available_cores, default_threads
+from dgc.core.kernels.cpu import threads as threads_module
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu.threads import available_cores, default_threads
+from dgc.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +49,7 @@ CONCURRENT = """
     import threading, sys
     import numpy as np
     from dgc.core.kernels.base import SegmentWork
-    from dgc.core.kernels.cpu import NumbaKernels
+    from dgc.core.kernels.cpu.backend import NumbaKernels
     from dgc.core.kernels.reference import ReferenceKernels
 
     kernels, reference = NumbaKernels(2), ReferenceKernels()
@@ -95,7 +95,7 @@ def test_after_a_fork_the_child_has_a_team_of_its_own():
         """
         import os
         import numpy as np
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
         assert kernels.sums_of_squares([v])[0] == v.size
         child = os.fork()
@@ -113,7 +113,7 @@ def test_a_fork_while_another_thread_is_inside_a_kernel():
         """
         import os, threading
         import numpy as np
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
         kernels.sums_of_squares([v])
         stop, calls = threading.Event(), []
@@ -144,12 +144,12 @@ def test_a_fork_while_another_thread_is_inside_a_kernel():
 FROM_THE_CACHE = """
     import sys
     import numpy as np
-    from dgc.core.kernels import dense, places
-    from dgc.core.kernels.cpu import NumbaKernels
+    from dgc.core.kernels.cpu import dense, scatter
+    from dgc.core.kernels.cpu.backend import NumbaKernels
     kernels, v = NumbaKernels(2), np.arange(300_000, dtype=np.float32)
     assert kernels.take(v, np.array([3, 299_999])).tolist() == [3, 299_999]
     assert kernels.sums_of_squares([np.ones_like(v)])[0] == v.size
-    stats = [f.stats for f in (dense.tile_sums, dense.add_tiles, places.gather)]
+    stats = [f.stats for f in (dense.tile_sums, dense.add_tiles, scatter.gather)]
     print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
 """
 
@@ -170,7 +170,7 @@ def test_a_dropped_backend_leaves_no_thread():
         """
         import gc, threading, time
         import numpy as np
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         kernels = NumbaKernels(2)
         kernels.sums_of_squares([np.ones(3_000_000, np.float32)])
         assert threading.active_count() == 2
@@ -192,7 +192,7 @@ def test_kernels_and_torch_share_a_process():
         import threading
         import numpy as np, torch
         from dgc.core.kernels.base import SegmentWork
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         torch.set_num_threads(2)
         kernels = NumbaKernels(2)
         stop = threading.Event()
@@ -280,11 +280,11 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
     script = """
         import time, sys
         from numba.core import event
-        from dgc.core.kernels import places
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu import scatter
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         import numpy as np
         NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
-        hits = sum(places.gather.stats.cache_hits.values())
+        hits = sum(scatter.gather.stats.cache_hits.values())
         print("hits", hits)
     """
     first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
@@ -301,18 +301,18 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         """
         import sys
         import numpy as np
-        from dgc.core.kernels import places
-        from dgc.core.kernels.cpu import NumbaKernels
+        from dgc.core.kernels.cpu import scatter
+        from dgc.core.kernels.cpu.backend import NumbaKernels
         from dgc.core.wire import value_codec
-        from dgc.core.wire.bits import bit_kernels, default_loops
+        from dgc.core.wire.codecs.loops import bit_kernels, default_loops
         if sys.argv[1:] == ["kernels"]:
             assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
-            kept = places.gather
+            kept = scatter.gather
         else:
             out = np.zeros(16, np.uint8)
             value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
             kept = default_loops().to_halves
-            assert bit_kernels().__name__.endswith("numba")
+            assert bit_kernels().__name__.endswith("numba_loops")
         assert type(kept._cache).__name__ == "NullCache", kept._cache
         """.replace("sys.argv[1:]", f"[{tried!r}]"),
         NUMBA_CACHE_DIR=str(blocked),
@@ -325,11 +325,11 @@ def test_codecs_work_where_numba_does_not():
         """
         import numpy as np
         from dgc.core.wire import index_codec, value_codec
-        from dgc.core.wire.bits import default_loops
+        from dgc.core.wire.codecs.loops import default_loops
         out = np.zeros(64, np.uint8)
         value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
         assert value_codec("float16").decode(out, 3, np.zeros(1, np.int64))[0].tolist() == [1, 1, 1]
-        codec = index_codec("elias_fano")
+        codec = index_codec("uint16")
         codec.encode(np.arange(3), 10, out)
         assert codec.decode(out, 10, 3)[0].tolist() == [0, 1, 2]
         assert default_loops() is None
@@ -342,7 +342,7 @@ def test_codecs_work_where_numba_does_not():
 PIECE = """
     import os, signal, sys, threading, time
     import numpy as np
-    from dgc.core.kernels.threads import Team
+    from dgc.core.kernels.cpu.threads import Team
 
     taken, lock, working = [], threading.Lock(), []
 

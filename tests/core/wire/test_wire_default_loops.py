@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dgc.core import sparse_codec
-from dgc.core.layout import Bucket, Segment
-from dgc.core.sparse_codec import SparseCodec
-from dgc.core.wire import encode_default, float_values, plain_indices
-from dgc.core.wire.bits import default_loops
-from dgc.core.wire.float_values import Float16Values
-from dgc.core.wire.plain_indices import Uint16Indices
+from dgc.core.state.layout import Bucket, Segment
+from dgc.core.wire import payload
+from dgc.core.wire.codecs import float_values, indices
+from dgc.core.wire.codecs.float_values import Float16Values
+from dgc.core.wire.codecs.indices import Uint16Indices
+from dgc.core.wire.codecs.loops import default_loops
+from dgc.core.wire.payload import SparseCodec, encode_default
 
 CODEC, BOUNDS = Float16Values(), np.array([0], np.int64)
 
@@ -77,7 +77,7 @@ def test_positions(n, seed, density):
         assert codec.encode(positions, n, out) == out.size - 8
         return out
 
-    fast, slow = both_ways(plain_indices, write)
+    fast, slow = both_ways(indices, write)
     np.testing.assert_array_equal(fast, slow)
     np.testing.assert_array_equal(codec.decode(fast, n, positions.size)[0], positions)
 
@@ -92,7 +92,7 @@ def message_both_ways(positions, values, n):
         return out, codec.encode(positions, values, out)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_codec, "encode_default", lambda *_: None)
+        patch.setattr(payload, "encode_default", lambda *_: None)
         slow = write()
     return write(), slow
 

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bits_numpy
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.errors import ConfigError, WireError
-from dgc.core.wire import bit_indices, bits_numba, bits_numpy, index_codec, index_codec_names
+from dgc.core.wire import index_codec, index_codec_names
+from dgc.core.wire.codecs import indices, numba_loops
+from dgc.errors import ConfigError, WireError
 
 CODECS = [index_codec(name) for name in index_codec_names()]
-KERNELS = {"numba": bits_numba, "numpy": bits_numpy}
+KERNELS = {"numba": numba_loops, "numpy": bits_numpy}
 TILE = 65_536
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -25,7 +27,7 @@ codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.fixture(params=KERNELS)
 def kernels(request, monkeypatch):
     """Both implementations of the bit loops."""
-    monkeypatch.setattr(bit_indices, "bit_kernels", lambda: KERNELS[request.param])
+    monkeypatch.setattr(indices, "bit_kernels", lambda: KERNELS[request.param])
 
 
 @st.composite
@@ -93,7 +95,7 @@ def test_same_bytes_with_and_without_numba(codec, bucket):
     written = []
     for module in KERNELS.values():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bit_indices, "bit_kernels", lambda module=module: module)
+            patch.setattr(indices, "bit_kernels", lambda module=module: module)
             written.append(encoded(codec, positions, n).tobytes())
     assert written[0] == written[1]
 
@@ -112,7 +114,7 @@ def test_elias_fano_at_every_place_in_a_word(width):
 @given(n=st.integers(1, 1 << 40), data=st.data())
 def test_elias_fano_takes_the_best_width(n, data):
     k = data.draw(st.integers(1, min(n, 1 << 20)))
-    width, low_words, high_words = bit_indices.elias_fano_shape(n, k)
+    width, low_words, high_words = indices.elias_fano_shape(n, k)
     lengths = [-(-k * w // 64) - (-(k + (n - 1) // 2**w) // 64) for w in range(48)]
     assert width == lengths.index(min(lengths))
     assert low_words + high_words == min(lengths)
@@ -282,7 +284,7 @@ def test_damaged_blocks_are_refused_or_still_valid(codec, monkeypatch):
             claimed = count if rng.integers(4) else int(rng.integers(n + 1))
             outcomes = []
             for module in KERNELS.values():
-                monkeypatch.setattr(bit_indices, "bit_kernels", lambda module=module: module)
+                monkeypatch.setattr(indices, "bit_kernels", lambda module=module: module)
                 outcomes += [outcome(codec, twin, n, claimed) for twin in twins]
             assert all(each == outcomes[0] for each in outcomes)
             refused += outcomes[0] is None

@@ -7,9 +7,9 @@ import pytest
 from mpi4py import MPI
 from worker_tools import SkipCase, case, launch_rank, launch_size, run_cases
 
-from dgc.core.agreement import agree_or_raise, require_agreement
-from dgc.core.errors import ConfigError, RemoteError, TransportError
 from dgc.core.transport import Transport
+from dgc.errors import ConfigError, RemoteError, TransportError
+from dgc.transport.agreement import agree_or_raise, require_agreement
 from dgc.transport.checks import REDUCTIONS
 from dgc.transport.mpi import CHUNK_BYTES, SMALL_BYTES, MPITransport, why_unusable
 

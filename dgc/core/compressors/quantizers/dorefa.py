@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
-from dgc.core.compressors.loops import loops
-from dgc.core.options import require_integer, require_number
+from dgc.core.compressors.quantizers.loops import loops
+from dgc.core.config.checks import require_integer, require_number
 
 
 @dataclass(frozen=True)

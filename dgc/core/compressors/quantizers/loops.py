@@ -1,7 +1,6 @@
-"""The loops of size n of the quantising compressors, and who does them: Numba where it works, NumPy otherwise.
+"""What the loops of size n of the quantising compressors do; they are in Numba, which is loaded on first use.
 
-Either gives the same bytes; sums (``norms``, ``spread``, ``split_means``) agree within float64 rounding. Letters: n
-elements. *codes* are (n,) uint8 small numbers, one for each element, before they are packed.
+Letters: n elements. *codes* are (n,) uint8 small numbers, one for each element, before they are packed.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from dgc.errors import ConfigError
+
 
 class Loops(Protocol):
-    """What both implementations offer. No loop reads or writes outside the arrays it is given."""
+    """What each loop does. None reads or writes outside the arrays it is given."""
 
     def uniform(self, key: np.uint64, out: np.ndarray) -> None:
         """Fill (n,) float64 with random numbers in [0, 1); number i depends on the 64-bit key and on i alone."""
@@ -115,12 +116,17 @@ class Loops(Protocol):
 
 @lru_cache(maxsize=1)
 def loops() -> Loops:
-    """The fastest implementation that works here. Numba is imported on the first call, not with the package."""
+    """The loops. Numba is imported on the first call, not with the package.
+
+    Raises:
+        ConfigError: Numba cannot be imported; the message says why.
+    """
     try:
-        from dgc.core.compressors import loops_numba
+        from dgc.core.compressors.quantizers import numba_loops
 
-        return loops_numba
-    except ImportError:
-        from dgc.core.compressors import loops_numpy
-
-        return loops_numpy
+        return numba_loops
+    except ImportError as error:
+        raise ConfigError(
+            f"compressors that send every entry in few bits need Numba, which cannot be imported here ({error}); mend "
+            "it (pip install numba), or choose one that sends some entries, such as Compression.topk()"
+        ) from error

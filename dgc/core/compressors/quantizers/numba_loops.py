@@ -1,4 +1,4 @@
-"""The loops of the quantising compressors in Numba, see :class:`dgc.core.compressors.loops.Loops`.
+"""The loops of the quantising compressors in Numba, see :class:`dgc.core.compressors.quantizers.loops.Loops`.
 
 They call nothing outside this file: it alone decides when compiled code is out of date. All hashing is in uint64, since
 Numba turns a mix of int64 and uint64 into float64.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uint8, uint64
 
-from dgc.core.kernels.jit import entry, helper
+from dgc.core.kernels.compile import entry, helper
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -31,7 +31,7 @@ def _uniform(key, i):
 
 @entry(__file__)
 def uniform(key, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     for i in range(out.size):
         out[i] = _uniform(key, i)
 
@@ -56,7 +56,7 @@ def _pack_few(codes, bits, out, start):
 
 @entry(__file__)
 def pack(codes, bits, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     done = 0
     if bits == 1:
         done = codes.size // 8
@@ -101,7 +101,7 @@ def _unpack_few(data, bits, codes, start):
 
 @entry(__file__)
 def unpack(data, bits, codes):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     done = 0
     if bits == 1:
         done = codes.size // 8
@@ -126,7 +126,7 @@ def unpack(data, bits, codes):
 
 @entry(__file__)
 def pack_trits(codes, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     whole = codes.size // 5
     for b in range(whole):
         i = 5 * b
@@ -141,7 +141,7 @@ def pack_trits(codes, out):
 
 @entry(__file__)
 def unpack_trits(data, codes):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     whole = codes.size // 5
     for b in range(whole):
         value = data[b]
@@ -159,7 +159,7 @@ def unpack_trits(data, codes):
 
 @entry(__file__)
 def norms(x, group, squared, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     for g in range(out.size):
         largest = 0.0
         total = 0.0
@@ -172,7 +172,7 @@ def norms(x, group, squared, out):
 
 @entry(__file__)
 def spread(x):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     largest = 0.0
     total = 0.0
     for i in range(x.size):
@@ -189,7 +189,7 @@ def spread(x):
 
 @entry(__file__)
 def round_signed(x, scales, group, limit, levels, key, codes):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     for g in range(scales.size):
         scale = float(scales[g])
         start = g * group
@@ -209,7 +209,7 @@ def round_signed(x, scales, group, limit, levels, key, codes):
 
 @entry(__file__)
 def scale_signed(codes, scales, group, levels, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     most = 2 * levels
     good = True
     for g in range(scales.size):
@@ -223,7 +223,7 @@ def scale_signed(codes, scales, group, levels, out):
 
 @entry(__file__)
 def scale_span(codes, scale, levels, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     unit = scale / np.float32(levels)
     for i in range(codes.size):
         out[i] = np.float32(2 * int(codes[i]) - levels) * unit
@@ -231,7 +231,7 @@ def scale_span(codes, scale, levels, out):
 
 @entry(__file__)
 def round_span(x, scale, levels, key, codes):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     if scale == 0.0:
         for i in range(x.size):
             codes[i] = 0
@@ -244,7 +244,7 @@ def round_span(x, scale, levels, key, codes):
 
 @entry(__file__)
 def split_means(x, means, signs):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     outer, columns, inner = x.shape
     low, high, above = np.zeros(columns), np.zeros(columns), np.zeros(columns, np.int64)
     if inner == 1:
@@ -282,7 +282,7 @@ def split_means(x, means, signs):
 
 @entry(__file__)
 def spread_means(signs, means, out):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     outer, columns, inner = out.shape
     if inner == 1:
         for o in range(outer):
@@ -320,7 +320,7 @@ def _put_gamma(words, at, value):
 
 @entry(__file__)
 def gamma_encode(codes, levels, words):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     words[:] = 0
     at = 0
     last = -1
@@ -360,7 +360,7 @@ def _take_gamma(words, at, end):
 
 @entry(__file__)
 def gamma_decode(words, bits, entries, levels, codes):
-    """See :class:`~dgc.core.compressors.loops.Loops`."""
+    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     codes[:] = levels
     at = 0
     last = -1

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, put, take
-from dgc.core.compressors.loops import loops
-from dgc.core.errors import WireError
-from dgc.core.options import require_choice
+from dgc.core.compressors.quantizers.loops import loops
+from dgc.core.config.checks import require_choice
+from dgc.errors import WireError
 
 
 @dataclass(frozen=True)

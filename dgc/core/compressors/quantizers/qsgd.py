@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, Whole, put, take, take_scales
-from dgc.core.compressors.loops import loops
-from dgc.core.errors import WireError
-from dgc.core.options import require_choice, require_integer
-from dgc.core.wire.blocks import padded
+from dgc.core.compressors.quantizers.loops import loops
+from dgc.core.config.checks import require_choice, require_integer
+from dgc.core.wire.codecs.blocks import padded
+from dgc.errors import WireError
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
-from dgc.core.compressors.loops import loops
-from dgc.core.config import DGCConfig
-from dgc.core.errors import WireError
-from dgc.core.options import require_number
+from dgc.core.compressors.quantizers.loops import loops
+from dgc.core.config.checks import require_number
+from dgc.core.config.config import DGCConfig
+from dgc.errors import WireError
 
 CONSTANT = 1e-9
 """A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing."""

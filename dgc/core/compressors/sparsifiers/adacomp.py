@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take, take_scales
-from dgc.core.errors import WireError
-from dgc.core.options import require_integer, require_number
+from dgc.core.config.checks import require_integer, require_number
+from dgc.errors import WireError
 
 _HEAD = 8
 """Bytes before the units: scale and number of units."""

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, put, take
-from dgc.core.errors import WireError
+from dgc.core.config.schedule import entries_to_send
 from dgc.core.kernels.reference import top_k
-from dgc.core.schedule import entries_to_send
+from dgc.errors import WireError
 
 _HEAD = 12
 """Bytes before the words: the two means and the number of entries."""

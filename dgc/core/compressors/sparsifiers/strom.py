@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, put, take
-from dgc.core.errors import WireError
+from dgc.core.config.checks import require_number
+from dgc.core.config.schedule import entries_to_send
 from dgc.core.kernels.reference import top_k
-from dgc.core.options import require_number
-from dgc.core.schedule import entries_to_send
+from dgc.errors import WireError
 
 
 @dataclass(frozen=True)

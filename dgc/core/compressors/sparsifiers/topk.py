@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room
-from dgc.core.config import DGCConfig
-from dgc.core.errors import WireError
+from dgc.core.config.checks import require_choice, require_number
+from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import entries_to_send
 from dgc.core.kernels.reference import top_k
-from dgc.core.options import require_choice, require_number
-from dgc.core.schedule import entries_to_send
-from dgc.core.sparse_codec import SPARSE_ID, SparseCodec
+from dgc.core.wire.payload import SPARSE_ID, SparseCodec
+from dgc.errors import WireError
 
 SAMPLE = 100_000
 """Entries that a global threshold is estimated from, about."""
 
 
 class _Selection(Algorithm):
-    """The k largest entries of each tensor, done by :class:`~dgc.core.bucket_step.BucketStep` itself."""
+    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.bucket.BucketStep` itself."""
 
     error_feedback: ClassVar[bool] = True
     sends_entries: ClassVar[bool] = True
@@ -75,12 +75,12 @@ class DGC(_Selection):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """All of them, in the order of :class:`~dgc.core.config.DGCConfig`."""
+        """All of them, in the order of :class:`~dgc.core.config.config.DGCConfig`."""
         return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Those of :class:`~dgc.core.config.DGCConfig`: momentum is adopted."""
+        """Those of :class:`~dgc.core.config.config.DGCConfig`: momentum is adopted."""
         return {}
 
     @classmethod

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.bucket_step import BucketStep
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, Tensor, Whole
-from dgc.core.errors import ConfigError, DGCError
+from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.records import Outcome, StepContext, StepStats, Submission, submitted
 from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Bucket, Layout
-from dgc.core.messages import Incoming, blaming
-from dgc.core.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
-from dgc.core.state import BucketState
-from dgc.core.stats import StepStats
-from dgc.core.step import Outcome, StepContext, Submission, submitted
+from dgc.core.state.layout import Bucket, Layout
+from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
 from dgc.core.wire import HEADER_BYTES, padded
+from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
+from dgc.errors import ConfigError, DGCError
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _HeaderIds:
 
 
 class AlgorithmStep(BucketStep):
-    """:class:`~dgc.core.bucket_step.BucketStep` around an algorithm.
+    """:class:`~dgc.core.exchange.bucket.BucketStep` around an algorithm.
 
     Collectives of a step, in this order on every rank: the allreduce of what the ranks share before encoding, if the
     algorithm has that; the allreduce of the longest message, if lengths vary; the messages; the dense vector.

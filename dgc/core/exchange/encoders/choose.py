@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.algorithm_step import AlgorithmStep
-from dgc.core.bucket_step import BucketStep
 from dgc.core.compressors.base import Algorithm, Moment, Room, Tensor
 from dgc.core.compressors.registry import compressor_class
-from dgc.core.compressors.wrappers import WRAPPERS, Parts
-from dgc.core.config import DGCConfig
+from dgc.core.config.composite import WRAPPERS, Parts
+from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import Schedule
+from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.encoders.algorithm import AlgorithmStep
+from dgc.core.exchange.encoders.composite import Part, PartStep
 from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Bucket, Layout, Segment
-from dgc.core.part_step import Part, PartStep
-from dgc.core.schedule import Schedule
+from dgc.core.state.layout import Bucket, Layout, Segment
 from dgc.core.transport import Transport
 from dgc.core.wire import padded
 
@@ -77,6 +77,6 @@ def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
 def _selection_class(kernels: Kernels) -> type[BucketStep]:
     if not getattr(kernels, "on_device", False):
         return BucketStep
-    from dgc.core.device_step import DeviceBucketStep
+    from dgc.core.exchange.encoders.device import DeviceBucketStep
 
     return DeviceBucketStep

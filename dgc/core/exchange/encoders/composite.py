@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.bucket_step import BucketStep
-from dgc.core.errors import DGCError
-from dgc.core.layout import Bucket
-from dgc.core.plan import BucketPlan
-from dgc.core.schedule import Schedule
-from dgc.core.state import BucketState
-from dgc.core.stats import StepStats
-from dgc.core.step import Outcome, StepContext, Submission
+from dgc.core.config.schedule import Schedule
+from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.records import Outcome, StepContext, StepStats, Submission
+from dgc.core.state.layout import Bucket
+from dgc.core.state.state import BucketState
+from dgc.core.wire.plan import BucketPlan
+from dgc.errors import DGCError
 
 
 @dataclass

@@ -2,24 +2,41 @@
 
 What crosses is the message (or, for codecs that the device does not know and for dense sums, the entries and the dense
 vector), once there and once back; the exchange between the two, on page-locked host memory, is that of the CPU.
+
+Formats that the device writes and reads itself are checked here before it reads; others (bit-packed, quantised) are
+written and read on the host, from entries that are copied there and back.
+
+n elements of a bucket's sparsified part, k entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dgc.core.bucket_step import BucketStep
-from dgc.core.kernels.device_dense import DenseTensor
-from dgc.core.kernels.device_kernels import DeviceKernels
-from dgc.core.kernels.device_messages import Format, device_format
-from dgc.core.messages import Incoming, blaming
-from dgc.core.plan import BucketPlan, Mode
-from dgc.core.state import BucketState
-from dgc.core.step import Outcome, StepContext, Submission, submitted
+import numpy as np
+
+from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.records import Outcome, StepContext, Submission, submitted
+from dgc.core.kernels.compile import entry
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.tables import INDICES_UINT16, VALUES_FLOAT16, WIRE_TILE, DenseTensor, Format
+from dgc.core.state.state import BucketState
+from dgc.core.wire import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId, padded
+from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.plan import BucketPlan, Mode
+from dgc.errors import WireError
+
+_INDICES = {int(IndexCodecId.INT32): 0, int(IndexCodecId.UINT16): INDICES_UINT16}
+_VALUES = {
+    int(ValueCodecId.FLOAT32): 0,
+    int(ValueCodecId.FLOAT64): 1,
+    int(ValueCodecId.FLOAT16): VALUES_FLOAT16,
+    int(ValueCodecId.BFLOAT16): 3,
+}
 
 
 class DeviceBucketStep(BucketStep):
-    """:class:`~dgc.core.bucket_step.BucketStep` with whole buckets handed to the device's kernels.
+    """:class:`~dgc.core.exchange.bucket.BucketStep` with whole buckets handed to the device's kernels.
 
     Waits for the device once before the message leaves; a second time when a threshold was of no use, when the codecs
     are not the device's, and for clipping. Results are complete only when the kernels' stream has reached them.
@@ -139,7 +156,7 @@ class DeviceBucketStep(BucketStep):
     def _check(self, form: Format, plan: BucketPlan, message: Incoming) -> None:
         """Refuse a damaged message before anything is applied."""
         with blaming(message.sender, self._bucket.index):
-            form.check(message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
+            check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
 
     @staticmethod
     def _format(plan: BucketPlan) -> Format | None:
@@ -181,3 +198,76 @@ class DeviceBucketStep(BucketStep):
                 )
             )
         return tensors
+
+
+def device_format(indices: IndexCodec, values: ValueCodec) -> Format | None:
+    """The format of a pair of codecs, or None when the host has to do the work."""
+    if int(indices.id) in _INDICES and int(values.id) in _VALUES:
+        return Format(_INDICES[int(indices.id)], _VALUES[int(values.id)])
+    return None
+
+
+def check_payload(form: Format, payload: np.ndarray, n: int, count: int, index_codec: IndexCodec) -> None:
+    """Refuse a damaged payload before anything of it is applied.
+
+    Args:
+        form: of the message.
+        payload: (m,) uint8, aligned to 8 bytes, on the host.
+        n: elements of the bucket.
+        count: entries, from the header.
+        index_codec: the codec of the indices, for the error.
+
+    Raises:
+        WireError: the positions are not ascending or not within the bucket, or the scale is out of range.
+    """
+    if not 0 <= count <= n:
+        raise WireError(f"{index_codec.name}: the message claims {count} entries in a bucket of {n} elements")
+    used = index_codec.max_bytes(n, count)
+    if payload.size < used:
+        raise WireError(f"{index_codec.name}: the block takes {used} bytes, the message has {payload.size}")
+    if form.indices == INDICES_UINT16:
+        tiles = -(-n // WIRE_TILE)
+        table = padded(4 * tiles)
+        sound = _tiles_are_sound(
+            payload[: 4 * tiles].view(np.uint32), payload[table : table + 2 * count].view(np.uint16), n
+        )
+    else:
+        sound = _ascending(payload[: 4 * count].view(np.int32), n)
+    if not sound:
+        raise WireError(
+            f"{index_codec.name}: positions are not strictly ascending within the bucket's {n} elements. "
+            "The message is damaged, or was written for another layout."
+        )
+    if form.values == VALUES_FLOAT16:
+        exponent = int(payload[used : used + 4].view(np.int32)[0])
+        if not -163 <= exponent <= 113:
+            raise WireError(f"float16: the scale's exponent is {exponent}, it must be in -163..113")
+
+
+@entry()
+def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
+    at = 0
+    for tile in range(len(counts)):
+        stop = at + int(counts[tile])
+        if stop > len(offsets):
+            return False
+        last = -1
+        while at < stop:
+            here = int(offsets[at])
+            if here <= last:
+                return False
+            last = here
+            at += 1
+        if tile * WIRE_TILE + last >= n:
+            return False
+    return at == len(offsets)
+
+
+@entry()
+def _ascending(positions, n):  # type: ignore[no-untyped-def]
+    last = -1
+    for position in positions:
+        if position <= last:
+            return False
+        last = position
+    return last < n

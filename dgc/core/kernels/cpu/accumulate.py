@@ -15,8 +15,25 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from dgc.core.kernels.jit import helper
-from dgc.core.kernels.table import (
+from dgc.core.kernels.compile import helper
+from dgc.core.kernels.cpu.simd import (
+    AHEAD,
+    LANES,
+    add,
+    at_address,
+    bits_of,
+    load,
+    load_bfloat,
+    load_half,
+    lowest_bit,
+    multiply,
+    prefetch,
+    reaching,
+    spread,
+    store,
+    threshold,
+)
+from dgc.core.kernels.cpu.work_table import (
     DECAY,
     FLOAT16,
     FLOAT32,
@@ -33,23 +50,6 @@ from dgc.core.kernels.table import (
     PARAMETER,
     PARAMETER_TYPE,
     SCALE,
-)
-from dgc.core.kernels.vector import (
-    AHEAD,
-    LANES,
-    add,
-    at_address,
-    bits_of,
-    load,
-    load_bfloat,
-    load_half,
-    lowest_bit,
-    multiply,
-    prefetch,
-    reaching,
-    spread,
-    store,
-    threshold,
 )
 
 STRIP = 4096

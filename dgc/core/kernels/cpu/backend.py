@@ -1,4 +1,4 @@
-"""The CPU backend in Numba: one pass over memory for all segments of a bucket; see ``candidates`` and ``sweep``."""
+"""The CPU backend in Numba: one pass over memory for all segments of a bucket; see ``accumulate``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 import numba
 import numpy as np
 
-from dgc.core.errors import LayoutError
-from dgc.core.kernels import control as rules
-from dgc.core.kernels import histogram, places
+from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.candidates import UNFINISHED, begin, compress_chunks, outcome, prepare
-from dgc.core.kernels.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
-from dgc.core.kernels.histogram import COUNT, TALLY_ALL, TALLY_RANGE, WRITE
-from dgc.core.kernels.pick import BINS
-from dgc.core.kernels.sweep import STRIP
-from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT, address_of, make_table, place_of
-from dgc.core.kernels.threads import Team, default_threads
-from dgc.core.kernels.vector import bits_of
-from dgc.core.kernels.workspace import Workspace
+from dgc.core.kernels.cpu import scatter, select_radix
+from dgc.core.kernels.cpu.accumulate import STRIP
+from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
+from dgc.core.kernels.cpu.select_candidates import BINS, UNFINISHED, Workspace, begin, compress_chunks, outcome, prepare
+from dgc.core.kernels.cpu.select_radix import COUNT, TALLY_ALL, TALLY_RANGE, WRITE
+from dgc.core.kernels.cpu.simd import bits_of
+from dgc.core.kernels.cpu.threads import Team, default_threads
+from dgc.core.kernels.cpu.work_table import ENTRIES, LENGTH, OFFSET, OUT, address_of, make_table, place_of
+from dgc.errors import LayoutError
 
 ALONE = 65536
 """Elements below which waking other threads costs more than it saves."""
@@ -132,7 +130,7 @@ class NumbaKernels:
     def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
         _check_positions(positions, array.size)
         out = np.empty(positions.size, array.dtype)
-        self._run_places(places.gather, positions.size, array, positions, out)
+        self._run_places(scatter.gather, positions.size, array, positions, out)
         return out
 
     def mask(  # noqa: D102
@@ -152,17 +150,17 @@ class NumbaKernels:
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
         threads = self._threads_for(PLACE * k)
-        arguments = (-(-k // places.PART), u, v, positions, decoded, masking, kept.u, kept.v)
+        arguments = (-(-k // scatter.PART), u, v, positions, decoded, masking, kept.u, kept.v)
         if wait or threads == 1:
-            self._team.run(threads, places.mask, *arguments)
+            self._team.run(threads, scatter.mask, *arguments)
         else:
-            kept.finish = self._team.start(threads - 1, places.mask, *arguments).finish
+            kept.finish = self._team.start(threads - 1, scatter.mask, *arguments).finish
         return kept
 
     def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
         kept.finish()
         _check_positions(kept.positions, min(u.size, v.size))
-        self._run_places(places.restore, kept.positions.size, u, v, kept.positions, kept.u, kept.v)
+        self._run_places(scatter.restore, kept.positions.size, u, v, kept.positions, kept.u, kept.v)
 
     def scatter_add(  # noqa: D102
         self,
@@ -188,7 +186,7 @@ class NumbaKernels:
         lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
         refused = np.zeros(1, np.int64)
         self._run_places(
-            places.scatter_add, positions.size, addresses, lengths, offsets, positions,
+            scatter.scatter_add, positions.size, addresses, lengths, offsets, positions,
             np.ascontiguousarray(values, kind), np.array([factor], kind), refused,
         )  # fmt: skip
         if refused[0]:
@@ -228,7 +226,7 @@ class NumbaKernels:
         return 1 if elements < ALONE else self._threads
 
     def _run_places(self, kernel: Callable[..., None], k: int, *arguments: Any) -> None:
-        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // places.PART), *arguments)
+        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // scatter.PART), *arguments)
 
     def _begin(
         self,
@@ -296,7 +294,7 @@ class NumbaKernels:
         if small.size:
             bins = np.empty((threads, 2, BINS), np.int64)
             self._team.run(
-                threads, histogram.select_each, small.size, v, bits, integers, small, bins, likes, positions, values,
+                threads, select_radix.select_each, small.size, v, bits, integers, small, bins, likes, positions, values,
                 found,
             )  # fmt: skip
         for s in unfinished[lengths >= LARGE]:
@@ -316,14 +314,14 @@ class NumbaKernels:
         positions: np.ndarray,
         values: np.ndarray,
     ) -> tuple[int, int, int]:
-        """Select one segment; returns what :func:`dgc.core.kernels.histogram.select_each` does."""
+        """Select one segment; returns what :func:`dgc.core.kernels.cpu.select_radix.select_each` does."""
         offset, length, k, place = (int(row[column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
         parts = min(LARGEST_PARTS, length // LARGE * 2)
         bins, tallies = np.empty((parts, 2, BINS), np.int64), np.empty((parts, 2), np.int64)
 
         def sweep(task: int, low: int, high: int = 0, shift: int = 0, ties: int = 0) -> int:
             self._team.run(
-                self._threads, histogram.sweep_parts, parts, task, v, bits, offset, length, low, high, shift, bins,
+                self._threads, select_radix.sweep_parts, parts, task, v, bits, offset, length, low, high, shift, bins,
                 tallies, ties, positions, values, place,
             )  # fmt: skip
             return int(tallies[:, 0].sum())
@@ -332,15 +330,15 @@ class NumbaKernels:
         if nonzero <= k:
             sweep(WRITE, 0)
             return nonzero, 0, 0
-        low, high, shift = 0, np.iinfo(bits.dtype).max, histogram.first_shift(v.itemsize)
+        low, high, shift = 0, np.iinfo(bits.dtype).max, select_radix.first_shift(v.itemsize)
         sweep(TALLY_ALL, low, high, shift)
-        low, high, ties, shift = histogram.descend(bins, low, high, shift, k)
+        low, high, ties, shift = select_radix.descend(bins, low, high, shift, k)
         while low < high:
             sweep(TALLY_RANGE, low, high, shift)
-            low, high, ties, shift = histogram.descend(bins, low, high, shift, ties)
+            low, high, ties, shift = select_radix.descend(bins, low, high, shift, ties)
         sweep(COUNT, low)
         sweep(WRITE, low, ties=ties)
-        return k, low, sweep(COUNT, histogram.wider_key(low, like))
+        return k, low, sweep(COUNT, select_radix.wider_key(low, like))
 
 
 def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:

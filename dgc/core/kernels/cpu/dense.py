@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, types
 
-from dgc.core.kernels.jit import entry, helper
-from dgc.core.kernels.sweep import STRIP, infinity_key, magnitude_mask, widen
-from dgc.core.kernels.table import FLOAT32, FLOAT64
-from dgc.core.kernels.vector import (
+from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.cpu.accumulate import STRIP, infinity_key, magnitude_mask, widen
+from dgc.core.kernels.cpu.simd import (
     AHEAD,
     LANES,
     add_squares,
@@ -23,6 +22,7 @@ from dgc.core.kernels.vector import (
     store,
     threshold,
 )
+from dgc.core.kernels.cpu.work_table import FLOAT32, FLOAT64
 
 TILE = 32768
 """Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads."""

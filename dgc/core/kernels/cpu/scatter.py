@@ -1,16 +1,16 @@
 """Work at the k selected places: gather, mask, put back, and the sum of messages into results.
 
 k entries; positions are ascending and unique, so threads that take disjoint parts of them never meet. All are kernels
-for :class:`dgc.core.kernels.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64 counts the parts
-of PART entries that were taken and that are done, ``parts`` is how many there are.
+for :class:`dgc.core.kernels.cpu.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64 counts the
+parts of PART entries that were taken and that are done, ``parts`` is how many there are.
 """
 
 from __future__ import annotations
 
 from numba import carray
 
-from dgc.core.kernels.jit import entry, helper
-from dgc.core.kernels.vector import at_address, fetch_add, prefetch_entry
+from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.cpu.simd import at_address, fetch_add, prefetch_entry
 
 PART = 4096
 """Entries that a thread takes at a time."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.kernels.control import WIDER
-from dgc.core.kernels.jit import entry, helper
-from dgc.core.kernels.pick import BINS
-from dgc.core.kernels.sweep import key_of, magnitude_mask, value_of
-from dgc.core.kernels.table import ENTRIES, LENGTH, OFFSET, OUT
-from dgc.core.kernels.vector import LANES, count_bits, fetch_add, load, lowest_bit, reaching, threshold
+from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.cpu.accumulate import key_of, magnitude_mask, value_of
+from dgc.core.kernels.cpu.select_candidates import BINS
+from dgc.core.kernels.cpu.simd import LANES, count_bits, fetch_add, load, lowest_bit, reaching, threshold
+from dgc.core.kernels.cpu.work_table import ENTRIES, LENGTH, OFFSET, OUT
+from dgc.core.kernels.threshold import WIDER
 
 _UINT64_1 = np.uint64(1)
 _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import ConfigError
-from dgc.core.kernels.jit import entry
-from dgc.core.kernels.vector import fetch_add
+from dgc.core.kernels.compile import entry
+from dgc.core.kernels.cpu.simd import fetch_add
+from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")

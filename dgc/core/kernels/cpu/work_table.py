@@ -10,8 +10,8 @@ from ctypes import addressof, c_char
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import SegmentWork
+from dgc.errors import LayoutError
 
 GRADIENT, GRADIENT_TYPE, PARAMETER, PARAMETER_TYPE, OFFSET, LENGTH, ENTRIES, FORM = range(8)
 """Columns of the (S, 13) int64 table that Python fills."""

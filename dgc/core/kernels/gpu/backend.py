@@ -12,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
-from dgc.core.kernels import control as rules
+from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Kept, SegmentWork, Selection
-from dgc.core.kernels.device_buckets import BLOCKS, BucketKernels
-from dgc.core.kernels.device_dense import DenseTensor
-from dgc.core.kernels.device_memory import DeviceMemory
-from dgc.core.kernels.device_messages import Format
-from dgc.core.kernels.device_runtime import Runtime
-from dgc.core.kernels.source import THREADS
+from dgc.core.kernels.gpu.buckets import BLOCKS, BucketKernels
+from dgc.core.kernels.gpu.cuda.source import THREADS
+from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
+from dgc.core.kernels.gpu.tables import DenseTensor, Format
+from dgc.errors import LayoutError
 
 
 class DeviceKernels(BucketKernels):

@@ -14,15 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import Kept, SegmentWork
-from dgc.core.kernels.device_dense import DenseTensor, tensor_table
-from dgc.core.kernels.device_memory import Tables, Workspace
-from dgc.core.kernels.device_messages import Format
-from dgc.core.kernels.device_runtime import Runtime
-from dgc.core.kernels.device_select import Selector
-from dgc.core.kernels.device_tables import SUMMARY, TARGET, Geometry
-from dgc.core.kernels.source import THREADS
+from dgc.core.kernels.gpu.cuda.source import THREADS
+from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
+from dgc.core.kernels.gpu.selection import Selector
+from dgc.core.kernels.gpu.tables import SUMMARY, TARGET, DenseTensor, Format, Geometry, tensor_table
+from dgc.errors import LayoutError
 
 BLOCKS = 1024
 """Blocks of a kernel that walks over entries: enough to fill a device."""

@@ -1,4 +1,4 @@
-"""The device backend on a GPU: CuPy runs the kernels. Imports CuPy; only ``dgc.core.arrays`` imports this module."""
+"""The device backend on a GPU: CuPy runs the kernels. Imports CuPy; only ``kernels.choose`` imports this module."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import cupy
 import numpy as np
 from cupy.cuda import nvrtc
 
-from dgc.core.kernels.device_kernels import DeviceKernels
-from dgc.core.kernels.jit import cache_directory
-from dgc.core.kernels.source import THREADS, compile_options, kernel_names, source
+from dgc.core.kernels.compile import cache_directory
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.cuda.source import THREADS, compile_options, kernel_names, source
 
 
 def device_count() -> int:
@@ -71,7 +71,7 @@ def compile_for(capability: int, state_bits: int) -> bytes:
 
 
 class CupyRuntime:
-    """One device and one stream of our own on it; see :class:`dgc.core.kernels.device_runtime.Runtime`.
+    """One device and one stream of our own on it; see :class:`dgc.core.kernels.gpu.memory.Runtime`.
 
     The stream does not wait for the default stream: who hands over memory says by events when it may be read.
     """

@@ -1,12 +1,81 @@
-"""Memory of the device backend: scratch that is allocated once, and small tables on their way to the device."""
+"""What runs the device backend's kernels, its memory, and small tables on their way to the device.
+
+A :class:`Runtime` is CuPy on a GPU, or a stand-in on a processor in tests. One stream: everything that is enqueued runs
+in the order in which it was enqueued, later than the call returns. Its *device arrays* are CuPy arrays, or what a
+stand-in takes for them: 1-D, contiguous, with ``size``, ``dtype``, ``nbytes`` and slices that are views.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from dgc.core.kernels.device_runtime import Runtime
+
+class Runtime(Protocol):
+    """One device and one stream on it. Safe to use from several threads."""
+
+    name: str
+
+    def empty(self, n: int, dtype: Any) -> Any:
+        """Return a device array of n elements, not initialised."""
+        ...
+
+    def zeros(self, n: int, dtype: Any) -> Any:
+        """Return a device array of zeros."""
+        ...
+
+    def fill(self, array: Any, value: float) -> None:
+        """Enqueue: set all elements to ``value``."""
+        ...
+
+    def host_array(self, n: int, dtype: Any) -> np.ndarray:
+        """Return page-locked host memory of zeros, which copies reach without the processor."""
+        ...
+
+    def address(self, array: Any) -> int:
+        """Where a device array begins."""
+        ...
+
+    def view(self, address: int, n: int, dtype: Any, owner: Any) -> Any:
+        """Memory of this device that belongs to somebody else, as a device array; ``owner`` is kept alive with it."""
+        ...
+
+    def upload(self, device: Any, host: np.ndarray) -> None:
+        """Enqueue: copy ``host`` to ``device``, of the same type and size. ``host`` must stay until it has run."""
+        ...
+
+    def download(self, host: np.ndarray, device: Any) -> None:
+        """Enqueue: copy ``device`` to ``host``."""
+        ...
+
+    def launch(self, name: str, state_bits: int, grid: int, arguments: Sequence[Any]) -> None:
+        """Enqueue a kernel: ``grid`` blocks of THREADS threads.
+
+        Args:
+            name: one of :func:`dgc.core.kernels.gpu.cuda.source.kernel_names`.
+            state_bits: 32 or 64.
+            grid: at least 1.
+            arguments: device arrays, and NumPy scalars of exactly the kernel's types.
+        """
+        ...
+
+    def record(self) -> Any:
+        """Enqueue an event and return it."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Wait until everything before the event has run. The only call that waits."""
+        ...
+
+    def wait_for(self, event: int) -> None:
+        """Enqueue: wait for another stream's event, given as its CUDA handle."""
+        ...
+
+    def release_to(self, stream: int) -> None:
+        """Let another stream, given as its CUDA handle, wait for everything enqueued here so far."""
+        ...
 
 
 class Workspace:
@@ -83,7 +152,7 @@ class Tables:
 
 
 class DeviceMemory:
-    """A runtime's memory; see :class:`dgc.core.kernels.memory.Memory`."""
+    """A runtime's memory; see :class:`dgc.core.kernels.base.Memory`."""
 
     def __init__(self, runtime: Runtime, sums_of_squares: Any) -> None:
         """Take the runtime, and the backend's own ``sums_of_squares``."""

@@ -1,19 +1,20 @@
 """The tables that the CUDA kernels read and write, as NumPy types; each mirrors a ``struct`` of the sources.
 
-S segments, or T tensors; a tile is TILE elements of one of them.
+S segments, or T tensors; a tile is TILE elements of one of them. Dense tensors go many in one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dgc.core.errors import LayoutError
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.source import SPAN, TILE
-from dgc.core.kernels.table import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, HEAVY_BALL, NESTEROV, NO_MOMENTUM
+from dgc.core.kernels.cpu.work_table import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, HEAVY_BALL, NESTEROV, NO_MOMENTUM
+from dgc.core.kernels.gpu.cuda.source import SPAN, TILE
+from dgc.errors import LayoutError
 
 CANDIDATES, WHOLE = range(2)
 """Where a segment's entries come from."""
@@ -192,3 +193,87 @@ def fill_segments(table: np.ndarray, work: Sequence[SegmentWork], geometry: Geom
             )
         )
     table[:] = np.array(rows, SEGMENT)
+
+
+@dataclass(slots=True)
+class DenseTensor:
+    """One tensor's part in a launch. What an operation does not need stays as it is.
+
+    ``result``, ``gradient`` and ``parameter`` are (length,) device arrays; ``u`` and ``vector`` are the places where
+    the tensor begins in the momentum buffer and in the vector of means.
+    """
+
+    result: Any = None
+    gradient: Any = None
+    parameter: Any = None
+    u: int = 0
+    vector: int = -1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    scale: float = 1.0
+    limit: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Elements."""
+        return (self.result if self.gradient is None else self.gradient).size
+
+
+def tensor_table(
+    tensors: Sequence[DenseTensor], geometry: Geometry, bits: int, address: Callable[[Any], int]
+) -> np.ndarray:
+    """Return the (T,) TENSOR table of one launch.
+
+    Args:
+        tensors: T of them.
+        geometry: of their lengths.
+        bits: 32 or 64, the type of results, means and momentum.
+        address: the runtime's function from device array to address.
+
+    Raises:
+        LayoutError: an array is not what a kernel may touch.
+    """
+    rows = []
+    for t, first in zip(tensors, geometry.first_tile.tolist(), strict=True):
+        if t.result is not None and (8 * t.result.dtype.itemsize != bits or not t.result.flags.c_contiguous):
+            raise LayoutError(f"a result is {t.result.dtype}; it must be contiguous float{bits}")
+        rows.append(
+            (
+                0 if t.result is None else address(t.result),
+                0 if t.gradient is None else address(t.gradient),
+                0 if t.parameter is None else address(t.parameter),
+                t.u,
+                t.vector,
+                t.length,
+                t.momentum,
+                t.weight_decay,
+                t.scale,
+                np.inf if t.limit is None else t.limit,
+                0 if t.gradient is None else element_code(t.gradient, t.length, "gradient"),
+                0 if t.parameter is None else element_code(t.parameter, t.length, "parameter"),
+                momentum_form(t.momentum, t.nesterov),
+                first,
+            )
+        )
+    return np.array(rows, TENSOR)
+
+
+INDICES_UINT16 = 1
+"""Code of ``uint16`` positions in message.cu."""
+VALUES_FLOAT16 = 2
+"""Code of ``float16`` values in message.cu."""
+WIRE_TILE = 65536
+"""Elements that share a tile of ``uint16`` positions."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a message's entries lie, as the kernels know it (the codes of message.cu)."""
+
+    indices: int
+    values: int
+
+    def blocks(self, n: int, count: int) -> int:
+        """Blocks that :func:`receive` wants to be launched with."""
+        return max(1, -(-n // WIRE_TILE) if self.indices == INDICES_UINT16 else -(-count // 1024))

@@ -1,10 +1,41 @@
-"""What a codec is. n = elements of the bucket's flat sparse space, k = entries of one message."""
+"""What a codec is, and the numbers that stand for one in a message header.
+
+The numbers are part of the format: never reuse or change one. n = elements of the bucket's flat sparse space, k =
+entries of one message.
+"""
 
 from __future__ import annotations
 
+from enum import IntEnum, unique
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+
+@unique
+class IndexCodecId(IntEnum):
+    """How a message writes its positions. A member's lower-case name is the codec's public name."""
+
+    NONE = 0
+    """No positions: the compressor sends every element. There is no codec object for it."""
+    INT32 = 1
+    UINT16 = 2
+    ELIAS_FANO = 3
+    BITMAP = 4
+
+
+@unique
+class ValueCodecId(IntEnum):
+    """How a message writes its values. A member's lower-case name is the codec's public name."""
+
+    NONE = 0
+    """The compressor writes its payload itself. There is no codec object for it."""
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    INT8 = 4
+    SIGN = 5
+    FLOAT64 = 6
 
 
 @runtime_checkable
@@ -13,7 +44,7 @@ class IndexCodec(Protocol):
 
     @property
     def id(self) -> int:
-        """The codec's number in a header, one of :class:`~dgc.core.wire.ids.IndexCodecId`."""
+        """The codec's number in a header, one of :class:`~dgc.core.wire.codecs.base.IndexCodecId`."""
         ...
 
     @property
@@ -79,7 +110,7 @@ class ValueCodec(Protocol):
 
     @property
     def id(self) -> int:
-        """The codec's number in a header, one of :class:`~dgc.core.wire.ids.ValueCodecId`."""
+        """The codec's number in a header, one of :class:`~dgc.core.wire.codecs.base.ValueCodecId`."""
         ...
 
     @property

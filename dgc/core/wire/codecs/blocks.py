@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.errors import WireError
+from dgc.errors import WireError
 
 BLOCK_ALIGNMENT = 8
 """Every block's length is a multiple of this, so that the block after it can be read as words (GPUs insist)."""

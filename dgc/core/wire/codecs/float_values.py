@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from dgc.core.errors import WireError
-from dgc.core.wire.bits import default_loops
-from dgc.core.wire.blocks import block_to_read, block_to_write, padded
-from dgc.core.wire.ids import ValueCodecId
+from dgc.core.wire.codecs.base import ValueCodecId
+from dgc.core.wire.codecs.blocks import block_to_read, block_to_write, padded
+from dgc.core.wire.codecs.loops import default_loops
+from dgc.errors import WireError
 
 
 def check_values(values: np.ndarray, dtype: np.dtype, name: str) -> None:
@@ -33,21 +33,21 @@ class _PlainValues:
     grouped = False
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """One number an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """One number an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return padded(self.dtype.itemsize * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Copy the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Copy the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return _write(values, self.dtype, out, self.name)
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Copy the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Copy the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         numbers, consumed = _read(data, count, self.dtype, self.name)
         return numbers.astype(self.dtype), consumed
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Exact. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Exact. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return values.copy()
 
@@ -91,11 +91,11 @@ class Float16Values:
     """Brings the largest float32, just below 2^128, to just below 2^15."""
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """8 bytes, 2 bytes an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """8 bytes, 2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return self.HEAD + padded(2 * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         block = block_to_write(out, self.max_bytes(values.size, 0), self.name)
         loops = default_loops()
@@ -116,7 +116,7 @@ class Float16Values:
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         block = block_to_read(data, self.max_bytes(count, 0), self.name)
         exponent = int(block[:4].view("<i4")[0])
         if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
@@ -134,7 +134,7 @@ class Float16Values:
         return _times_power_of_two(halves.astype(np.float32), exponent), block.size
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         halves, exponent = self._scale_down(values)
         return _times_power_of_two(halves.astype(np.float32), exponent)
@@ -169,21 +169,21 @@ class Bfloat16Values:
     grouped = False
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """2 bytes an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return padded(2 * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return _write(_upper_halves(values), np.dtype("<u2"), out, self.name)
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return (_upper_halves(values) << np.uint32(16)).view(np.float32)
 

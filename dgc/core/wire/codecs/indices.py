@@ -1,13 +1,24 @@
-"""The two index codecs that are plain arrays: ``int32`` and ``uint16``. n = elements of the bucket, k = entries."""
+"""The index codecs: ``int32`` and ``uint16`` are plain arrays, ``elias_fano`` and ``bitmap`` bit vectors.
+
+n = elements of the bucket, k = entries.
+
+Why Elias-Fano and not Golomb-Rice on the gaps. Both write w low bits and a unary rest for each entry, and a message
+has to reserve the worst case, which is the same for both: k*(w + 1) + n/2^w bits. Golomb-Rice undercuts that on
+random positions by 4 % (11.49 bits against 11.95 at 0.1 %), but a message of fixed size sends the reserve anyway.
+Elias-Fano keeps the low bits and the unary part apart, so entry i's low bits stand at a known place, no entry waits
+for the one before it, and the length depends on (n, k) alone.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from dgc.core.errors import ConfigError, WireError
-from dgc.core.wire.bits import default_loops
-from dgc.core.wire.blocks import block_to_read, block_to_write, padded
-from dgc.core.wire.ids import IndexCodecId
+from dgc.core.wire.codecs.base import IndexCodecId
+from dgc.core.wire.codecs.blocks import as_words, block_to_read, block_to_write, padded, words_for
+from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+from dgc.errors import ConfigError, WireError
 
 _TILE_BITS = 16
 _TILE = 1 << _TILE_BITS
@@ -75,12 +86,12 @@ class Int32Indices:
     LIMIT = 1 << 31
 
     def max_bytes(self, n: int, k: int) -> int:
-        """4 bytes an entry. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """4 bytes an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         check_sizes(n, k, self.LIMIT, self.name)
         return padded(4 * k)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions; does not check their order. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """Write positions; does not check their order. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         k = positions.size
         block = block_to_write(out, self.max_bytes(n, k), self.name)
         block[: 4 * k].view("<i4")[...] = positions
@@ -88,7 +99,7 @@ class Int32Indices:
         return block.size
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         check_count(n, count, self.name)
         block = block_to_read(data, self.max_bytes(n, count), self.name)
         positions = block[: 4 * count].view("<i4").astype(np.int64)
@@ -107,12 +118,12 @@ class Uint16Indices:
     LIMIT = 1 << 47  # 2^31 tiles
 
     def max_bytes(self, n: int, k: int) -> int:
-        """4 bytes a tile, 2 bytes an entry. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """4 bytes a tile, 2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         check_sizes(n, k, self.LIMIT, self.name)
         return padded(4 * tiles_of(n)) + padded(2 * k)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions; does not check their order. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """Write positions; does not check their order. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         k = positions.size
         block = block_to_write(out, self.max_bytes(n, k), self.name)
         tiles = tiles_of(n)
@@ -132,7 +143,7 @@ class Uint16Indices:
         return block.size
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.protocols.IndexCodec`."""
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         check_count(n, count, self.name)
         block = block_to_read(data, self.max_bytes(n, count), self.name)
         tiles = tiles_of(n)
@@ -151,3 +162,117 @@ class Uint16Indices:
 def tiles_of(n: int) -> int:
     """Tiles of 65 536 elements that n elements begin."""
     return (n + _TILE - 1) >> _TILE_BITS
+
+
+_LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
+
+
+@lru_cache(maxsize=1024)
+def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
+    """Return the low bits' width and the words of both parts for k entries below n.
+
+    The width is the smallest of those that make the block shortest. For a fixed width no part shrinks when k grows,
+    so the shortest length does not either: the reserve for k entries holds any smaller count.
+
+    Returns:
+        width in 0..47, words of the low part, words of the high part.
+
+    Source: Elias 1974, "Efficient storage and retrieval by content and address of static files"; Fano 1971.
+    """
+    if k == 0:
+        return 0, 0, 0
+    shapes = ((w, words_for(k * w), words_for(k + ((n - 1) >> w))) for w in range(max(n - 1, 1).bit_length()))
+    return min(shapes, key=lambda shape: shape[1] + shape[2])
+
+
+class EliasFanoIndices:
+    """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
+
+    Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
+    high part h sets bit h + i, so that h zeros and i ones stand before it.
+    """
+
+    id = IndexCodecId.ELIAS_FANO
+    name = "elias_fano"
+    LIMIT = _LIMIT
+
+    def max_bytes(self, n: int, k: int) -> int:
+        """About log2(n/k) + 2 bits an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        check_sizes(n, k, self.LIMIT, self.name)
+        _, low_words, high_words = elias_fano_shape(n, k)
+        return 8 * (low_words + high_words)
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        k = positions.size
+        block = block_to_write(out, self.max_bytes(n, k), self.name)
+        width, low_words, _ = elias_fano_shape(n, k)
+        words = as_words(block)
+        written = bit_kernels().elias_fano_encode(positions, n, width, words[:low_words], words[low_words:])
+        _check_written(written, positions, n, self.name)
+        _store(words, block)
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        check_count(n, count, self.name)
+        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        width, low_words, _ = elias_fano_shape(n, count)
+        words = as_words(block)
+        positions = np.empty(count, np.int64)
+        found = bit_kernels().elias_fano_decode(words[:low_words], words[low_words:], n, width, positions)
+        _check_found(found, count, n, self.name)
+        return positions, block.size
+
+
+class BitmapIndices:
+    """One bit an element, whatever is sent: smaller than ``uint16`` above 6 %, the smallest of all from 25 % on."""
+
+    id = IndexCodecId.BITMAP
+    name = "bitmap"
+    LIMIT = _LIMIT
+
+    def max_bytes(self, n: int, k: int) -> int:
+        """One bit an element. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        check_sizes(n, k, self.LIMIT, self.name)
+        return 8 * words_for(n)
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
+        words = as_words(block)
+        written = bit_kernels().bitmap_encode(positions, n, words)
+        _check_written(written, positions, n, self.name)
+        _store(words, block)
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        check_count(n, count, self.name)
+        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        positions = np.empty(count, np.int64)
+        found = bit_kernels().bitmap_decode(as_words(block), n, positions)
+        _check_found(found, count, n, self.name)
+        return positions, block.size
+
+
+def _store(words: np.ndarray, block: np.ndarray) -> None:
+    if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
+        block.view("<u8")[...] = words
+
+
+def _check_written(written: int, positions: np.ndarray, n: int, name: str) -> None:
+    if written != positions.size:
+        raise WireError(
+            f"{name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
+            f"ascending in 0..{n - 1}. The selection that made them is wrong."
+        )
+
+
+def _check_found(found: int, count: int, n: int, name: str) -> None:
+    if found != count:
+        raise WireError(
+            f"{name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
+            f"{', and more follow' if found > count else ''}. The message is damaged, or was written for another "
+            "layout."
+        )

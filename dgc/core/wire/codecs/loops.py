@@ -1,4 +1,4 @@
-"""Chooses the implementation of the bit loops: Numba where it is installed, NumPy otherwise. Same bytes either way."""
+"""The loops of the codecs in Numba, loaded on first use; the default codecs do without where it is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+
+from dgc.errors import ConfigError
 
 logger = logging.getLogger("dgc")
 
@@ -35,22 +37,25 @@ class BitKernels(Protocol):
 
 @lru_cache(maxsize=1)
 def bit_kernels() -> BitKernels:
-    """Return the fastest kernels that work here. Numba is imported on the first call, not with the package."""
-    if sys.byteorder == "little":  # the Numba loops read words in the machine's order
-        try:
-            from dgc.core.wire import bits_numba
+    """Return the bit loops. Numba is imported on the first call, not with the package.
 
-            words, one = np.zeros(1, np.uint64), np.zeros(1, np.int64)
-            bits_numba.bitmap_encode(one, 1, words)
-            if bits_numba.bitmap_decode(words, 1, one) == 1:
-                return bits_numba
-        except ImportError:
-            pass
-        except Exception:
-            logger.warning("Numba's bit loops do not work here; index codecs use NumPy", exc_info=True)
-    from dgc.core.wire import bits_numpy
+    Raises:
+        ConfigError: Numba does not work here; the message says why.
+    """
+    try:
+        from dgc.core.wire.codecs import numba_loops
 
-    return bits_numpy
+        words, one = np.zeros(1, np.uint64), np.zeros(1, np.int64)
+        numba_loops.bitmap_encode(one, 1, words)
+        if numba_loops.bitmap_decode(words, 1, one) == 1 and sys.byteorder == "little":
+            return numba_loops
+        reason = "they read words in another order than this machine's"
+    except Exception as error:  # whatever is wrong with a compiler
+        reason = f"{type(error).__name__}: {error}"
+    raise ConfigError(
+        f'indices="elias_fano" and "bitmap" need Numba, whose loops do not work here ({reason}); mend it (pip install '
+        'numba), or choose indices="uint16"'
+    )
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +67,7 @@ def default_loops() -> ModuleType | None:
     if sys.byteorder != "little":
         return None
     try:
-        from dgc.core.wire import halves_numba as loops
+        from dgc.core.wire.codecs import numba_loops as loops
 
         values, halves = np.full(1, 1.5, np.float32), np.empty(1, np.uint16)
         loops.to_halves(values, np.float32(2), halves)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.errors import WireError
-from dgc.core.wire.blocks import block_to_read, block_to_write, padded, words_for
-from dgc.core.wire.float_values import check_values
-from dgc.core.wire.ids import ValueCodecId
+from dgc.core.wire.codecs.base import ValueCodecId
+from dgc.core.wire.codecs.blocks import block_to_read, block_to_write, padded, words_for
+from dgc.core.wire.codecs.float_values import check_values
+from dgc.errors import WireError
 
 
 class Int8Values:
@@ -32,11 +32,11 @@ class Int8Values:
     """Factor for each byte read as unsigned."""
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """4 bytes a group, 1 byte an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """4 bytes a group, 1 byte an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return padded(4 * groups) + padded(k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         k, groups = values.size, sizes.size
@@ -50,7 +50,7 @@ class Int8Values:
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = padded(4 * sizes.size)
@@ -61,7 +61,7 @@ class Int8Values:
         return self._restore(quantized, largest, sizes), block.size
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         quantized, largest = self._quantize(values, bounds, sizes)
@@ -107,11 +107,11 @@ class SignValues:
     grouped = True
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """8 bytes a group, 1 bit an entry. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """8 bytes a group, 1 bit an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return 8 * groups + 8 * words_for(k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
@@ -124,7 +124,7 @@ class SignValues:
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = 8 * sizes.size
@@ -133,7 +133,7 @@ class SignValues:
         return self._restore(negative, means, sizes), block.size
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.protocols.ValueCodec`."""
+        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         negative, means = self._split(values, bounds, sizes)

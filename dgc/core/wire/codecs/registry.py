@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from dgc.core.errors import ConfigError, WireError
-from dgc.core.options import require_choice
-from dgc.core.wire.bit_indices import BitmapIndices, EliasFanoIndices
-from dgc.core.wire.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
-from dgc.core.wire.ids import IndexCodecId, ValueCodecId
-from dgc.core.wire.plain_indices import Int32Indices, Uint16Indices
-from dgc.core.wire.protocols import IndexCodec, ValueCodec
-from dgc.core.wire.quantized_values import Int8Values, SignValues
+from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId
+from dgc.core.wire.codecs.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
+from dgc.core.wire.codecs.indices import BitmapIndices, EliasFanoIndices, Int32Indices, Uint16Indices
+from dgc.core.wire.codecs.quantized_values import Int8Values, SignValues
+from dgc.errors import ConfigError, WireError
 
 
 class _Named(Protocol):
@@ -110,16 +107,6 @@ def value_codec_by_id(number: int) -> ValueCodec:
         WireError: there is none.
     """
     return _look_up_id(_VALUE_CODECS_BY_ID, number, "value codec")
-
-
-def check_codecs(indices: Any, values: Any) -> None:
-    """Refuse names that no codec has; ``indices`` may be "auto".
-
-    Raises:
-        ConfigError: the message lists the valid ones.
-    """
-    require_choice("indices", indices, (*index_codec_names(), "auto"))
-    require_choice("values", values, value_codec_names())
 
 
 @lru_cache(maxsize=1024)

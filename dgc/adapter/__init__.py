@@ -1,0 +1,1 @@
+"""What the adapters of both frameworks share: no framework, and no Horovod."""

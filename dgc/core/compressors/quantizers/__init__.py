@@ -1,0 +1,1 @@
+"""Compressors that send every entry of a tensor in few bits."""

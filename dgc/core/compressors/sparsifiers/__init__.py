@@ -1,0 +1,1 @@
+"""Compressors that send some entries of a tensor."""

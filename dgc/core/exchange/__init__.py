@@ -1,0 +1,1 @@
+"""One step over all buckets: what is sent, received, applied and refused."""

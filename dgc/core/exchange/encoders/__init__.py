@@ -1,0 +1,1 @@
+"""One bucket in one step, by compressor and by where the arrays are."""

@@ -1,0 +1,1 @@
+"""The backend for processors, in Numba."""

@@ -1,0 +1,1 @@
+"""The kernels in CUDA C++, and what joins them into one source."""

@@ -1,0 +1,1 @@
+"""What a compressor keeps from step to step, and where in it each parameter lies."""
