@@ -1,4 +1,4 @@
-"""The device backend: the protocol of ``base`` on arrays of a device; see ``device_buckets`` for whole buckets.
+"""The device backend: the protocol of ``base`` on arrays of a device; see ``buckets`` for whole buckets.
 
 Letters: n elements of a bucket's flat space, S segments, k entries. u, v, gradients, parameters and results are device
 arrays; positions, values and means cross as NumPy arrays. What has to hand numbers to the host waits for the device.
