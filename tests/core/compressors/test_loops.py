@@ -1,5 +1,8 @@
 """The Numba loops against the NumPy ones, byte for byte."""
 
+import subprocess
+import sys
+
 import loops_numpy
 import numpy as np
 import pytest
@@ -193,3 +196,18 @@ def test_levels_of_a_span(levels):
 
     (out,) = same(make)
     np.testing.assert_allclose(out, (2.0 * codes - levels) / levels * 0.7, rtol=1e-6)
+
+
+def test_without_numba_a_quantiser_says_what_to_do():
+    code = """
+import sys
+sys.modules["numba"] = None
+from dgc.core.compressors.quantizers.loops import loops
+from dgc.errors import ConfigError
+try:
+    loops()
+except ConfigError as error:
+    print("pip install numba" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "True", done.stderr
