@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.records import Hyper
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.crossing import APPLY, cross

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import raw_variable
 

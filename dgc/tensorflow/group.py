@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.bucket import Hyper
 from dgc.core.exchange.exchange import Exchange, LossScale
+from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport

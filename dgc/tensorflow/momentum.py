@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
-from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.records import Hyper
 from dgc.core.state.layout import travels_dense
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import Adoption

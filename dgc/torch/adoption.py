@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.bucket import Hyper
+from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 
 _TAKEN = ("momentum", "nesterov", "weight_decay")

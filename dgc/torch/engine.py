@@ -14,10 +14,9 @@ import torch
 
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.bucket import Hyper
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Stats
+from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError

@@ -242,7 +242,7 @@ def test_messages_are_as_long_as_the_formula_says(case):
         g = (np.random.default_rng(transport.rank).standard_normal(shape) * 0.1).astype(np.float32).reshape(-1)
         run_step(exchange, [g])
         exchange.close()
-        return exchange.stats.last.bytes_sent, exchange._steps[0].plan(exchange.schedule.density(0)).mode
+        return exchange.stats.last.bytes_sent, exchange._buckets[0].encoder.plan_at(exchange.schedule.density(0)).mode
 
     for sent, mode in run_ranks(2, one_rank, timeout=300):
         if mode is Mode.SUM:
@@ -305,11 +305,11 @@ def test_a_rank_that_fails_tells_all_others(case, monkeypatch):
         before = snapshot(exchange)
         given = gradients(1, transport.rank)
         if transport.rank == 1 and when == "encoding":
-            step = exchange._steps[0]
-            target = step._algorithm if hasattr(step, "_algorithm") else step
-            setattr(target, "encode" if hasattr(step, "_algorithm") else "_compress", broken)
+            encoder = exchange._buckets[0].encoder
+            target = getattr(encoder, "_algorithm", encoder)
+            setattr(target, "compress" if target is encoder else "encode", broken)
         if transport.rank == 1 and when == "clipping":
-            exchange._preparation._clipping.fill_in = broken
+            exchange._pipeline._clipping.fill_in = broken
         if transport.rank == 1 and when == "submitting":
             given[-1] = np.ones(3, np.float32)
         with pytest.raises(DGCError, match="has 3 elements" if when == "submitting" else "no memory left"):
@@ -438,7 +438,7 @@ def test_many_ranks_add_up_densely_what_they_would_have_gathered():
     case, ranks = Case("qsgd", {"bits": 8}), 10
     runs = train(ranks, 1, case, shapes=LONE)
     exchange = runs[0][1]
-    assert exchange._steps[0].plan(exchange.schedule.density(0)).mode is Mode.SUM
+    assert exchange._buckets[0].encoder.plan_at(exchange.schedule.density(0)).mode is Mode.SUM
     alone = Alone(case, LONE)
     decoded = [alone.roundtrip(gradients(0, r, LONE)[0], rank=r) for r in range(ranks)]
     np.testing.assert_allclose(runs[0][0][0][0], np.mean(decoded, 0), atol=1e-6)

@@ -184,7 +184,7 @@ def test_an_error_before_the_message_leaves_reaches_all_ranks_in_any_step(kind):
         for step in range(2):
             run_step(exchange, gradients(step, transport.rank))
         if transport.rank == 1:
-            exchange._preparation._clipping.fill_in = broken
+            exchange._pipeline._clipping.fill_in = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(2, transport.rank))
         exchange.close()
@@ -197,11 +197,11 @@ def test_an_error_after_the_message_left_is_not_sent_again(kind):
     def one_rank(transport):
         if kind == "plain":
             exchange = make_exchange(transport, Case("qsgd"))
-            algorithm = exchange._steps[-1]._algorithm
+            algorithm = exchange._buckets[-1].encoder._algorithm
         else:
             make = wrapped("by_name", {"*": member("qsgd")})
             exchange = make(transport, None, shapes=None, dtype="float32")
-            algorithm = exchange._steps[-1]._parts[0].step._algorithm
+            algorithm = exchange._buckets[-1].encoder.members[0].encoder._algorithm
         if transport.rank == 0:
             refused, _ = run_step(exchange, gradients(0, 0))
             assert not refused

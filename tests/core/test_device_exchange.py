@@ -9,7 +9,7 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime, compiler
 
-from dgc.core.exchange.encoders.device import DeviceBucketStep
+from dgc.core.exchange.encoders.device import DeviceEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import DGCError, LayoutError
@@ -262,6 +262,6 @@ def test_damaged_messages_are_refused_whole():
 
 def test_the_core_chooses_the_step():
     (exchange,) = run_ranks(1, lambda t: make_exchange(t, SHAPES, kernels=device_kernels(deferred=False)))
-    assert all(type(s) is DeviceBucketStep for s in exchange._steps)
+    assert all(type(b.encoder) is DeviceEncoder for b in exchange._buckets)
     with pytest.raises(LayoutError):
         exchange._kernels.mask(*np.zeros((2, 4), np.float32), np.array([1]), np.zeros(2, np.float32), masking=True)

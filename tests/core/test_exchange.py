@@ -489,10 +489,10 @@ def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bu
     def rank(transport):
         options = dict(sparsity=0.9, bucket_bytes=1_000_000, rampup_begin_step=begin)
         exchange = make_exchange(transport, shapes, **options)
-        plans = [step.plan(None if begin else 0.1) for step in exchange._steps]
+        plans = [bucket.encoder.plan_at(None if begin else 0.1) for bucket in exchange._buckets]
         assert [plan.allreduces for plan in plans] == [begin > 0] * 2
         if transport.rank == 1:
-            exchange._steps[0]._sender.receive = no_room
+            exchange._buckets[0]._buffers.sender.receive = no_room
         run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters(shapes))])
 
     def no_room(*arguments):
@@ -578,7 +578,7 @@ def test_reset_after_a_mask_was_interrupted_starts_anew():
         for i in range(len(specs)):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.wait()
-        exchange._outcomes[0].kept.finish = Mock(side_effect=[KeyboardInterrupt, RuntimeError("not done")])
+        exchange._buckets[0].outcome.kept.finish = Mock(side_effect=[KeyboardInterrupt, RuntimeError("not done")])
         with pytest.raises(KeyboardInterrupt):
             exchange.finish()
         exchange.reset()

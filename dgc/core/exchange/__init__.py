@@ -1,1 +1,1 @@
-"""One step over all buckets: what is sent, received, applied and refused."""
+"""One training step over all buckets: from gradients to averaged results."""

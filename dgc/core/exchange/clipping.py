@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.records import StepContext, Submission
+from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Bucket
 
@@ -52,26 +52,26 @@ class Clipping:
         self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
         """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
 
-    def fill_in(self, context: StepContext, bucket: Bucket, given: Sequence[Submission | None]) -> None:
-        """Set ``context.clip`` for the parameters of ``bucket``; a dense step is clipped globally or not at all."""
+    def fill_in(self, step: StepContext, bucket: Bucket) -> None:
+        """Set ``step.clip`` for the parameters of ``bucket``; a dense step is clipped globally or not at all."""
         if self._threshold is None:
             return
         if self.needs_all_gradients:
-            if context.clip is None:
-                total = np.array([self._sums_of_squares(given, range(len(given))).sum()])
-                context.clip = self._factors(total, context) * len(given)
+            if step.clip is None:
+                total = np.array([self._sums_of_squares(step, range(len(step.given))).sum()])
+                step.clip = self._factors(total, step) * len(step.given)
             return
-        if context.density is None:
+        if step.density is None:
             return
-        if context.clip is None:
-            context.clip = [1.0] * len(given)
+        if step.clip is None:
+            step.clip = [1.0] * len(step.given)
         chosen = [s.parameter for s in bucket.sparse]
-        for i, factor in zip(chosen, self._factors(self._sums_of_squares(given, chosen), context), strict=True):
-            context.clip[i] = factor
+        for i, factor in zip(chosen, self._factors(self._sums_of_squares(step, chosen), step), strict=True):
+            step.clip[i] = factor
 
-    def _factors(self, squares: np.ndarray, context: StepContext) -> list[float]:
+    def _factors(self, squares: np.ndarray, step: StepContext) -> list[float]:
         assert self._threshold is not None
-        return clip_factors(squares, self._threshold, self._ranks, 1.0 / context.loss_scale)
+        return clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
 
-    def _sums_of_squares(self, given: Sequence[Submission | None], parameters: Sequence[int]) -> np.ndarray:
-        return self._kernels.sums_of_squares([item.gradient for i in parameters if (item := given[i]) is not None])
+    def _sums_of_squares(self, step: StepContext, parameters: Iterable[int]) -> np.ndarray:
+        return self._kernels.sums_of_squares([step.given[i].gradient for i in parameters])

@@ -1,14 +1,11 @@
 """One training step over all buckets: gradients in, averaged results out, while the backward pass goes on.
 
-Buckets run in a fixed order on one communication thread: a bucket is sent when all its gradients are in and all
-earlier buckets are through, so that every rank issues the same collectives in the same order whatever order its
-gradients arrive in. Only its selection may begin earlier.
+The caller's side; the buckets run in :mod:`~dgc.core.exchange.pipeline`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +13,17 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
+from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
-from dgc.core.exchange.encoders.choose import make_steps
-from dgc.core.exchange.pipeline import Preparation
-from dgc.core.exchange.records import Hyper, Outcome, RemoteFailure, Stats, StepContext, StepStats, Submission
+from dgc.core.exchange.encoders.choose import make_encoders
+from dgc.core.exchange.pipeline import Pipeline
+from dgc.core.exchange.records import Hyper, Stats, StepContext, Submission, Submissions
+from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError
-
-_CLOSE_PATIENCE = 5.0
-"""Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float]
 
@@ -65,35 +61,26 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
-        self._steps = make_steps(layout, config, kernels, transport)
-        clipping = Clipping(config, kernels, transport.size)
-        self._preparation = Preparation(self._steps, self.state, clipping, kernels)
-        for sparsity in config.sparsity:
-            for step in self._steps:
-                step.plan(1.0 - sparsity)
-        self._lock = threading.Condition()
-        self._given: list[Submission | None] = [None] * len(layout.parameters)
-        self._missing = [len(b.segments) for b in layout.buckets]
-        self._outcomes: list[Outcome] = []
-        self._context: StepContext | None = None
-        self._current = StepStats()
-        self._failure: tuple[DGCError, int | None] | None = None
-        self._broken: DGCError | None = None
-        self._running = False
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._status = StepStatus()
+        encoders = make_encoders(layout, config, kernels, transport)
+        self._buckets = [
+            BucketExchange(bucket, encoder, vector, self.state, kernels, transport, op=config.op)
+            for bucket, (encoder, vector) in zip(layout.buckets, encoders, strict=True)
+        ]
+        self._pipeline = Pipeline(self._buckets, Clipping(config, kernels, transport.size), kernels, self._status)
+        self._step: StepContext | None = None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> bool:
         """Whether gradients of a step have come in that :meth:`finish` has not concluded."""
-        return self._context is not None
+        return self._status.in_step
 
     @property
     def owes_failure(self) -> bool:
         """Whether a failure came too late for its step; the first message of the next one tells the other ranks."""
-        return self._failure is not None and self._broken is None and not self.in_step
+        return self._status.owes_failure
 
     def submit(
         self,
@@ -112,39 +99,37 @@ class Exchange:
             result: (numel,) float32 (float64 in float64 buckets), contiguous; may be the gradient's memory.
             parameter: (numel,) the parameter's values; needed when its weight decay is not 0.
             limit: largest finite value of the type that the result will be cast to, if narrower than float32.
-            ready: for arrays on a device, see :class:`~dgc.core.exchange.bucket.Submission`.
+            ready: for arrays on a device, see :class:`~dgc.core.exchange.records.Submission`.
 
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
         """
-        self._check_usable()
+        self._status.require_usable()
         numel = self.layout.parameters[index].numel
-        name = self.layout.parameters[index].name
         if gradient.shape != (numel,) or result.shape != (numel,):
             self.fail(
                 LayoutError(
-                    f"the gradient of {name!r} has {gradient.size} elements, the parameter had {numel} when the "
-                    "compressor was built; build a new compressor when parameters change"
+                    f"the gradient of {self.layout.parameters[index].name!r} has {gradient.size} elements, the "
+                    f"parameter had {numel} when the compressor was built; build a new compressor when parameters "
+                    "change"
                 ),
                 index,
             )
-        self._begin()
-        bucket, _ = self.layout.places[index]
-        with self._lock:
-            twice = self._given[index] is not None
-            if not twice:
-                self._given[index] = Submission(gradient, result, parameter, limit, ready)
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0:
-                    self._lock.notify_all()
-        if twice:
-            self.fail(
-                LayoutError(
-                    f"the gradient of {name!r} was given twice in one step; call synchronize() or step() after each "
-                    "backward pass, or set backward_passes_per_step"
-                ),
-                index,
-            )
+        with self._status.lock:
+            step = self._begin()
+            try:
+                if step.given.add(index, Submission(gradient, result, parameter, limit, ready)):
+                    self._status.lock.notify_all()
+                return
+            except KeyError:
+                pass
+        self.fail(
+            LayoutError(
+                f"the gradient of {self.layout.parameters[index].name!r} was given twice in one step; call "
+                "synchronize() or step() after each backward pass, or set backward_passes_per_step"
+            ),
+            index,
+        )
 
     def fail(self, error: DGCError, parameter: int | None = None) -> None:
         """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
@@ -155,23 +140,26 @@ class Exchange:
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
         """
-        self._check_usable()
-        self._begin()
-        with self._lock:
-            self._failure = self._failure or (error, parameter)
-            self._lock.notify_all()
+        self._status.require_usable()
+        with self._status.lock:
+            self._begin()
+            self._status.announce(error, parameter)
         self.wait()
-        if self._broken is None and len(self._outcomes) == len(self._steps):
+        if self._status.phase is Phase.THROUGH:
             # The step counts here as it does on the others: the next message must be as long as theirs.
             self._finish()
             raise error
-        self._broken = self._broken or error
-        self._conclude_broken()
+        self._status.broke(error)
+        self._put_back()
+        assert self._status.error is not None
+        raise self._status.error
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all buckets of the step are through; returns False when ``timeout`` seconds did not suffice."""
-        with self._current.timed("wait"), self._lock:
-            return self._lock.wait_for(lambda: not self._running, timeout)
+        if self._step is None:
+            return True
+        with self._step.stats.timed("wait"):
+            return self._status.wait_while_running(timeout)
 
     def finish(self) -> bool:
         """Wait until all buckets are through and write the results of dense tensors.
@@ -184,14 +172,16 @@ class Exchange:
             LayoutError: a gradient is missing. All ranks get it.
             DGCError: this rank or another one failed.
         """
-        self._check_usable()
-        if self.owes_failure:
+        self._status.require_usable()
+        if self._status.owes_failure:
             # It came too late for its step: the others are in the next one.
-            assert self._failure is not None
-            self.fail(*self._failure)
+            assert self._status.announced is not None
+            self.fail(*self._status.announced)
         self.require_complete()
         self.wait()
-        self._conclude_broken()
+        if self._status.error is not None:
+            self._put_back()
+            raise self._status.error
         return self._finish()
 
     def require_complete(self) -> None:
@@ -200,8 +190,8 @@ class Exchange:
         Raises:
             LayoutError: names a missing one.
         """
-        lacking = [p.name for p, given in zip(self.layout.parameters, self._given, strict=True) if given is None]
-        if lacking and self._failure is None and self._broken is None:
+        lacking = self._step.given.lacking() if self._step else [p.name for p in self.layout.parameters]
+        if lacking and self._status.announced is None and self._status.error is None:
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             self.fail(
                 LayoutError(
@@ -273,12 +263,12 @@ class Exchange:
                 "differ between ranks: save and load one state per rank"
             )
         self.state.load(saved)
-        self._failure = self._broken = None
+        self._status.recover()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
         self.abandon()
-        self._failure = self._broken = None
+        self._status.recover()
         self.state.reset()
         self.stats = Stats()
 
@@ -288,17 +278,16 @@ class Exchange:
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
-        with self._lock:
+        with self._status.lock:
             under_way = self.in_step
-            if self._running:
+            if self._status.phase is Phase.RUNNING:
                 # The others may be waiting for this rank's messages: they get an error instead.
-                self._failure = self._failure or (given_up, None)
-            self._lock.notify_all()
+                self._status.announce(given_up)
         self.wait()
         if under_way:
-            self._broken = self._broken or given_up
-        with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted
-            self._take_back()
+            self._status.broke(given_up)
+            with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted
+                self._put_back()
 
     def close(self) -> bool:
         """End the communication thread. The transport stays open: it belongs to the caller.
@@ -306,161 +295,56 @@ class Exchange:
         Returns:
             False if the thread still waits for another rank inside the transport, which must then not be closed.
         """
-        with self._lock:
-            self._closed = True
-            self._lock.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_PATIENCE)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        return self._pipeline.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    @property
-    def _required_context(self) -> StepContext:
-        assert self._context is not None, "a step is under way"
-        return self._context
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._context is not None:
-                return
-            scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-            if not (np.isfinite(scale) and scale > 0):
-                refused = ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
-                self._failure = self._failure or (refused, None)
-                scale = 1.0
-            step = self.state.step
-            dense = self.schedule.is_dense(step)
-            self._context = StepContext(
-                step=step,
-                density=None if dense else self.schedule.density(step),
-                hyper=self.hyper,
-                loss_scale=float(scale),
-                fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
-            )
-            self._outcomes = []
-            self._current = StepStats()
-            self._running = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
-                self._thread.start()
-            self._lock.notify_all()
+    def _begin(self) -> StepContext:
+        """The step under way, or a new one. The caller holds the lock."""
+        if self._step is not None:
+            return self._step
+        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        if not (np.isfinite(scale) and scale > 0):
+            self._status.announce(ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0"))
+            scale = 1.0
+        number = self.state.step
+        self._step = StepContext(
+            step=number,
+            density=None if self.schedule.is_dense(number) else self.schedule.density(number),
+            hyper=self.hyper,
+            loss_scale=float(scale),
+            fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
+            given=Submissions(self.layout),
+        )
+        self._pipeline.start(self._step)
+        return self._step
 
     def _finish(self) -> bool:
         """What :meth:`finish` does once all buckets are through."""
-        context, stats = self._required_context, self._current
-        flagged = any(o.flagged for o in self._outcomes)
-        if not flagged:
-            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
-                outcome.flagged = step.overflows(context, state, self._given)
-            flagged = any(o.flagged for o in self._outcomes)
-        with stats.timed("apply"):
-            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
-                step.finish(context, state, self._given, outcome, flagged)
-        self.state.step += not flagged
-        self.stats.record(stats, refused=flagged)
+        step = self._step
+        assert step is not None, "a step is under way"
+        outcomes = [bucket.required_outcome for bucket in self._buckets]
+        refused = any(outcome.flagged for outcome in outcomes)
+        if not refused:
+            for bucket, outcome in zip(self._buckets, outcomes, strict=True):
+                outcome.flagged = bucket.overflows(step)
+            refused = any(outcome.flagged for outcome in outcomes)
+        with step.stats.timed("apply"):
+            for bucket in self._buckets:
+                bucket.finish(step, refused=refused)
+        self.state.step += not refused
+        self.stats.record(step.stats, refused=refused)
         self._end()
-        return flagged
+        return refused
 
     def _end(self) -> None:
-        with self._lock:
-            self._context = None
-            self._given = [None] * len(self.layout.parameters)
-            self._missing = [len(b.segments) for b in self.layout.buckets]
-            self._outcomes = []
+        with self._status.lock:
+            self._step = None
+            self._status.end()
 
-    def _conclude_broken(self) -> None:
-        """After a failed step: put back what was sent, and raise."""
-        if self._broken is None:
-            return
-        self._take_back()
-        raise self._broken
-
-    def _take_back(self) -> None:
+    def _put_back(self) -> None:
+        """After a failed step: return what was sent to u and v."""
         with contextlib.ExitStack() as stack:  # which goes on when one fails
             stack.callback(self._end)
-            for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=False):
-                stack.callback(step.take_back, state, outcome)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise TransportError("this compressor was closed; build a new one")
-        if self._broken is not None and not self.in_step:
-            raise RemoteError(
-                f"an earlier step failed ({self._broken}); call reset() or load_state_dict() on all ranks, or restart"
-            )
-
-    def _loop(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._running or self._closed)
-                if self._closed:
-                    self._running = False
-                    self._lock.notify_all()
-                    return
-            try:
-                self._run_step()
-            except RemoteFailure as failure:
-                self._broken = failure.error
-            except DGCError as error:
-                self._broken = error
-            except BaseException as error:
-                self._broken = RemoteError(f"the exchange failed: {type(error).__name__}: {error}")
-                self._broken.__cause__ = error
-            with self._lock:
-                self._running = False
-                self._lock.notify_all()
-
-    def _run_step(self) -> None:
-        self._preparation.start()
-        try:
-            for index, bucket in enumerate(self.layout.buckets):
-                if not self._wait_for_bucket(bucket.index):
-                    return
-                self._run_bucket(index)
-        finally:
-            self._preparation.abandon()
-
-    def _wait_for_bucket(self, bucket: int) -> bool:
-        """Wait for the bucket's gradients; with global clipping or at its start, for those of all buckets."""
-
-        def ready() -> bool:
-            waiting = self._missing if self._preparation.needs_all_gradients else [self._missing[bucket]]
-            return not any(waiting) or self._failure is not None or self._closed
-
-        with self._lock:
-            self._lock.wait_for(ready)
-            return not self._closed
-
-    def _sends_no_more(self, index: int) -> bool:
-        """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
-        last = index == len(self._steps) - 1
-        return last or self._steps[index].plan(self._required_context.density).allreduces
-
-    def _run_bucket(self, index: int) -> None:
-        context, step = self._required_context, self._steps[index]
-        if self._failure is None:
-            try:
-                self._preparation.make_ready(index, context, self._given, self._current)
-                self._preparation.try_following(index, context, self._given, self._current)
-                self._outcomes.append(step.run(context, self.state.buckets[index], self._given, self._current))
-                return
-            except (RemoteFailure, TransportError):
-                raise
-            except Exception as error:
-                if step.sent and (isinstance(error, DGCError) or self._sends_no_more(index)):
-                    raise  # the others see it in the messages as well, or cannot hear of it in this step
-                wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
-                wrapped.__cause__ = None if wrapped is error else error
-                self._failure = (wrapped, None)
-                if step.sent:
-                    return  # the message of the next bucket tells the others
-        cause, parameter = self._failure
-        try:
-            step.send_error(context, cause, parameter, self._current)
-        except RemoteFailure as failure:
-            failure.error.__cause__ = cause
-            raise
+            for bucket in self._buckets:
+                stack.callback(bucket.put_back)

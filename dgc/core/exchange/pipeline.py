@@ -1,86 +1,176 @@
-"""What comes before a bucket's run: its gradients are there, it is clipped, and threads to spare have begun with it.
+"""The communication thread of an exchange: buckets run on it in a fixed order, each when its gradients are in.
 
-Where the kernels have several threads, those but one would have nothing to do while the communication thread encodes a
-bucket, waits for the network and applies what came. So the bucket after it is begun first, if its gradients are in.
+Every rank issues the same collectives in the same order, whatever order its gradients arrive in. Where the kernels have
+several threads, those but one would have nothing to do while this one encodes a bucket, waits for the network and
+applies what came. So the bucket after it is begun first, if its gradients are in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 
-from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
-from dgc.core.exchange.records import StepContext, StepStats, Submission
+from dgc.core.exchange.records import RemoteFailure, StepContext
+from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.state import State
+from dgc.errors import DGCError, RemoteError, TransportError
+
+_CLOSE_PATIENCE = 5.0
+"""Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
 
 
-class Preparation:
-    """Prepares the buckets of a step in their order, each once. Used by the communication thread alone."""
+class Pipeline:
+    """Runs all buckets of each step; the thread starts with the first one."""
 
-    def __init__(self, steps: Sequence[BucketStep], state: State, clipping: Clipping, kernels: Kernels) -> None:
+    def __init__(
+        self, buckets: Sequence[BucketExchange], clipping: Clipping, kernels: Kernels, status: StepStatus
+    ) -> None:
         """Take what an exchange works with.
 
         Args:
-            steps: one for each bucket.
-            state: of all buckets, in the same order.
+            buckets: in the order in which they run.
             clipping: fills in each bucket's factors.
             kernels: their ``overlaps`` says whether there are threads to spare.
+            status: of the exchange; its lock guards the gradients that arrive.
         """
-        self._steps = steps
-        self._state = state
+        self._buckets = buckets
         self._clipping = clipping
         self._kernels = kernels
-        self._ready = 0
+        self._status = status
+        self._step: StepContext | None = None
+        self._prepared = 0
+        self._thread: threading.Thread | None = None
 
-    @property
-    def needs_all_gradients(self) -> bool:
-        """Whether no bucket can be prepared before all gradients are there."""
-        return self._clipping.needs_all_gradients
+    def start(self, step: StepContext) -> None:
+        """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
+        self._step = step
+        self._prepared = 0
+        for bucket in self._buckets:
+            bucket.start()
+        self._status.begin()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
+            self._thread.start()
 
-    def start(self) -> None:
-        """Begin a new step."""
-        self._ready = 0
-        for step in self._steps:
-            step.sent = False
+    def close(self) -> bool:
+        """End the thread.
 
-    def make_ready(
-        self, index: int, context: StepContext, given: Sequence[Submission | None], stats: StepStats
-    ) -> None:
-        """Prepare a bucket, unless that has been done.
-
-        Args:
-            index: of the bucket; those before it are prepared.
-            context: the step; its clipping factors are filled in.
-            given: by parameter index; those of the bucket are not None.
-            stats: the step's counters, added to.
+        Returns:
+            False if it still waits for another rank inside the transport, which must then not be closed.
         """
-        if index < self._ready:
-            return
-        step = self._steps[index]
-        for each in self._steps if self.needs_all_gradients else [step]:
-            each.await_gradients(given)
-        with stats.timed("compress"):
-            self._clipping.fill_in(context, step.bucket, given)
-            if self._kernels.overlaps and step.begins_early:
-                step.begin(context, self._state.buckets[index], given)
-        self._ready = index + 1
+        self._status.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_PATIENCE)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
 
-    def try_following(
-        self, index: int, context: StepContext, given: Sequence[Submission | None], stats: StepStats
-    ) -> None:
+    # -- inside: the communication thread --------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        status = self._status
+        while True:
+            with status.lock:
+                status.lock.wait_for(lambda: status.phase is Phase.RUNNING or status.closed)
+                if status.closed:
+                    if status.phase is Phase.RUNNING:
+                        status.broke(TransportError("this compressor was closed in the middle of a step"))
+                    return
+            try:
+                done = self._run_step()
+            except RemoteFailure as failure:
+                status.broke(failure.error)
+            except DGCError as error:
+                status.broke(error)
+            except BaseException as error:
+                wrapped = RemoteError(f"the exchange failed: {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                status.broke(wrapped)
+            else:
+                if done:
+                    status.through()
+
+    def _run_step(self) -> bool:
+        """Run all buckets; returns False if the exchange was closed before that."""
+        step = self._step
+        assert step is not None, "a step has begun"
+        try:
+            for index in range(len(self._buckets)):
+                if not self._wait_for_gradients(step, index):
+                    return False
+                self._run_bucket(step, index)
+        finally:
+            for bucket in self._buckets:
+                bucket.encoder.abandon()
+        return True
+
+    def _wait_for_gradients(self, step: StepContext, index: int) -> bool:
+        """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
+        status, needed = self._status, None if self._clipping.needs_all_gradients else index
+        with status.lock:
+            status.lock.wait_for(
+                lambda: step.given.is_complete(needed) or status.announced is not None or status.closed
+            )
+            return not status.closed
+
+    def _run_bucket(self, step: StepContext, index: int) -> None:
+        """Exchange a bucket, or the error that this rank has announced.
+
+        Raises:
+            RemoteFailure: a rank sent an error.
+            DGCError: a message or a collective failed; or another error that cannot be told in this step any more.
+        """
+        bucket, status = self._buckets[index], self._status
+        if status.announced is None:
+            try:
+                self._prepare(step, index)
+                self._prepare_following(step, index)
+                bucket.run(step)
+                return
+            except (RemoteFailure, TransportError):
+                raise
+            except Exception as error:
+                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(step, index)):
+                    raise  # the others see it in the messages as well, or cannot hear of it in this step
+                wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
+                wrapped.__cause__ = None if wrapped is error else error
+                status.announce(wrapped)
+                if bucket.sent:
+                    return  # the message of the next bucket tells the others
+        assert status.announced is not None
+        cause, parameter = status.announced
+        try:
+            bucket.send_error(step, cause, parameter)
+        except RemoteFailure as failure:
+            failure.error.__cause__ = cause
+            raise
+
+    def _sends_no_more(self, step: StepContext, index: int) -> bool:
+        """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
+        return index == len(self._buckets) - 1 or self._buckets[index].plan(step).allreduces
+
+    def _prepare(self, step: StepContext, index: int) -> None:
+        """Clip a bucket and let threads to spare begin with it, unless that has been done; those before it are."""
+        if index < self._prepared:
+            return
+        bucket = self._buckets[index]
+        for each in self._buckets if self._clipping.needs_all_gradients else [bucket]:
+            each.encoder.await_gradients(step)
+        with step.stats.timed("compress"):
+            self._clipping.fill_in(step, bucket.bucket)
+            if self._kernels.overlaps and bucket.encoder.begins_early:
+                bucket.begin(step)
+        self._prepared = index + 1
+
+    def _prepare_following(self, step: StepContext, index: int) -> None:
         """Prepare the bucket after ``index``, if that is any use and its gradients are there."""
         following = index + 1
-        if not self._kernels.overlaps or following == len(self._steps):
-            return
-        if any(given[segment.parameter] is None for segment in self._steps[following].bucket.segments):
+        if not self._kernels.overlaps or following == len(self._buckets) or not step.given.is_complete(following):
             return
         # What fails here fails again when it is that bucket's turn, and can be told the other ranks then.
         with contextlib.suppress(Exception):
-            self.make_ready(following, context, given, stats)
-
-    def abandon(self) -> None:
-        """Let nobody work on a bucket any more that was begun and did not run."""
-        for step in self._steps:
-            step.abandon()
+            self._prepare(step, following)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.kernels.base import Kept
-from dgc.core.state.layout import Segment
+from dgc.core.state.layout import Layout, Segment
 from dgc.errors import DGCError
 
 
@@ -31,6 +31,51 @@ class Submission:
     parameter: np.ndarray | None = None
     limit: float | None = None
     ready: Any = None
+
+
+class Submissions:
+    """The gradients of one step, as they arrive. The caller holds the lock of the step."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Expect every parameter of the layout once."""
+        self._layout = layout
+        self._items: list[Submission | None] = [None] * len(layout.parameters)
+        self._missing = [len(b.segments) for b in layout.buckets]
+
+    def __len__(self) -> int:
+        """Number of parameters."""
+        return len(self._items)
+
+    def __getitem__(self, parameter: int) -> Submission:
+        """What was handed over for a parameter of a bucket that is complete."""
+        item = self._items[parameter]
+        assert item is not None, "a bucket runs only when all its gradients are in"
+        return item
+
+    def of(self, segments: Sequence[Segment]) -> list[Submission]:
+        """What was handed over for the segments of a complete bucket."""
+        return [self[segment.parameter] for segment in segments]
+
+    def add(self, parameter: int, item: Submission) -> bool:
+        """Take one in; returns whether it was the last of its bucket.
+
+        Raises:
+            KeyError: the parameter has one in this step.
+        """
+        if self._items[parameter] is not None:
+            raise KeyError(parameter)
+        self._items[parameter] = item
+        bucket, _ = self._layout.places[parameter]
+        self._missing[bucket] -= 1
+        return self._missing[bucket] == 0
+
+    def is_complete(self, bucket: int | None = None) -> bool:
+        """Whether all gradients of a bucket, or of the step, are in."""
+        return not (any(self._missing) if bucket is None else self._missing[bucket])
+
+    def lacking(self) -> list[str]:
+        """Names of the parameters without a gradient."""
+        return [p.name for p, item in zip(self._layout.parameters, self._items, strict=True) if item is None]
 
 
 @dataclass(slots=True)
@@ -60,43 +105,6 @@ class Hyper:
             [bool(config.nesterov)] * count,
             [config.weight_decay or 0.0] * count,
         )
-
-
-@dataclass(slots=True)
-class StepContext:
-    """What all buckets of one step share. ``density`` is None in a dense step."""
-
-    step: int
-    density: float | None
-    hyper: Hyper
-    loss_scale: float
-    fingerprint: int
-    """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
-    clip: list[float] | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a bucket leaves behind for the end of the step."""
-
-    flagged: bool = False
-    kept: Kept | None = None
-
-
-class RemoteFailure(Exception):
-    """Another rank (or this one) sent an error instead of a message."""
-
-    def __init__(self, error: DGCError) -> None:
-        """Wrap the error to raise to the user."""
-        super().__init__(str(error))
-        self.error = error
-
-
-def submitted(given: Sequence[Submission | None], segment: Segment) -> Submission:
-    """What was handed over for a segment of a bucket that runs."""
-    item = given[segment.parameter]
-    assert item is not None, "a bucket runs only when all its gradients are in"
-    return item
 
 
 @dataclass
@@ -139,6 +147,11 @@ class StepStats:
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
+    def count_collective(self, nbytes: int) -> None:
+        """Count an allreduce of ``nbytes``."""
+        self.bytes_sent += nbytes
+        self.bytes_received += nbytes
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the duration of the with-block to ``seconds[phase]``."""
@@ -158,6 +171,51 @@ class StepStats:
             "density": self.density,
             "seconds": dict(self.seconds),
         }
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One training step: what all its buckets share. ``density`` is None in a dense step."""
+
+    step: int
+    density: float | None
+    hyper: Hyper
+    loss_scale: float
+    fingerprint: int
+    """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
+    given: Submissions
+    stats: StepStats = field(default_factory=StepStats)
+    clip: list[float] | None = None
+    """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
+
+    def gradient_scale(self, parameter: int) -> float:
+        """What a gradient is multiplied by before anything else: 1 / loss scale, times its clipping factor."""
+        scale = 1.0 / self.loss_scale
+        return scale if self.clip is None else scale * self.clip[parameter]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a bucket leaves behind for the end of the step.
+
+    Attributes:
+        count: entries that this rank has put into its message.
+        flagged: whether a value is not finite; once the messages are in, on any rank.
+        kept: what puts the entries back that were sent.
+    """
+
+    count: int = 0
+    flagged: bool = False
+    kept: Kept | None = None
+
+
+class RemoteFailure(Exception):
+    """Another rank (or this one) sent an error instead of a message."""
+
+    def __init__(self, error: DGCError) -> None:
+        """Wrap the error to raise to the user."""
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass

@@ -46,6 +46,8 @@ class BucketPlan:
     """
 
     mode: Mode
+    density: float | None
+    """Of the schedule in this step; None in a dense step."""
     codec: Any
     """A :class:`SparseCodec`, or what stands in a header for one: ``compressor_id``, ``indices.id``, ``values.id``."""
     ks: tuple[int, ...]
@@ -90,11 +92,11 @@ def make_plan(
     """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values, compressor)
-    return plan_for(bucket, codec, ks, codec.max_bytes, dense=density is None, ranks=ranks)
+    return plan_for(bucket, codec, ks, codec.max_bytes, density=density, ranks=ranks)
 
 
 def plan_for(
-    bucket: Bucket, codec: Any, ks: tuple[int, ...], payload_bytes: int, *, dense: bool, ranks: int
+    bucket: Bucket, codec: Any, ks: tuple[int, ...], payload_bytes: int, *, density: float | None, ranks: int
 ) -> BucketPlan:
     """Decide how ``bucket`` travels when its sparsified tensors make up to ``payload_bytes`` of payload.
 
@@ -103,7 +105,7 @@ def plan_for(
         codec: see :class:`BucketPlan`.
         ks: the most entries of each sparsified tensor.
         payload_bytes: what a message of entries reserves for them.
-        dense: whether this is a dense step (before the ramp-up).
+        density: share of entries that the schedule allows, or None for a dense step (before the ramp-up).
         ranks: P.
 
     Raises:
@@ -111,7 +113,7 @@ def plan_for(
     """
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
-    if not dense:
+    if density is not None:
         # Ring costs: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
         gathered = (ranks - 1) * payload
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
@@ -128,7 +130,7 @@ def plan_for(
             f"bucket {bucket.index} would send a message of {message} bytes; the limit is 2 GiB: "
             "choose a higher sparsity, or exclude its largest parameter"
         )
-    return BucketPlan(mode, codec, ks, itemsize, payload, start, vector, inline, message)
+    return BucketPlan(mode, density, codec, ks, itemsize, payload, start, vector, inline, message)
 
 
 def _inline(vector_bytes: int, ranks: int) -> bool:

@@ -251,7 +251,9 @@ def one_rank_failing_inside_compress():
             def broken(*args, **kwargs):
                 raise MemoryError("no room on this rank")
 
-            compression.engine.exchange._steps[-1]._kernels = type("Broken", (), {"accumulate_and_select": broken})()
+            compression.engine.exchange._buckets[-1].encoder._kernels = type(
+                "Broken", (), {"accumulate_and_select": broken}
+            )()
         error = on_every_rank(
             dgc.DGCError, "rank 1.*step 2.*no room on this rank", lambda o=optimizer, m=model: train(o, m, 1), way
         )

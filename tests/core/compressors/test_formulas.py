@@ -106,12 +106,12 @@ def test_what_is_left_over_in_a_message_is_zero():
         exchange = make_exchange(transport, Case("strom", {"threshold": 0.2, "max_density": 0.5}))
         run_step(exchange, gradients(0, transport.rank))
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
-        step = exchange._steps[0]
-        room = step.plan(1.0).payload_bytes
-        tails = [step._sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy()]
+        bucket = exchange._buckets[0]
+        room = bucket.encoder.plan_at(1.0).payload_bytes
+        tails = [bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy()]
         run_step(exchange, [np.zeros_like(g) for g in gradients(1, transport.rank)])
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
-        tails.append(step._sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy())
+        tails.append(bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy())
         exchange.close()
         return tails
 

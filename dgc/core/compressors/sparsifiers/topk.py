@@ -20,7 +20,7 @@ SAMPLE = 100_000
 
 
 class _Selection(Algorithm):
-    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.bucket.BucketStep` itself."""
+    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.encoders.topk.TopKEncoder` itself."""
 
     error_feedback: ClassVar[bool] = True
     sends_entries: ClassVar[bool] = True

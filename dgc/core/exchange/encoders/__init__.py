@@ -1,1 +1,1 @@
-"""One bucket in one step, by compressor and by where the arrays are."""
+"""How a bucket's sparsified tensors become the payload of a message, and back: one encoder for each way."""

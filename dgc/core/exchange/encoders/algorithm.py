@@ -1,4 +1,4 @@
-"""One bucket in one step for compressors that are an :class:`~dgc.core.compressors.base.Algorithm`.
+"""Compressors that are an :class:`~dgc.core.compressors.base.Algorithm`: residual and gradient together are encoded.
 
 What was sent is subtracted from the residual only when the step is over and was not refused: until then v holds
 residual and gradient together, and a refused or failed step has nothing to put back. Works on host arrays.
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, Tensor, Whole
-from dgc.core.exchange.bucket import BucketStep
-from dgc.core.exchange.records import Outcome, StepContext, StepStats, Submission, submitted
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
@@ -22,7 +23,7 @@ from dgc.core.transport import Transport
 from dgc.core.wire import HEADER_BYTES, padded
 from dgc.core.wire.message import Incoming, blaming
 from dgc.core.wire.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
-from dgc.errors import ConfigError, DGCError
+from dgc.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,12 @@ class _HeaderIds:
     values: _Id
 
 
-class AlgorithmStep(BucketStep):
-    """:class:`~dgc.core.exchange.bucket.BucketStep` around an algorithm.
+class AlgorithmEncoder(Encoder):
+    """Accumulates, then lets an algorithm write the message.
 
-    Collectives of a step, in this order on every rank: the allreduce of what the ranks share before encoding, if the
-    algorithm has that; the allreduce of the longest message, if lengths vary; the messages; the dense vector.
+    Collectives of a step before the message, in this order on every rank: the allreduce of what the ranks share before
+    encoding, if the algorithm has that; the allreduce of the longest message, if lengths vary.
     """
-
-    begins_early = False
 
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
@@ -65,13 +64,17 @@ class AlgorithmStep(BucketStep):
         """
         if getattr(kernels, "on_device", False):
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
-        super().__init__(bucket, algorithm.config, kernels, transport)
+        self._bucket = bucket
         self._algorithm = algorithm
+        self._config = algorithm.config
+        self._kernels = kernels
+        self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
             for s in bucket.sparse
         )
         self._total = layout.sparse_numel
+        self._plans: dict[float | None, BucketPlan] = {}
         self._rooms: dict[float, Room] = {}
         self._own = np.empty(0, np.uint8)
         self._count_sent = 0
@@ -79,8 +82,10 @@ class AlgorithmStep(BucketStep):
         self._shared_in: StepContext | None = None
         self._measured_in: StepContext | None = None
 
-    def plan(self, density: float | None) -> BucketPlan:
-        """See :meth:`BucketStep.plan`."""
+    def plan(self, step: StepContext) -> BucketPlan:  # noqa: D102
+        return self.plan_at(step.density)
+
+    def plan_at(self, density: float | None) -> BucketPlan:  # noqa: D102
         if density not in self._plans:
             room = self._room(1.0 if density is None else density)
             algorithm, active = self._algorithm, density is not None and bool(self._tensors)
@@ -90,160 +95,62 @@ class AlgorithmStep(BucketStep):
                 _HeaderIds(algorithm.number, _Id(ids[0]), _Id(ids[1])),
                 algorithm.max_counts(room) if active else (),
                 padded(algorithm.max_bytes(room)) if active else 0,
-                dense=density is None,
+                density=density,
                 ranks=self._transport.size,
             )
         return self._plans[density]
 
-    def send_error(self, context: StepContext, error: DGCError, parameter: int | None, stats: StepStats) -> None:
-        """See :meth:`BucketStep.send_error`; the collectives before the message are made up for."""
-        plan = self.plan(context.density)
-        if self._is_active(plan):
-            if self._algorithm.shares and self._shared_in is not context:
-                self._share(context, np.zeros(len(self._tensors)))
-            if self._varies(plan) and self._measured_in is not context:
-                self._fit(plan, context, 0)
-            plan = self._fitted if self._fitted is not None and self._varies(plan) else plan
-        self._start(plan, context)
-        self._sender.write_error(context.step, error, parameter)
-        self._gather(plan, stats)
-        self._receive(plan, context)
-
-    def take_back(self, state: BucketState, outcome: Outcome) -> None:
-        """Nothing was taken out of v yet."""
-
-    def finish(
-        self,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        outcome: Outcome,
-        refused: bool,
-    ) -> None:
-        """See :meth:`BucketStep.finish`; here what was sent leaves the residual, if it counts."""
-        plan = self.plan(context.density)
-        if self._is_active(plan):
-            if not self._algorithm.error_feedback or (not refused and not self._config.error_feedback):
-                state.v.fill(0)
-            elif not refused:
-                self._subtract(plan, context, state)
-            self._algorithm.finish(self._room(context.density), state.control, refused=refused)
-        super().finish(context, state, given, outcome, refused)
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _compress(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        outcome: Outcome,
-    ) -> tuple[int, bool]:
-        self._fitted = None
-        if not self._is_active(plan):
-            self._start(plan, context)
-            return 0, False
-        algorithm, room = self._algorithm, self._room(context.density)
-        moment = Moment(context.step, self._transport.rank, self._config.seed, state.control)
-        nonfinite = self._accumulate(plan, context, state, given, moment)
+    def compress(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        if not is_active(plan, self._tensors):
+            buffers.start(step, plan)
+            return plan
+        algorithm, room = self._algorithm, self._room(plan.density)
+        moment = Moment(step.step, self._transport.rank, self._config.seed, state.control)
+        outcome.flagged = self._accumulate(step, plan, state, moment)
         if algorithm.shares:
-            moment.shared = self._share(context, algorithm.prepare(state.v, room))
+            moment.shared = self._share(step, algorithm.prepare(state.v, room))
         in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
         if in_message:
-            self._start(plan, context)
-            self._own = self._sender.payload
+            buffers.start(step, plan)
+            self._own = buffers.payload
         elif self._own.size != padded(algorithm.max_bytes(room)):
             self._own = np.empty(padded(algorithm.max_bytes(room)), np.uint8)
-        count, used = algorithm.encode(state.v, self._own, room, moment)
+        outcome.count, used = algorithm.encode(state.v, self._own, room, moment)
         self._own[used:] = 0
-        self._count_sent = count
+        self._count_sent = outcome.count
         if in_message:
-            return count, nonfinite
+            return plan
         if self._varies(plan):
-            plan = self._fit(plan, context, used)
-        self._start(plan, context)
+            plan = self._fit(step, plan, used)
+        buffers.start(step, plan)
         if plan.mode is Mode.SPARSE:
-            self._sender.payload[...] = self._own[: plan.payload_bytes]
+            buffers.payload[...] = self._own[: plan.payload_bytes]
         else:
-            self._fill_vector(room)
-        return count, nonfinite
+            self._fill_vector(buffers.vector.values, room)
+        return plan
 
-    def _accumulate(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        moment: Moment,
-    ) -> bool:
-        work = self._work(plan, context, given)
-        if not self._algorithm.needs_increment:
-            return self._kernels.accumulate(work, state.u, state.v)
-        moment.increment = np.zeros_like(state.v)
-        nonfinite = self._kernels.accumulate(work, state.u, moment.increment)
-        state.v += moment.increment
-        return nonfinite
-
-    def _share(self, context: StepContext, numbers: np.ndarray) -> np.ndarray:
-        """The largest of all ranks of each number."""
-        shared = np.ascontiguousarray(numbers, np.float64)
-        self._transport.allreduce(shared, "max")
-        self._shared_in = context
-        return shared
-
-    def _fit(self, plan: BucketPlan, context: StepContext, used: int) -> BucketPlan:
-        """The plan with messages as long as the longest of all ranks."""
-        longest = np.array([float(used)])
-        self._transport.allreduce(longest, "max")
-        self._measured_in = context
-        payload = padded(int(longest[0]))
-        message = max(MIN_MESSAGE_BYTES, HEADER_BYTES + payload + plan.inline_bytes)
-        self._fitted = dataclasses.replace(plan, payload_bytes=payload, message_bytes=message)
+    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102
+        if not is_active(plan, self._tensors):
+            return plan
+        if self._algorithm.shares and self._shared_in is not step:
+            self._share(step, np.zeros(len(self._tensors)))
+        if not self._varies(plan):
+            return plan
+        if self._measured_in is not step:
+            self._fit(step, plan, 0)
+        assert self._fitted is not None
         return self._fitted
 
-    def _fill_vector(self, room: Room) -> None:
-        """Turn this rank's own message into a vector for the dense sum."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, room)
-        self._vector[: room.size] = 0
-        if isinstance(decoded, Entries):
-            self._vector[decoded.positions] = decoded.values
-            return
-        for tensor, values in zip(self._tensors, decoded.values, strict=True):
-            self._vector[tensor.slice] = values
-
-    def _subtract(self, plan: BucketPlan, context: StepContext, state: BucketState) -> None:
-        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._room(context.density))
-        if isinstance(decoded, Entries):
-            masking = self._config.momentum_masking
-            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
-            return
-        for tensor, values in zip(self._tensors, decoded.values, strict=True):
-            state.v[tensor.slice] -= values
-
-    def _gather(self, plan: BucketPlan, stats: StepStats) -> None:
-        plan = self._fitted or plan
-        if self._is_active(plan):
-            if self._algorithm.shares:
-                self._count_collective(8 * len(self._tensors), stats)
-            if self._varies(plan):
-                self._count_collective(8, stats)
-        super()._gather(plan, stats)
-
-    def _write_sparse(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        given: Sequence[Submission | None],
-        messages: list[Incoming],
-        share: float,
+    def apply(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
     ) -> None:
         if plan.mode is Mode.SUM:
-            super()._write_sparse(plan, context, given, messages, share)
+            vector.write_sum(step, plan)
             return
-        room, factor = self._room(context.density), share * context.loss_scale
-        results = [submitted(given, s).result for s in self._bucket.sparse]
+        room, factor = self._room(plan.density), share * step.loss_scale
+        results = [item.result for item in step.given.of(self._bucket.sparse)]
         decoded = [self._decode(message, room) for message in messages]
         for result in results:
             result.fill(0)
@@ -253,6 +160,73 @@ class AlgorithmStep(BucketStep):
                 continue
             for result, values in zip(results, each.values, strict=True):
                 result += values * result.dtype.type(factor)
+
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+        if not is_active(plan, self._tensors):
+            return
+        if self._algorithm.error_feedback and self._config.error_feedback:
+            self._subtract(plan, state)
+        else:
+            state.v.fill(0)
+        self._algorithm.finish(self._room(plan.density), state.control, refused=False)
+
+    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+        if not is_active(plan, self._tensors):
+            return
+        if not self._algorithm.error_feedback:
+            state.v.fill(0)
+        self._algorithm.finish(self._room(plan.density), state.control, refused=True)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, step: StepContext, plan: BucketPlan, state: BucketState, moment: Moment) -> bool:
+        """Add the gradients to u and v; returns whether one is not finite."""
+        work = segment_work(self._bucket, self._config, step, plan, self._transport.size)
+        if not self._algorithm.needs_increment:
+            return self._kernels.accumulate(work, state.u, state.v)
+        moment.increment = np.zeros_like(state.v)
+        nonfinite = self._kernels.accumulate(work, state.u, moment.increment)
+        state.v += moment.increment
+        return nonfinite
+
+    def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
+        """The largest of all ranks of each number."""
+        shared = np.ascontiguousarray(numbers, np.float64)
+        self._transport.allreduce(shared, "max")
+        self._shared_in = step
+        step.stats.count_collective(shared.nbytes)
+        return shared
+
+    def _fit(self, step: StepContext, plan: BucketPlan, used: int) -> BucketPlan:
+        """The plan with messages as long as the longest of all ranks."""
+        longest = np.array([float(used)])
+        self._transport.allreduce(longest, "max")
+        self._measured_in = step
+        step.stats.count_collective(longest.nbytes)
+        payload = padded(int(longest[0]))
+        message = max(MIN_MESSAGE_BYTES, HEADER_BYTES + payload + plan.inline_bytes)
+        self._fitted = dataclasses.replace(plan, payload_bytes=payload, message_bytes=message)
+        return self._fitted
+
+    def _fill_vector(self, vector: np.ndarray, room: Room) -> None:
+        """Turn this rank's own message into a vector for the dense sum."""
+        decoded = self._algorithm.decode(self._own, self._count_sent, room)
+        vector[: room.size] = 0
+        if isinstance(decoded, Entries):
+            vector[decoded.positions] = decoded.values
+            return
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            vector[tensor.slice] = values
+
+    def _subtract(self, plan: BucketPlan, state: BucketState) -> None:
+        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking."""
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._room(plan.density))
+        if isinstance(decoded, Entries):
+            masking = self._config.momentum_masking
+            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
+            return
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            state.v[tensor.slice] -= values
 
     def _decode(self, message: Incoming, room: Room) -> Entries | Whole:
         with blaming(message.sender, self._bucket.index):
@@ -264,13 +238,5 @@ class AlgorithmStep(BucketStep):
             self._rooms[density] = Room(self._bucket, self._tensors, density, self._total)
         return self._rooms[density]
 
-    def _is_active(self, plan: BucketPlan) -> bool:
-        return plan.mode is not Mode.DENSE and bool(self._tensors)
-
     def _varies(self, plan: BucketPlan) -> bool:
         return self._algorithm.varying and plan.mode is Mode.SPARSE
-
-    @staticmethod
-    def _count_collective(nbytes: int, stats: StepStats) -> None:
-        stats.bytes_sent += nbytes
-        stats.bytes_received += nbytes

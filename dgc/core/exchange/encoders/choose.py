@@ -1,4 +1,4 @@
-"""Which class does a bucket's step: by compressor, and by where the arrays are."""
+"""Which encoder a bucket gets: by compressor, and by where the arrays are."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
-from dgc.core.exchange.bucket import BucketStep
-from dgc.core.exchange.encoders.algorithm import AlgorithmStep
-from dgc.core.exchange.encoders.composite import Part, PartStep
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
+from dgc.core.exchange.encoders.base import Encoder
+from dgc.core.exchange.encoders.composite import CompositeEncoder, Member
+from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Bucket, Layout, Segment
 from dgc.core.transport import Transport
 from dgc.core.wire import padded
 
 
-def make_steps(layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport) -> Sequence[BucketStep]:
-    """One step for each bucket.
+def make_encoders(
+    layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
+) -> list[tuple[Encoder, DenseVector]]:
+    """The encoder of each bucket of the layout, and its dense vector.
 
     Raises:
         ConfigError: the compressor works on host memory and the kernels do not.
+        LayoutError: a message would be too large at a sparsity of the schedule.
     """
-    if config.algorithm not in WRAPPERS:
-        return _steps(layout.buckets, layout, config, kernels, transport)
-    parts: Parts = config.own
-    made: dict[int, list[Part]] = {b.index: [] for b in layout.buckets}
-    for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
-        by_step = config.algorithm == "by_step"
-        # Buckets of tensors that no member compresses stand with the first one, which only sums them.
-        mine = [b for b in layout.buckets if by_step or b.part == place]
-        first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
-        member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
-        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
-        schedule = Schedule(member.sparsity, first, member.rampup_step)
-        for step in _steps(mine, layout, member, kernels, transport):
-            made[step.bucket.index].append(Part(first, step, schedule))
-    return [PartStep(b, made[b.index]) for b in layout.buckets]
+    vectors = [_vector(bucket, kernels) for bucket in layout.buckets]
+    choose = _composites if config.algorithm in WRAPPERS else _encoders
+    encoders = choose(layout.buckets, vectors, layout, config, kernels, transport)
+    for encoder in encoders:
+        encoder.check_sizes(config.sparsity)
+    return list(zip(encoders, vectors, strict=True))
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
@@ -49,17 +45,60 @@ def runs_on_devices(config: DGCConfig) -> bool:
     return config.algorithm not in WRAPPERS and compressor_class(config.algorithm).is_plain_selection(config)
 
 
-def _steps(
-    buckets: Sequence[Bucket], layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
-) -> Sequence[BucketStep]:
+def _composites(
+    buckets: Sequence[Bucket],
+    vectors: Sequence[DenseVector],
+    layout: Layout,
+    config: DGCConfig,
+    kernels: Kernels,
+    transport: Transport,
+) -> list[Encoder]:
+    parts: Parts = config.own
+    members: dict[int, list[Member]] = {b.index: [] for b in buckets}
+    for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
+        by_step = config.algorithm == "by_step"
+        # Buckets of tensors that no member compresses stand with the first one, which only sums them.
+        mine = [b for b in buckets if by_step or b.part == place]
+        first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
+        member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
+        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
+        schedule = Schedule(member.sparsity, first, member.rampup_step)
+        for bucket, encoder in zip(mine, _encoders(mine, vectors, layout, member, kernels, transport), strict=True):
+            members[bucket.index].append(Member(first, encoder, schedule))
+    return [CompositeEncoder(members[b.index]) for b in buckets]
+
+
+def _encoders(
+    buckets: Sequence[Bucket],
+    vectors: Sequence[DenseVector],
+    layout: Layout,
+    config: DGCConfig,
+    kernels: Kernels,
+    transport: Transport,
+) -> list[Encoder]:
     row = compressor_class(config.algorithm)
     if row.is_plain_selection(config):
-        make = _selection_class(kernels)
-        return [make(b, config, kernels, transport) for b in buckets]
+        return [_selection(b, vectors[b.index], config, kernels, transport.size) for b in buckets]
     for dtype in sorted({b.dtype for b in buckets}):
         _warm_up(row(config), dtype, kernels)
     algorithm = row(config)
-    return [AlgorithmStep(b, algorithm, kernels, transport, layout) for b in buckets]
+    return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
+
+
+def _selection(bucket: Bucket, vector: DenseVector, config: DGCConfig, kernels: Kernels, ranks: int) -> Encoder:
+    if not getattr(kernels, "on_device", False):
+        return TopKEncoder(bucket, config, kernels, ranks)
+    from dgc.core.exchange.encoders.device import DeviceEncoder
+
+    return DeviceEncoder(bucket, config, kernels, ranks, vector)  # type: ignore[arg-type]
+
+
+def _vector(bucket: Bucket, kernels: Kernels) -> DenseVector:
+    if not getattr(kernels, "on_device", False):
+        return DenseVector(bucket, kernels)
+    from dgc.core.exchange.encoders.device import DeviceVector
+
+    return DeviceVector(bucket, kernels)  # type: ignore[arg-type]
 
 
 def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
@@ -72,11 +111,3 @@ def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
     out = np.zeros(padded(algorithm.max_bytes(room)), np.uint8)
     count, _ = algorithm.encode(x, out, room, moment)
     algorithm.decode(out, count, room)
-
-
-def _selection_class(kernels: Kernels) -> type[BucketStep]:
-    if not getattr(kernels, "on_device", False):
-        return BucketStep
-    from dgc.core.exchange.encoders.device import DeviceBucketStep
-
-    return DeviceBucketStep

@@ -1,113 +1,78 @@
-"""One bucket in one step where the compressor follows from the tensor or from the step: hands on to the one in turn."""
+"""Several encoders for one bucket, one of them in turn, by the step."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dgc.core.config.schedule import Schedule
-from dgc.core.exchange.bucket import BucketStep
-from dgc.core.exchange.records import Outcome, StepContext, StepStats, Submission
-from dgc.core.state.layout import Bucket
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.base import Buffers, Encoder
+from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.state.state import BucketState
+from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan
-from dgc.errors import DGCError
 
 
 @dataclass
-class Part:
-    """A compressor's step of a bucket, from which step on it is in turn, and its schedule."""
+class Member:
+    """An encoder, the step from which on it is in turn, and its schedule."""
 
     first: int
-    step: BucketStep
+    encoder: Encoder
     schedule: Schedule
 
 
-class PartStep(BucketStep):
-    """Hands each call on to the part in turn, with the density of that part's own schedule.
+class CompositeEncoder(Encoder):
+    """Hands each call on to the member in turn, with the density of that member's own schedule.
 
-    Residual and momentum are the bucket's, so what one part has not sent the next one sends.
+    Residual and momentum are the bucket's, so what one member has not sent the next one sends.
     """
 
-    begins_early = False
+    def __init__(self, members: Sequence[Member]) -> None:
+        """Take the members, ascending by their first step; at least one."""
+        self.members = list(members)
 
-    def __init__(self, bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Take the parts, ascending by their first step; allocates nothing of its own."""
-        self._bucket = bucket
-        self._parts = list(parts)
-        self._given_context: StepContext | None = None
-        self._own_context: StepContext | None = None
+    def plan(self, step: StepContext) -> BucketPlan:  # noqa: D102
+        member = self._in_turn(step)
+        return member.encoder.plan_at(None if step.density is None else member.schedule.density(step.step))
 
-    @property
-    def sent(self) -> bool:
-        """See :attr:`BucketStep.sent`."""
-        return any(part.step.sent for part in self._parts)
+    def plan_at(self, density: float | None) -> BucketPlan:
+        """That of the first member, at the first density of its schedule."""
+        first = self.members[0]
+        return first.encoder.plan_at(None if density is None else 1.0 - first.schedule.sparsity[0])
 
-    @sent.setter
-    def sent(self, value: bool) -> None:
-        for part in self._parts:
-            part.step.sent = value
+    def check_sizes(self, sparsities: Sequence[float]) -> None:  # noqa: D102
+        for member in self.members:
+            member.encoder.check_sizes(member.schedule.sparsity)
 
-    def plan(self, density: float | None) -> BucketPlan:
-        """The plan of the first part; those of all parts' densities are made, which finds messages too large."""
-        for part in self._parts:
-            for sparsity in part.schedule.sparsity:
-                part.step.plan(1.0 - sparsity)
-        first = self._parts[0]
-        return first.step.plan(None if density is None else 1.0 - first.schedule.sparsity[0])
+    def await_gradients(self, step: StepContext) -> None:  # noqa: D102
+        self._in_turn(step).encoder.await_gradients(step)
 
-    def send_error(self, context: StepContext, error: DGCError, parameter: int | None, stats: StepStats) -> None:
-        """See :meth:`BucketStep.send_error`."""
-        self._part(context).step.send_error(self._context(context), error, parameter, stats)
-
-    def await_gradients(self, given: Sequence[Submission | None]) -> None:
-        """See :meth:`BucketStep.await_gradients`."""
-        self._parts[0].step.await_gradients(given)
-
-    def run(
-        self, context: StepContext, state: BucketState, given: Sequence[Submission | None], stats: StepStats
-    ) -> Outcome:
-        """See :meth:`BucketStep.run`."""
-        part = self._part(context)
-        if part is not self._parts[0] and context.step == part.first:
+    def compress(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        member = self._in_turn(step)
+        if member is not self.members[0] and step.step == member.first:
             # Each compressor remembers something else there.
             state.control[...] = np.nan
-        return part.step.run(self._context(context), state, given, stats)
+        return member.encoder.compress(step, plan, state, buffers, outcome)
 
-    def take_back(self, state: BucketState, outcome: Outcome) -> None:
-        """See :meth:`BucketStep.take_back`; only a selection has kept anything."""
-        if outcome.kept is not None:
-            self._parts[0].step._kernels.restore(state.u, state.v, outcome.kept)
-            outcome.kept = None
+    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102
+        return self._in_turn(step).encoder.catch_up(step, plan)
 
-    def finish(
-        self,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        outcome: Outcome,
-        refused: bool,
+    def apply(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
     ) -> None:
-        """See :meth:`BucketStep.finish`."""
-        self._part(context).step.finish(self._context(context), state, given, outcome, refused)
+        self._in_turn(step).encoder.apply(step, plan, messages, vector, share)
 
-    def overflows(self, context: StepContext, state: BucketState, given: Sequence[Submission | None]) -> bool:
-        """See :meth:`BucketStep.overflows`."""
-        return self._part(context).step.overflows(self._context(context), state, given)
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+        self._in_turn(step).encoder.commit(step, plan, state)
 
-    def _part(self, context: StepContext) -> Part:
-        return next(p for p in reversed(self._parts) if context.step >= p.first or p is self._parts[0])
+    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+        self._in_turn(step).encoder.refuse(step, plan, state)
 
-    def _context(self, context: StepContext) -> StepContext:
-        """The step as the part sees it: the same object throughout a step."""
-        if self._given_context is not context or self._own_context is None:
-            schedule = self._part(context).schedule
-            density = None if context.density is None else schedule.density(context.step)
-            self._given_context = context
-            self._own_context = dataclasses.replace(context, density=density)
-        # Clipping factors are filled in while the step goes on.
-        self._own_context.clip = context.clip
-        return self._own_context
+    def _in_turn(self, step: StepContext) -> Member:
+        return next(m for m in reversed(self.members) if step.step >= m.first or m is self.members[0])

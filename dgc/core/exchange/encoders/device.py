@@ -1,4 +1,4 @@
-"""One bucket in one step where gradients, u, v and results are on a device.
+"""The k largest entries where gradients, u, v and results are on a device.
 
 What crosses is the message (or, for codecs that the device does not know and for dense sums, the entries and the dense
 vector), once there and once back; the exchange between the two, on page-locked host memory, is that of the CPU.
@@ -15,11 +15,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.exchange.bucket import BucketStep
-from dgc.core.exchange.records import Outcome, StepContext, Submission, submitted
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.base import Buffers, segment_work
+from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import INDICES_UINT16, VALUES_FLOAT16, WIRE_TILE, DenseTensor, Format
+from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId, padded
 from dgc.core.wire.message import Incoming, blaming
@@ -35,154 +39,65 @@ _VALUES = {
 }
 
 
-class DeviceBucketStep(BucketStep):
-    """:class:`~dgc.core.exchange.bucket.BucketStep` with whole buckets handed to the device's kernels.
-
-    Waits for the device once before the message leaves; a second time when a threshold was of no use, when the codecs
-    are not the device's, and for clipping. Results are complete only when the kernels' stream has reached them.
-    """
-
-    begins_early = False
+class DeviceVector(DenseVector):
+    """The dense vector of a bucket whose tensors are on a device: one launch in, one launch out."""
 
     _kernels: DeviceKernels
-    _started: BucketPlan | None = None
-    _packed = False
 
-    def await_gradients(self, given: Sequence[Submission | None]) -> None:
-        """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for segment in self._bucket.segments:
-            ready = submitted(given, segment).ready
-            if ready is not None:
-                self._kernels.runtime.wait_for(ready.handle)
+    def __init__(self, bucket: Bucket, kernels: DeviceKernels) -> None:
+        """Allocate nothing yet."""
+        super().__init__(bucket, kernels)
+        self.is_packed = False
+        """Whether the encoder has packed the dense tensors of this step; it can do so on its way."""
 
-    def overflows(self, context: StepContext, state: BucketState, given: Sequence[Submission | None]) -> bool:
-        """See :meth:`BucketStep.overflows`. Waits, but only for parameters of a narrow type."""
-        plan = self.plan(context.density)
-        tensors = [t for t in self._dense_tensors(plan, context, given) if t.limit is not None]
-        if plan.mode is not Mode.DENSE:
-            sparse = [submitted(given, s) for s in self._bucket.sparse]
-            tensors += [DenseTensor(result=i.result, limit=i.limit) for i in sparse if i.limit is not None]
-        return self._kernels.exceeds(tensors, self._vector, state.u)
+    def start(self, plan: BucketPlan) -> None:  # noqa: D102
+        super().start(plan)
+        self.is_packed = False
 
-    def _start(self, plan: BucketPlan, context: StepContext) -> None:
-        if self._started is not plan:
-            # Buffers are about to be replaced, and the last step's copies from them may still be under way.
-            self._kernels.wait()
-            self._started = plan
-        super()._start(plan, context)
+    def settle(self) -> None:  # noqa: D102
+        self._kernels.wait()
 
-    def _compress(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        outcome: Outcome,
-    ) -> tuple[int, bool]:
-        self._packed = False
-        form = self._format(plan)
-        if form is None:
-            return super()._compress(plan, context, state, given, outcome)
-        self._start(plan, context)
-        done = self._kernels.compress(
-            self._work(plan, context, given),
-            state.u,
-            state.v,
-            state.control,
-            form,
-            self._sender.payload,
-            self._gradients(plan, context, given),
-            self._vector[: plan.vector_size],
-            masking=self._config.momentum_masking,
-        )
-        outcome.kept = done.kept
-        self._packed = True
-        if not self._config.error_feedback:
-            self._memory.fill(state.v, 0)
-        return done.count, done.nonfinite
-
-    def _pack_dense(self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None]) -> bool:
-        if plan.vector_size == 0:
+    def pack(self, step: StepContext, plan: BucketPlan) -> bool:  # noqa: D102
+        if plan.vector_size == 0 or self.is_packed:
             return False
-        nonfinite = False
-        if not self._packed:
-            # In a dense sum of selected entries, the sparsified part is filled already.
-            first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - plan.vector_start
-            nonfinite = self._kernels.pack(self._gradients(plan, context, given, first), self._vector[first:])
-        if plan.inline:
-            self._sender.inline(self._vector)
-        return nonfinite
+        # In a dense sum of selected entries, the sparsified part is filled already.
+        first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - plan.vector_start
+        return self._kernels.pack(self.gradients(step, plan, first), self.values[first:])
 
-    def _write_sparse(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        given: Sequence[Submission | None],
-        messages: list[Incoming],
-        share: float,
-    ) -> None:
-        form = self._format(plan)
-        if plan.mode is Mode.SUM:
-            tensors = [
-                DenseTensor(result=submitted(given, s).result, vector=s.offset, scale=context.loss_scale)
-                for s in self._bucket.sparse
-            ]
-            self._kernels.write(tensors, self._vector)
-        elif form is None:
-            super()._write_sparse(plan, context, given, messages, share)
-        else:
-            n = self._bucket.sparse_size
-            for message in messages:
-                self._check(form, plan, message)
-            self._kernels.receive(
-                [submitted(given, s).result for s in self._bucket.sparse],
-                self._bucket.sparse_offsets,
-                n,
-                form,
-                [(message.payload, message.count) for message in messages],
-                share * context.loss_scale,
-            )
+    def write_sum(self, step: StepContext, plan: BucketPlan) -> None:  # noqa: D102
+        tensors = [
+            DenseTensor(result=step.given[s.parameter].result, vector=s.offset, scale=step.loss_scale)
+            for s in self._bucket.sparse
+        ]
+        self._kernels.write(tensors, self.values)
 
-    def _write_dense(
-        self,
-        plan: BucketPlan,
-        context: StepContext,
-        state: BucketState,
-        given: Sequence[Submission | None],
-        refused: bool,
-    ) -> None:
-        self._kernels.write(self._dense_tensors(plan, context, given, refused), self._vector, state.u)
+    def write(self, step: StepContext, plan: BucketPlan, u: object, *, refused: bool) -> None:  # noqa: D102
+        self._kernels.write(self._updates(step, plan, refused), self.values, u)
 
-    def _check(self, form: Format, plan: BucketPlan, message: Incoming) -> None:
-        """Refuse a damaged message before anything is applied."""
-        with blaming(message.sender, self._bucket.index):
-            check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
+    def overflows(self, step: StepContext, plan: BucketPlan, u: object) -> bool:
+        """See :meth:`DenseVector.overflows`. Waits, but only for parameters of a narrow type."""
+        tensors = [t for t in self._updates(step, plan) if t.limit is not None]
+        if plan.mode is not Mode.DENSE:
+            sparse = step.given.of(self._bucket.sparse)
+            tensors += [DenseTensor(result=i.result, limit=i.limit) for i in sparse if i.limit is not None]
+        return self._kernels.exceeds(tensors, self.values, u)
 
-    @staticmethod
-    def _format(plan: BucketPlan) -> Format | None:
-        """The device's format of this plan's messages, if it writes them itself."""
-        if plan.mode is not Mode.SPARSE or not plan.ks:
-            return None
-        return device_format(plan.codec.indices, plan.codec.values)
-
-    def _gradients(
-        self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None], first: int = 0
-    ) -> list[DenseTensor]:
+    def gradients(self, step: StepContext, plan: BucketPlan, first: int = 0) -> list[DenseTensor]:
         """The dense tensors' way into the vector from its place ``first`` on."""
-        scale, tensors = 1.0 / context.loss_scale, []
-        for segment in self._dense_segments(plan):
-            clip = 1.0 if context.clip is None else context.clip[segment.parameter]
-            place = segment.offset - plan.vector_start - first
-            tensors.append(DenseTensor(gradient=submitted(given, segment).gradient, vector=place, scale=scale * clip))
-        return tensors
+        return [
+            DenseTensor(
+                gradient=step.given[s.parameter].gradient,
+                vector=s.offset - plan.vector_start - first,
+                scale=step.gradient_scale(s.parameter),
+            )
+            for s in self.segments(plan)
+        ]
 
-    def _dense_tensors(
-        self, plan: BucketPlan, context: StepContext, given: Sequence[Submission | None], refused: bool = False
-    ) -> list[DenseTensor]:
+    def _updates(self, step: StepContext, plan: BucketPlan, refused: bool = False) -> list[DenseTensor]:
         """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
-        hyper, tensors = context.hyper, []
-        for segment in self._dense_segments(plan):
-            i, item = segment.parameter, submitted(given, segment)
+        hyper, tensors = step.hyper, []
+        for segment in self.segments(plan):
+            i, item = segment.parameter, step.given[segment.parameter]
             decay = 0.0 if refused else hyper.weight_decay[i]
             tensors.append(
                 DenseTensor(
@@ -193,11 +108,88 @@ class DeviceBucketStep(BucketStep):
                     momentum=0.0 if refused else hyper.momentum[i],
                     nesterov=hyper.nesterov[i],
                     weight_decay=decay,
-                    scale=context.loss_scale,
+                    scale=step.loss_scale,
                     limit=item.limit,
                 )
             )
         return tensors
+
+
+class DeviceEncoder(TopKEncoder):
+    """:class:`TopKEncoder` with whole buckets handed to the device's kernels.
+
+    Waits for the device once before the message leaves; a second time when a threshold was of no use, when the codecs
+    are not the device's, and for clipping. Results are complete only when the kernels' stream has reached them.
+    """
+
+    begins_early = False
+
+    _kernels: DeviceKernels
+
+    def __init__(
+        self, bucket: Bucket, config: DGCConfig, kernels: DeviceKernels, ranks: int, vector: DeviceVector
+    ) -> None:
+        """Allocate nothing; ``vector`` is the bucket's."""
+        super().__init__(bucket, config, kernels, ranks)
+        self._vector = vector
+
+    def await_gradients(self, step: StepContext) -> None:
+        """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
+        for item in step.given.of(self._bucket.segments):
+            if item.ready is not None:
+                self._kernels.runtime.wait_for(item.ready.handle)
+
+    def compress(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        form = _format(plan)
+        if form is None:
+            return super().compress(step, plan, state, buffers, outcome)
+        buffers.start(step, plan)
+        done = self._kernels.compress(
+            segment_work(self._bucket, self._config, step, plan, self._ranks),
+            state.u,
+            state.v,
+            state.control,
+            form,
+            buffers.payload,
+            self._vector.gradients(step, plan),
+            self._vector.values[: plan.vector_size],
+            masking=self._config.momentum_masking,
+        )
+        outcome.kept = done.kept
+        self._vector.is_packed = True
+        if not self._config.error_feedback:
+            self._memory.fill(state.v, 0)
+        outcome.count, outcome.flagged = done.count, done.nonfinite
+        return plan
+
+    def apply(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+    ) -> None:
+        form = _format(plan)
+        if form is None:
+            super().apply(step, plan, messages, vector, share)
+            return
+        # A damaged message is refused before anything is applied.
+        for message in messages:
+            with blaming(message.sender, self._bucket.index):
+                check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
+        self._kernels.receive(
+            [item.result for item in step.given.of(self._bucket.sparse)],
+            self._bucket.sparse_offsets,
+            self._bucket.sparse_size,
+            form,
+            [(message.payload, message.count) for message in messages],
+            share * step.loss_scale,
+        )
+
+
+def _format(plan: BucketPlan) -> Format | None:
+    """The device's format of this plan's messages, if it writes them itself."""
+    if plan.mode is not Mode.SPARSE or not plan.ks:
+        return None
+    return device_format(plan.codec.indices, plan.codec.values)
 
 
 def device_format(indices: IndexCodec, values: ValueCodec) -> Format | None:

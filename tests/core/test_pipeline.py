@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step
 
-from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.kernels.base import Kept
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.errors import DGCError
@@ -98,13 +98,13 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
     events = []
 
     def note(name):
-        real = getattr(BucketStep, name)
+        real = getattr(BucketExchange, name)
 
         def noted(self, *arguments):
             events.append((name, self.bucket.index))
             return real(self, *arguments)
 
-        monkeypatch.setattr(BucketStep, name, noted)
+        monkeypatch.setattr(BucketExchange, name, noted)
 
     note("begin")
     note("run")
@@ -113,7 +113,7 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
         exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
         given = gradients(0, 0)
         # All gradients are there before the first bucket may run.
-        with exchange._lock:
+        with exchange._status.lock:
             run_all = [exchange.submit(i, g, np.empty(g.size, np.float32)) for i, g in enumerate(given)]
         assert len(run_all) == len(given)
         exchange.finish()
@@ -137,17 +137,17 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
     def one_rank(transport):
         exchange = make_exchange(transport, kernels=NumbaKernels(3), **OPTIONS)
         run_step(exchange, gradients(0, transport.rank))
-        steps = exchange._steps
+        buckets = exchange._buckets
         if transport.rank == 1:
             if fails == "to begin the third bucket":
-                steps[2].begin = broken
+                buckets[2].begin = broken
             else:
-                steps[0]._sender.finish = broken
+                buckets[0]._buffers.sender.finish = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(1, transport.rank))
-        assert all(step._begun is None for step in steps)
-        vars(steps[2]).pop("begin", None)
-        vars(steps[0]._sender).pop("finish", None)
+        assert all(bucket.encoder._begun is None for bucket in buckets)
+        vars(buckets[2]).pop("begin", None)
+        vars(buckets[0]._buffers.sender).pop("finish", None)
         exchange.reset()
         again = [run_step(exchange, gradients(step, transport.rank)) for step in range(3)]
         exchange.close()

@@ -1,0 +1,134 @@
+"""What is summed densely in a bucket: dense tensors in every step, and all tensors where a dense sum is cheaper.
+
+The *vector* of a step covers positions ``plan.vector_start`` to ``bucket.size``. It goes into the message or through an
+allreduce; afterwards it holds the mean (or sum) over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.exchange.records import StepContext, Submission
+from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.state.layout import Bucket, Segment
+from dgc.core.wire.message import Incoming
+from dgc.core.wire.plan import BucketPlan, Mode
+
+
+class DenseVector:
+    """The vector of one bucket, on the host, with its way in and its way out."""
+
+    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
+        """Allocate nothing yet: memory comes with the first plan that needs it."""
+        self._bucket = bucket
+        self._kernels: Any = kernels
+        self._memory = memory_of(kernels)
+        self.values = np.empty(0, bucket.dtype)
+        """(plan.vector_size,) float32, float64 in float64 buckets."""
+
+    def start(self, plan: BucketPlan) -> None:
+        """Have memory for the plan."""
+        if plan.vector_size and self.values.size != plan.vector_size:
+            self.values = self._memory.host_array(plan.vector_size, self._bucket.dtype)
+
+    def settle(self) -> None:
+        """Wait until nothing works on the bucket's host buffers any more; they are about to be replaced."""
+
+    def pack(self, step: StepContext, plan: BucketPlan) -> bool:
+        """Copy the dense tensors' gradients into the vector; returns whether one is not finite."""
+        if plan.vector_size == 0:
+            return False
+        vector, start = self.values, plan.vector_start
+        # In a dense sum of selected entries, the sparsified part is filled already; padding must be 0 elsewhere.
+        vector[0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - start :] = 0
+        nonfinite = False
+        for segment in self.segments(plan):
+            item = step.given[segment.parameter]
+            place = vector[segment.offset - start : segment.offset - start + segment.length]
+            scale = step.gradient_scale(segment.parameter)
+            if scale == 1.0:
+                place[...] = item.gradient
+            else:
+                np.multiply(item.gradient, vector.dtype.type(scale), out=place, dtype=vector.dtype)
+            nonfinite |= not _is_finite(place)
+        return nonfinite
+
+    def add(self, messages: Sequence[Incoming]) -> None:
+        """Become the sum of the vectors that came inside the messages."""
+        self.values.fill(0)
+        for message in messages:
+            self.values += message.inline.view(self.values.dtype)
+
+    def average(self, share: float) -> bool:
+        """Multiply the sum by 1 / P, or by 1; returns whether it is finite."""
+        if share != 1.0:
+            self.values *= self.values.dtype.type(share)
+        return _is_finite(self.values)
+
+    def write_sum(self, step: StepContext, plan: BucketPlan) -> None:
+        """Write the results of sparsified tensors whose entries were summed densely."""
+        for segment, item in zip(self._bucket.sparse, step.given.of(self._bucket.sparse), strict=True):
+            np.multiply(self.values[segment.slice], step.loss_scale, out=item.result)
+
+    def write(self, step: StepContext, plan: BucketPlan, u: np.ndarray, *, refused: bool) -> None:
+        """Write the results of dense tensors: momentum SGD on the mean; in a refused step the mean itself."""
+        for segment in self.segments(plan):
+            item = step.given[segment.parameter]
+            if refused:
+                np.multiply(self._mean_of(plan, segment), step.loss_scale, out=item.result)
+            else:
+                self._update(step, plan, segment, item, item.result, u[segment.slice])
+
+    def overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> bool:
+        """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+        dense = set(self.segments(plan))
+        for segment in self._bucket.segments:
+            item = step.given[segment.parameter]
+            if item.limit is None or segment.length == 0:
+                continue
+            if segment in dense:
+                result = np.empty_like(item.result)
+                self._update(step, plan, segment, item, result, u[segment.slice].copy())
+            else:
+                result = item.result
+            if not np.abs(result).max() <= item.limit:
+                return True
+        return False
+
+    def segments(self, plan: BucketPlan) -> tuple[Segment, ...]:
+        """Those that travel dense in this step."""
+        return self._bucket.segments if plan.mode is Mode.DENSE else self._bucket.dense
+
+    def _mean_of(self, plan: BucketPlan, segment: Segment) -> np.ndarray:
+        start = segment.offset - plan.vector_start
+        return self.values[start : start + segment.length]
+
+    def _update(
+        self,
+        step: StepContext,
+        plan: BucketPlan,
+        segment: Segment,
+        item: Submission,
+        result: np.ndarray,
+        u: np.ndarray,
+    ) -> None:
+        hyper, i = step.hyper, segment.parameter
+        self._kernels.dense_update(
+            result,
+            self._mean_of(plan, segment),
+            u,
+            item.parameter,
+            momentum=hyper.momentum[i],
+            nesterov=hyper.nesterov[i],
+            weight_decay=hyper.weight_decay[i],
+            scale=step.loss_scale,
+        )
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """One pass without temporaries in the ordinary case: a float64 sum of finite float32 values cannot overflow."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool(np.isfinite(values.sum(dtype=np.float64)) or np.isfinite(values).all())

@@ -1,0 +1,174 @@
+"""What an encoder is: it turns a bucket's gradients, u and v into the payload of a message, and messages into results.
+
+Everything around it is :class:`~dgc.core.exchange.bucket.BucketExchange`'s: headers, collectives of messages, dense
+tensors, counters and errors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.kernels.base import SegmentWork
+from dgc.core.state.layout import Bucket
+from dgc.core.state.state import BucketState
+from dgc.core.wire.message import Incoming, Sender
+from dgc.core.wire.plan import BucketPlan, Mode
+
+
+class Buffers:
+    """The message of a bucket and its dense vector, in buffers that are kept from step to step."""
+
+    def __init__(self, sender: Sender, vector: DenseVector) -> None:
+        """Allocate nothing yet."""
+        self.sender = sender
+        self.vector = vector
+        self._plan: BucketPlan | None = None
+
+    def start(self, step: StepContext, plan: BucketPlan) -> None:
+        """Begin a message of the plan's sizes; in each step before anything is written."""
+        if self._plan is not plan:
+            self.vector.settle()
+            self._plan = plan
+        self.sender.start(plan, step.fingerprint)
+        self.vector.start(plan)
+
+    @property
+    def payload(self) -> np.ndarray:
+        """(plan.payload_bytes,) uint8, of any content."""
+        return self.sender.payload
+
+
+class Encoder(ABC):
+    """One bucket's way into a message and out of it. Used by the communication thread alone.
+
+    Attributes:
+        begins_early: whether :meth:`begin` does anything.
+    """
+
+    begins_early = False
+
+    # -- sizes: the same on every rank -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def plan(self, step: StepContext) -> BucketPlan:
+        """How the bucket travels in this step; asked once per step."""
+
+    @abstractmethod
+    def plan_at(self, density: float | None) -> BucketPlan:
+        """How the bucket travels at a density; None for a dense step.
+
+        Raises:
+            LayoutError: a message would be too large.
+        """
+
+    def check_sizes(self, sparsities: Sequence[float]) -> None:
+        """Make the plans of a whole schedule.
+
+        Raises:
+            LayoutError: a message would be too large.
+        """
+        for sparsity in sparsities:
+            self.plan_at(1.0 - sparsity)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def await_gradients(self, step: StepContext) -> None:
+        """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
+        return
+
+    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
+        """Let other threads begin to compress while this one has another bucket to do; :meth:`compress` goes on."""
+        return
+
+    def abandon(self) -> None:
+        """Let nobody work on the bucket any more, when :meth:`compress` will not come to what :meth:`begin` began."""
+        return
+
+    @abstractmethod
+    def compress(
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        """Accumulate, select and encode: start the message, write its payload and nothing else of it.
+
+        Args:
+            step: the step; all gradients of the bucket are in.
+            plan: of this step.
+            state: u, v and control, updated in place.
+            buffers: where the payload goes; for a dense sum of entries, the vector.
+            outcome: gets the count, whether a gradient is not finite, and what puts back what was sent.
+
+        Returns:
+            The plan with the sizes that this step's messages have on all ranks.
+        """
+
+    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:
+        """In place of :meth:`compress`, or after it failed: the collectives that the other ranks made before theirs.
+
+        Returns:
+            The plan, as :meth:`compress` does.
+        """
+        return plan
+
+    @abstractmethod
+    def apply(
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+    ) -> None:
+        """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
+
+        Args:
+            step: the step.
+            plan: of this step.
+            messages: of all ranks.
+            vector: holds the sum already where entries were summed densely.
+            share: 1 / P, or 1 for a sum.
+
+        Raises:
+            WireError: a message is damaged; names its sender.
+        """
+
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
+        """The step counts: what was sent leaves the residual, where :meth:`compress` has not seen to that."""
+        return
+
+    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
+        """The step does not count; ``outcome.kept`` has been put back."""
+        return
+
+
+def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
+    """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
+    return plan.mode is not Mode.DENSE and bool(tensors)
+
+
+def segment_work(
+    bucket: Bucket, config: DGCConfig, step: StepContext, plan: BucketPlan, ranks: int
+) -> list[SegmentWork]:
+    """What the kernels do with each sparsified tensor of the bucket in this step."""
+    hyper = step.hyper
+    share = 1.0 / ranks if config.op == "sum" else 1.0
+    work = []
+    for segment, k in zip(bucket.sparse, plan.ks, strict=True):
+        i = segment.parameter
+        item = step.given[i]
+        decay = hyper.weight_decay[i] * share
+        work.append(
+            SegmentWork(
+                gradient=item.gradient,
+                parameter=item.parameter if decay else None,
+                offset=segment.offset,
+                length=segment.length,
+                k=k,
+                momentum=hyper.momentum[i],
+                nesterov=hyper.nesterov[i],
+                weight_decay=decay,
+                scale=step.gradient_scale(i),
+            )
+        )
+    return work

@@ -1,0 +1,107 @@
+"""The k largest accumulated entries of each tensor, as (index, value) pairs: what DGC sends.
+
+Source: arXiv 1712.01887, Algorithm 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dgc.core.compressors.registry import compressor_class
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.kernels.base import Kernels, Selection, memory_of
+from dgc.core.state.layout import Bucket
+from dgc.core.state.state import BucketState
+from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.plan import BucketPlan, Mode, make_plan
+
+
+class TopKEncoder(Encoder):
+    """Momentum correction and selection in one pass, masking at the selected places."""
+
+    begins_early = True
+
+    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
+        """Allocate nothing."""
+        self._bucket = bucket
+        self._config = config
+        self._kernels: Any = kernels
+        self._memory = memory_of(kernels)
+        self._ranks = ranks
+        self._plans: dict[float | None, BucketPlan] = {}
+        self._begun: Callable[[], Selection] | None = None
+
+    def plan(self, step: StepContext) -> BucketPlan:  # noqa: D102
+        return self.plan_at(step.density)
+
+    def plan_at(self, density: float | None) -> BucketPlan:  # noqa: D102
+        if density not in self._plans:
+            self._plans[density] = make_plan(
+                self._bucket,
+                density=density,
+                ranks=self._ranks,
+                indices=self._config.indices,
+                values=self._config.values,
+                compressor=compressor_class(self._config.algorithm).number,
+            )
+        return self._plans[density]
+
+    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+        if is_active(plan, plan.ks):
+            work = segment_work(self._bucket, self._config, step, plan, self._ranks)
+            self._begun = self._kernels.begin_selection(work, state.u, state.v, state.control)
+
+    def abandon(self) -> None:  # noqa: D102
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()
+
+    def compress(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        buffers.start(step, plan)
+        if not is_active(plan, plan.ks):
+            return plan
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            selection = begun()
+        else:
+            work = segment_work(self._bucket, self._config, step, plan, self._ranks)
+            selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.control)
+        positions, values = selection.positions, selection.values
+        if plan.mode is Mode.SPARSE:
+            decoded = plan.codec.encode(positions, values, buffers.payload)
+        else:
+            decoded = plan.codec.roundtrip(positions, values)
+            vector = buffers.vector.values
+            vector[: self._bucket.sparse_size] = 0
+            vector[positions] = decoded
+        # Not waited for: the message goes out first.
+        outcome.kept = self._kernels.mask(
+            state.u, state.v, positions, decoded, masking=self._config.momentum_masking, wait=False
+        )
+        if not self._config.error_feedback:
+            outcome.kept.finish()
+            self._memory.fill(state.v, 0)
+        outcome.count, outcome.flagged = len(positions), selection.nonfinite
+        return plan
+
+    def apply(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+    ) -> None:
+        if plan.mode is Mode.SUM:
+            vector.write_sum(step, plan)
+            return
+        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        for result in results:
+            self._memory.fill(result, 0)
+        for message in messages:
+            with blaming(message.sender, self._bucket.index):
+                positions, values = plan.codec.decode(message.payload, message.count)
+                self._kernels.scatter_add(
+                    results, self._bucket.sparse_offsets, positions, values, share * step.loss_scale
+                )
