@@ -31,7 +31,7 @@ import numpy as np  # noqa: E402
 from contract_tools import Alone, Case  # noqa: E402
 from documented import own_names  # noqa: E402
 
-from dgc.core.compressors import Entries  # noqa: E402
+from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.wire import HEADER_BYTES  # noqa: E402
 
 CASES = [
@@ -108,7 +108,7 @@ def measure(case: Case, gradients: list[dict[str, np.ndarray]], warm: int, repea
         x = residual + increment
         message, count, used = alone.encode(x, step=step, increment=increment)
         decoded = alone.decode(message, count).astype(np.float32)
-        alone.algorithm.finish(alone.room, alone.control, refused=False)
+        alone.algorithm.finish(alone.spec, alone.control, refused=False)
         if case.row.error_feedback:
             residual = x - decoded
         size = HEADER_BYTES + (used if alone.algorithm.varying else message.size)
@@ -117,11 +117,11 @@ def measure(case: Case, gradients: list[dict[str, np.ndarray]], warm: int, repea
         errors.append(float(np.linalg.norm(x - decoded) / np.linalg.norm(x)))
     target = np.empty_like(x)
     copy = seconds(lambda: np.copyto(target, x), repeats)
-    out = np.zeros(alone.algorithm.max_bytes(alone.room), np.uint8)
+    out = np.zeros(alone.algorithm.max_bytes(alone.spec), np.uint8)
 
     def decode() -> None:
-        got = alone.algorithm.decode(message, count, alone.room)
-        if isinstance(got, Entries):
+        got = alone.algorithm.decode(message, count, alone.spec)
+        if isinstance(got, SparseValues):
             target[got.positions] += got.values
         else:
             for tensor, values in zip(alone.tensors, got.values, strict=True):

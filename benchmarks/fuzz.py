@@ -29,7 +29,7 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
-from dgc.core.compressors import Entries  # noqa: E402
+from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.wire import HEADER_BYTES, index_codec_names, padded, value_codec_names  # noqa: E402
 from dgc.core.wire.message import Sender  # noqa: E402
 from dgc.core.wire.plan import Mode, plan_for  # noqa: E402
@@ -61,12 +61,12 @@ class Target:
     def __init__(self, case: Case) -> None:
         dtype = "float64" if case.options.get("values") == "float64" else "float32"
         self.alone = alone = Alone(case, SHAPES, dtype)
-        algorithm, room = alone.algorithm, alone.room
+        algorithm, spec = alone.algorithm, alone.spec
         self.plan = plan_for(
             alone.bucket,
-            _Codec(algorithm.number, algorithm.codec_ids(room)),
-            algorithm.max_counts(room),
-            padded(algorithm.max_bytes(room)),
+            _Codec(algorithm.number, algorithm.codec_ids(spec)),
+            algorithm.max_counts(spec),
+            padded(algorithm.max_bytes(spec)),
             dense=False,
             ranks=1,
         )
@@ -90,15 +90,15 @@ class Target:
             incoming = self.sender.receive(5)[0]
             if incoming.error is not None:
                 return "refused"
-            decoded = self.alone.algorithm.decode(incoming.payload, incoming.count, self.alone.room)
+            decoded = self.alone.algorithm.decode(incoming.payload, incoming.count, self.alone.spec)
         except DGCError:
             return "refused"
-        room = self.alone.room
-        if isinstance(decoded, Entries):
+        spec = self.alone.spec
+        if isinstance(decoded, SparseValues):
             assert decoded.positions.shape == decoded.values.shape
-            room.check_positions(decoded.positions)
+            spec.check_positions(decoded.positions)
         else:
-            assert [v.size for v in decoded.values] == [t.n for t in room.tensors]
+            assert [v.size for v in decoded.values] == [t.n for t in spec.tensors]
         return "decoded"
 
 

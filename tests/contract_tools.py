@@ -9,7 +9,7 @@ import numpy as np
 from documented import documented_compressor, own_names
 from exchange_tools import gradient, run_step
 
-from dgc.core.compressors import Entries, Moment, Room, Tensor, compressor_class
+from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, compressor_class
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.choose import choose_kernels
@@ -132,7 +132,7 @@ class Alone:
         )
         self.algorithm = case.row(config)
         sparsity = config.sparsity[0]
-        self.room = Room(self.bucket, self.tensors, 1.0 - sparsity, layout.sparse_numel)
+        self.spec = BucketSpec(self.bucket, self.tensors, 1.0 - sparsity, layout.sparse_numel)
         self.control = new_control(len(self.tensors))
         self.seed = seed
 
@@ -149,30 +149,30 @@ class Alone:
 
     def encode(self, x, *, step=0, rank=0, increment=None, shared=None):
         """Returns (message, count, used)."""
-        moment = Moment(step, rank, self.seed, self.control)
-        moment.increment = x if increment is None else increment
+        info = StepInfo(step, rank, self.seed, self.control)
+        info.increment = x if increment is None else increment
         if self.algorithm.shares:
-            moment.shared = self.algorithm.prepare(x, self.room) if shared is None else shared
-        out = np.full(self.algorithm.max_bytes(self.room), 0xAB, np.uint8)
-        count, used = self.algorithm.encode(x, out, self.room, moment)
+            info.shared = self.algorithm.prepare(x, self.spec) if shared is None else shared
+        out = np.full(self.algorithm.max_bytes(self.spec), 0xAB, np.uint8)
+        count, used = self.algorithm.encode(x, out, self.spec, info)
         out[used:] = 0
         return out, count, used
 
     def decode(self, message, count):
         """The bucket's flat space as receivers see it."""
-        return self.spread(self.algorithm.decode(message, count, self.room))
+        return self.spread(self.algorithm.decode(message, count, self.spec))
 
     def spread(self, decoded):
         out = np.zeros(self.bucket.sparse_size, np.float64)
-        if isinstance(decoded, Entries):
+        if isinstance(decoded, SparseValues):
             out[decoded.positions] = decoded.values
         else:
             for tensor, values in zip(self.tensors, decoded.values, strict=True):
                 out[tensor.slice] = values
         return out
 
-    def roundtrip(self, x, **moment):
-        message, count, _ = self.encode(x, **moment)
+    def roundtrip(self, x, **info):
+        message, count, _ = self.encode(x, **info)
         return self.decode(message, count)
 
 

@@ -116,7 +116,7 @@ def test_a_constant(case):
     decoded = alone.roundtrip(alone.flat({"weight": 0.125}))
     if case.options.get("threshold") == "global":
         # Nothing is above the quantile of equal numbers; in the next step all is above the last one's.
-        alone.algorithm.finish(alone.room, alone.control, refused=False)
+        alone.algorithm.finish(alone.spec, alone.control, refused=False)
         decoded = alone.roundtrip(alone.flat({"weight": 0.25}), step=1)
     assert np.isfinite(decoded).all()
     assert decoded.max() > 0
@@ -273,7 +273,7 @@ def test_damaged_messages_are_refused_or_read_within_bounds(case):
             damaged[start : start + 8] = 0xFF
         wrong = int(rng.choice([count, 0, 1, count + 1, 2**32 - 1, rng.integers(2**31)]))
         try:
-            decoded = alone.algorithm.decode(damaged, wrong, alone.room)
+            decoded = alone.algorithm.decode(damaged, wrong, alone.spec)
         except WireError:
             continue
         assert alone.spread(decoded).shape == (alone.bucket.sparse_size,)
@@ -284,12 +284,12 @@ def test_a_message_that_is_cut_short_or_promises_more_is_refused(case):
     alone = Alone(case)
     message, count, used = alone.encode(alone.random())
     with pytest.raises(WireError):
-        alone.algorithm.decode(message, count + 1, alone.room)
+        alone.algorithm.decode(message, count + 1, alone.spec)
     # What lies behind the last entry of a message with room to spare may be missing: cut before that.
     content = max(1, int(np.flatnonzero(message)[-1]))
     for cut in np.linspace(0, min(used, content) - 1, 40).astype(int):
         with pytest.raises(WireError):
-            alone.algorithm.decode(message[:cut], count, alone.room)
+            alone.algorithm.decode(message[:cut], count, alone.spec)
 
 
 @every

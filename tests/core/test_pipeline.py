@@ -7,7 +7,7 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step
 
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.kernels.base import Kept
+from dgc.core.kernels.base import Undo
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
@@ -29,17 +29,17 @@ class LateKernels(NumbaKernels):
     def mask(self, u, v, positions, decoded, *, masking, wait=True):
         if wait:
             return super().mask(u, v, positions, decoded, masking=masking)
-        kept = Kept(positions, np.full(positions.size, np.nan, u.dtype), np.full(positions.size, np.nan, v.dtype))
+        undo = Undo(positions, np.full(positions.size, np.nan, u.dtype), np.full(positions.size, np.nan, v.dtype))
 
         def finish():
             if not done:
                 now = super(LateKernels, self).mask(u, v, positions, decoded, masking=masking)
-                kept.u[:], kept.v[:] = now.u, now.v
+                undo.u[:], undo.v[:] = now.u, now.v
                 done.append(True)
 
         done = []
-        kept.finish = finish
-        return kept
+        undo.finish = finish
+        return undo
 
 
 OPTIONS = dict(shapes=SHAPES, bucket_bytes=400_000, momentum=0.9, sparsity=0.99, values="float16")

@@ -50,7 +50,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Room:
+class BucketSpec:
     """What all ranks know about a bucket at one density before anything is encoded."""
 
     bucket: Bucket
@@ -88,7 +88,7 @@ class Room:
 
 
 @dataclass
-class Moment:
+class StepInfo:
     """What differs from step to step and from rank to rank."""
 
     step: int
@@ -108,7 +108,7 @@ class Moment:
 
 
 @dataclass
-class Entries:
+class SparseValues:
     """A decoded message of some entries: (k,) int64 ascending positions in the bucket, and (k,) values."""
 
     positions: np.ndarray
@@ -116,7 +116,7 @@ class Entries:
 
 
 @dataclass
-class Whole:
+class DenseValues:
     """A decoded message of all entries: for each tensor (n,) float32."""
 
     values: list[np.ndarray]
@@ -140,13 +140,13 @@ class Algorithm(ABC):
     unbiased: ClassVar[bool] = False
     """Whether the expectation of what is decoded is what was encoded."""
     sends_entries: ClassVar[bool] = False
-    """Whether messages hold some entries (:class:`Entries`); momentum factor masking is for those."""
+    """Whether messages hold some entries (:class:`SparseValues`); momentum factor masking is for those."""
     scheduled: ClassVar[bool] = False
     """Whether it has the options ``sparsity`` and ``rampup_step``."""
     coded: ClassVar[bool] = False
     """Whether it has the options ``indices`` and ``values``."""
     needs_increment: ClassVar[bool] = False
-    """Whether :meth:`encode` needs ``moment.increment``."""
+    """Whether :meth:`encode` needs ``info.increment``."""
     shares: ClassVar[bool] = False
     """Whether :meth:`prepare` has numbers of which all ranks need the largest."""
     Options: ClassVar[Any] = NoOptions
@@ -188,54 +188,54 @@ class Algorithm(ABC):
         """Whether the length of messages depends on the values, so that the ranks have to ask for the longest."""
         return False
 
-    def codec_ids(self, room: Room) -> tuple[int, int]:
+    def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         """Numbers of the index and value codec in the header."""
         return 0, 0
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         """The most entries of each tensor; a message holds at most their sum."""
-        return tuple(t.n for t in room.tensors)
+        return tuple(t.n for t in spec.tensors)
 
     @abstractmethod
-    def max_bytes(self, room: Room) -> int:
+    def max_bytes(self, spec: BucketSpec) -> int:
         """Bytes that always suffice for a message."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, x: np.ndarray, room: Room) -> np.ndarray:
+    def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
         """Return (S,) numbers >= 0, one for each tensor, of which :meth:`encode` will see the largest of all ranks."""
-        return np.zeros(len(room.tensors))
+        return np.zeros(len(spec.tensors))
 
     @abstractmethod
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """Write a bucket's message.
 
         Args:
             x: (N,) float32 (float64 in float64 buckets), finite, read only: residual and gradient.
             out: (m,) uint8, m >= :meth:`max_bytes`, of any content.
-            room: the bucket.
-            moment: the step.
+            spec: the bucket.
+            info: the step.
 
         Returns:
             Entries in the message, and bytes written.
         """
 
     @abstractmethod
-    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries | Whole:
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
         """Read a message, the sender's own included; the same bytes give the same values everywhere.
 
         Args:
             data: (m,) uint8, what :meth:`encode` wrote and zeros.
             count: entries in the message, from its header.
-            room: the bucket.
+            spec: the bucket.
 
         Raises:
             WireError: the message is damaged.
         """
 
-    def finish(self, room: Room, control: np.ndarray, *, refused: bool) -> None:
+    def finish(self, spec: BucketSpec, control: np.ndarray, *, refused: bool) -> None:
         """The step is over for a bucket; all buckets have been encoded."""
         return
 
@@ -244,70 +244,72 @@ class PerTensor(Algorithm):
     """A compressor that works on each tensor by itself; each gets a block at a fixed place in the message."""
 
     @abstractmethod
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
         """Bytes that always suffice for this tensor."""
 
     @abstractmethod
-    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment) -> int:
+    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
         """Write a tensor's block and return the number of entries in it.
 
         Args:
             x: (n,) float32 or float64, finite, read only.
             out: (:meth:`tensor_bytes`,) uint8 zeros.
             tensor: which.
-            room: its bucket.
-            moment: the step.
+            spec: its bucket.
+            info: the step.
         """
 
     @abstractmethod
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    def decode_tensor(
+        self, data: np.ndarray, tensor: Tensor, spec: BucketSpec
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Read a tensor's block: (n,) float32, or with ``sends_entries`` (k,) int64 positions and (k,) float32.
 
         Raises:
             WireError: the block is damaged.
         """
 
-    def max_bytes(self, room: Room) -> int:  # noqa: D102
-        return sum(padded(self.tensor_bytes(t, room)) for t in room.tensors)
+    def max_bytes(self, spec: BucketSpec) -> int:  # noqa: D102
+        return sum(padded(self.tensor_bytes(t, spec)) for t in spec.tensors)
 
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:  # noqa: D102
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
         count = at = 0
-        for tensor in room.tensors:
-            size = self.tensor_bytes(tensor, room)
+        for tensor in spec.tensors:
+            size = self.tensor_bytes(tensor, spec)
             block = out[at : at + size]
             block[...] = 0
-            count += self.encode_tensor(x[tensor.slice], block, tensor, room, moment)
+            count += self.encode_tensor(x[tensor.slice], block, tensor, spec, info)
             out[at + size : at + padded(size)] = 0
             at += padded(size)
         return count, at
 
-    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries | Whole:  # noqa: D102
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:  # noqa: D102
         at, parts = 0, []
-        for tensor in room.tensors:
-            size = self.tensor_bytes(tensor, room)
+        for tensor in spec.tensors:
+            size = self.tensor_bytes(tensor, spec)
             if at + size > data.size:
                 raise WireError(f"{tensor.name!r} takes {size} bytes, the message has {data.size - at} left for it")
-            parts.append(self.decode_tensor(data[at : at + size], tensor, room))
+            parts.append(self.decode_tensor(data[at : at + size], tensor, spec))
             at += padded(size)
         if not self.sends_entries:
-            if count != sum(t.n for t in room.tensors):
+            if count != sum(t.n for t in spec.tensors):
                 raise WireError(f"a message with {count} entries came where every element is sent")
-            return Whole(parts)  # type: ignore[arg-type]
-        return joined(parts, count, room)
+            return DenseValues(parts)  # type: ignore[arg-type]
+        return joined(parts, count, spec)
 
 
-def joined(parts: Sequence[Any], count: int, room: Room) -> Entries:
+def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
     """Put the entries of a bucket's tensors together.
 
     Args:
         parts: for each tensor its (k,) positions and (k,) values.
         count: entries that the header promised.
-        room: the bucket.
+        spec: the bucket.
 
     Raises:
         WireError: another number, or positions that a tensor does not have.
     """
-    for (positions, _), tensor in zip(parts, room.tensors, strict=True):
+    for (positions, _), tensor in zip(parts, spec.tensors, strict=True):
         if positions.size and (positions[0] < 0 or positions[-1] >= tensor.n):
             raise WireError(f"a position lies outside of {tensor.name!r}; the message is damaged")
         if (positions[1:] <= positions[:-1]).any():
@@ -315,8 +317,8 @@ def joined(parts: Sequence[Any], count: int, room: Room) -> Entries:
     found = sum(positions.size for positions, _ in parts)
     if found != count:
         raise WireError(f"the header says {count} entries, there are {found}; the message is damaged")
-    positions = [p + t.offset for (p, _), t in zip(parts, room.tensors, strict=True)]
-    return Entries(np.concatenate(positions), np.concatenate([values for _, values in parts]))
+    positions = [p + t.offset for (p, _), t in zip(parts, spec.tensors, strict=True)]
+    return SparseValues(np.concatenate(positions), np.concatenate([values for _, values in parts]))
 
 
 def put(out: np.ndarray, at: int, values: np.ndarray) -> int:

@@ -134,8 +134,8 @@ class BucketExchange:
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
         plan, outcome = self.plan(step), self.required_outcome
-        if outcome.kept is not None:
-            outcome.kept.finish()
+        if outcome.undo is not None:
+            outcome.undo.finish()
         if not refused:
             self.encoder.commit(step, plan, self._state)
         else:
@@ -165,9 +165,9 @@ class BucketExchange:
         return self._all_states.buckets[self.bucket.index]
 
     def _put_back(self, outcome: Outcome) -> None:
-        if outcome.kept is not None:
-            self._kernels.restore(self._state.u, self._state.v, outcome.kept)
-            outcome.kept = None
+        if outcome.undo is not None:
+            self._kernels.restore(self._state.u, self._state.v, outcome.undo)
+            outcome.undo = None
 
     def _write_message(self, step: StepContext, plan: BucketPlan, outcome: Outcome) -> BucketPlan:
         plan = self.encoder.compress(step, plan, self._state, self._buffers, outcome)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.kernels.base import Kept
+from dgc.core.kernels.base import Undo
 from dgc.core.state.layout import Layout, Segment
 from dgc.errors import DGCError
 
@@ -201,12 +201,12 @@ class Outcome:
     Attributes:
         count: entries that this rank has put into its message.
         flagged: whether a value is not finite; once the messages are in, on any rank.
-        kept: what puts the entries back that were sent.
+        undo: what puts the entries back that were sent.
     """
 
     count: int = 0
     flagged: bool = False
-    kept: Kept | None = None
+    undo: Undo | None = None
 
 
 class RemoteFailure(Exception):

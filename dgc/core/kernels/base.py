@@ -39,7 +39,7 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True)
-class Kept:
+class Undo:
     """What a refused step needs to put back: the state at the sent positions before masking."""
 
     positions: np.ndarray
@@ -133,7 +133,7 @@ class Kernels(Protocol):
         *,
         masking: bool,
         wait: bool = True,
-    ) -> Kept:
+    ) -> Undo:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there.
 
         With ``wait=False`` other threads may still be at it on return: call ``finish()`` on what comes back before
@@ -141,7 +141,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:
+    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:
         """Undo :meth:`mask`, once it is finished."""
         ...
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.base import SegmentWork, Selection, Undo
 from dgc.core.kernels.threshold import new_control
 from dgc.errors import LayoutError
 
@@ -102,16 +102,16 @@ class ReferenceKernels:
         *,
         masking: bool,
         wait: bool = True,
-    ) -> Kept:
-        kept = Kept(positions, u[positions], v[positions])
-        v[positions] = kept.v - decoded
+    ) -> Undo:
+        undo = Undo(positions, u[positions], v[positions])
+        v[positions] = undo.v - decoded
         if masking:
             u[positions] = 0
-        return kept
+        return undo
 
-    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
-        u[kept.positions] = kept.u
-        v[kept.positions] = kept.v
+    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:  # noqa: D102
+        u[undo.positions] = undo.u
+        v[undo.positions] = undo.v
 
     def scatter_add(  # noqa: D102
         self,

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from contract_tools import Alone, Case, train
 
-from dgc.core.compressors import Entries
+from dgc.core.compressors import SparseValues
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.quantizers import numba_loops
 from dgc.core.compressors.quantizers.terngrad import Terngrad
 from dgc.errors import WireError
 
 
-def sent(alone, x, **moment):
-    message, count, used = alone.encode(x, **moment)
-    decoded = alone.algorithm.decode(message, count, alone.room)
+def sent(alone, x, **info):
+    message, count, used = alone.encode(x, **info)
+    decoded = alone.algorithm.decode(message, count, alone.spec)
     return decoded, count, used
 
 
@@ -46,13 +46,13 @@ def test_strom_sends_the_largest_first_when_there_are_too_many():
 )
 def test_positions_that_no_sender_writes_are_refused(positions):
     alone = Alone(Case("strom", {"max_density": 1.0}), {"b": (5, 5), "a": (4, 5)})  # 20 and 25 of 32 elements each
-    message = np.zeros(alone.algorithm.max_bytes(alone.room), np.uint8)
+    message = np.zeros(alone.algorithm.max_bytes(alone.spec), np.uint8)
     words = (np.array(positions, np.uint32) << np.uint32(1)).astype("<u4")
     message[: words.nbytes] = words.view(np.uint8)
     with pytest.raises(WireError, match=r"ascending|between tensors"):
-        alone.algorithm.decode(message, len(positions), alone.room)
+        alone.algorithm.decode(message, len(positions), alone.spec)
     message[:4] = np.array([19 << 1], "<u4").view(np.uint8)
-    assert alone.algorithm.decode(message, 1, alone.room).positions == [19]
+    assert alone.algorithm.decode(message, 1, alone.spec).positions == [19]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_codes_that_no_sender_writes_are_refused(case, at, byte):
     if case.name == "onebit":
         message[3] = 0x7F
     with pytest.raises(WireError):
-        alone.algorithm.decode(message, count, alone.room)
+        alone.algorithm.decode(message, count, alone.spec)
 
 
 @pytest.mark.parametrize("name", ["qsgd", "terngrad", "dorefa", "onebit", "dryden", "adacomp"])
@@ -107,11 +107,11 @@ def test_what_is_left_over_in_a_message_is_zero():
         run_step(exchange, gradients(0, transport.rank))
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
         bucket = exchange._buckets[0]
-        room = bucket.encoder.plan_at(1.0).payload_bytes
-        tails = [bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy()]
+        spec = bucket.encoder.plan_at(1.0).payload_bytes
+        tails = [bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy()]
         run_step(exchange, [np.zeros_like(g) for g in gradients(1, transport.rank)])
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
-        tails.append(bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + room].copy())
+        tails.append(bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy())
         exchange.close()
         return tails
 
@@ -183,7 +183,7 @@ def test_adacomp_without_room_skips_other_bins_in_other_steps():
     served = []
     for step in range(40):
         decoded, count, used = sent(alone, x, step=step)
-        assert used <= alone.algorithm.max_bytes(alone.room)
+        assert used <= alone.algorithm.max_bytes(alone.spec)
         assert count == decoded.positions.size
         served.append(np.unique(decoded.positions // 10))
     assert all(0 < len(s) < 100 for s in served)
@@ -240,7 +240,7 @@ def test_elias_codes_say_what_fixed_ones_say():
         elias = Alone(Case("qsgd", {"bits": bits, "coding": "elias"}), shapes)
         x = fixed.random()
         np.testing.assert_array_equal(fixed.roundtrip(x), elias.roundtrip(x))
-        assert elias.encode(x)[2] <= elias.algorithm.max_bytes(elias.room)
+        assert elias.encode(x)[2] <= elias.algorithm.max_bytes(elias.spec)
 
 
 def test_elias_codes_of_the_worst_case_fit():
@@ -254,7 +254,7 @@ def test_terngrad_clips_and_shares_its_scaler():
     x = alone.random()
     x[7] = 100
     deviation = x[:2500].std(dtype=np.float64)
-    assert alone.algorithm.prepare(x, alone.room)[0] == pytest.approx(2.5 * deviation, rel=1e-5)
+    assert alone.algorithm.prepare(x, alone.spec)[0] == pytest.approx(2.5 * deviation, rel=1e-5)
     decoded = alone.roundtrip(x, shared=np.array([3.0]))
     assert set(np.unique(decoded)) <= {-3.0, 0.0, 3.0}
     assert (np.sign(decoded) * np.sign(x) >= 0).all()
@@ -298,12 +298,12 @@ def test_a_global_threshold_follows_the_last_step_over_all_tensors():
     rng = np.random.default_rng(4)
     x = alone.flat({"small": rng.standard_normal(2000) * 0.1, "large": rng.standard_normal(2000)})
     alone.encode(x)
-    alone.algorithm.finish(alone.room, alone.control, refused=False)
+    alone.algorithm.finish(alone.spec, alone.control, refused=False)
     threshold = alone.control[0, 0]
     assert threshold == np.sort(np.abs(x))[3600 - 1]
     assert (alone.control[:, 0] == threshold).all()
     decoded, count, _ = sent(alone, x, step=1)
-    assert isinstance(decoded, Entries)
+    assert isinstance(decoded, SparseValues)
     np.testing.assert_array_equal(decoded.positions, np.flatnonzero(np.abs(x) > threshold))
     assert count == 400
     _, large = alone.tensors if alone.tensors[0].name == "small" else alone.tensors[::-1]
@@ -314,7 +314,7 @@ def test_a_global_threshold_follows_the_last_step_over_all_tensors():
 def test_a_refused_step_leaves_the_global_threshold():
     alone = Alone(Case("topk", {"threshold": "global"}), {"w": (40, 50)})
     alone.encode(alone.random())
-    alone.algorithm.finish(alone.room, alone.control, refused=True)
+    alone.algorithm.finish(alone.spec, alone.control, refused=True)
     assert np.isnan(alone.control[:, 0]).all()
 
 

@@ -143,10 +143,10 @@ def test_means_of_either_sign(shape, dtype):
 def test_gamma_codes(n, levels, zeros):
     codes = rng.integers(0, 2 * levels + 1, n).astype(np.uint8)
     codes[rng.random(n) < zeros] = levels
-    room = -(-n * (2 + 2 * levels.bit_length() - 1) // 64)
+    spec = -(-n * (2 + 2 * levels.bit_length() - 1) // 64)
 
     def make(module):
-        words, back = np.full(room, 2**64 - 1, np.uint64), np.empty(n, np.uint8)
+        words, back = np.full(spec, 2**64 - 1, np.uint64), np.empty(n, np.uint8)
         entries, bits = module.gamma_encode(codes, levels, words)
         used = words[: -(-bits // 64)]
         assert module.gamma_decode(used, bits, entries, levels, back)

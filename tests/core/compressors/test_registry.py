@@ -65,13 +65,13 @@ def make_row(**facts):
         bits = "8"
         error_feedback = True
 
-        def tensor_bytes(self, tensor, room):
+        def tensor_bytes(self, tensor, spec):
             return tensor.n
 
-        def encode_tensor(self, x, out, tensor, room, moment):
+        def encode_tensor(self, x, out, tensor, spec, info):
             return tensor.n
 
-        def decode_tensor(self, data, tensor, room):
+        def decode_tensor(self, data, tensor, spec):
             return np.zeros(tensor.n, np.float32)
 
     for name, value in facts.items():

@@ -50,7 +50,7 @@ def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, ma
     assert done.count == len(selection.positions)
     assert done.nonfinite == selection.nonfinite
     np.testing.assert_array_equal(payload, wanted)
-    kept = bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=masking)
+    undo = bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=masking)
     bucket.assert_same_state()
 
     form = device_format(codec.indices, codec.values)
@@ -65,8 +65,8 @@ def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, ma
     for a, b in zip(got, expected, strict=True):
         same_bits(a, b)
 
-    bucket.kernels.restore(bucket.device_u, bucket.device_v, done.kept)
-    bucket.reference.restore(bucket.u, bucket.v, kept)
+    bucket.kernels.restore(bucket.device_u, bucket.device_v, done.undo)
+    bucket.reference.restore(bucket.u, bucket.v, undo)
     bucket.assert_same_state()
 
 
@@ -149,7 +149,7 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     items = [DenseTensor(gradient=g, vector=p, scale=1 / scale) for g, p in zip(gradients, places, strict=True)]
     none = np.zeros(4200, dtype), np.zeros(0, dtype), kernels.new_control(0), None, np.zeros(0, np.uint8)
     done = kernels.compress([], *none, items, vector)
-    assert (done.count, done.nonfinite, done.kept) == (0, False, None)
+    assert (done.count, done.nonfinite, done.undo) == (0, False, None)
     expected = np.zeros(4200, dtype)
     for g, p in zip(gradients, places, strict=True):
         wide = (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g
@@ -212,11 +212,11 @@ def test_work_at_given_places():
     decoded = rng.standard_normal(700).astype(np.float32)
     same_bits(kernels.take(v, positions), v[positions])
     mine, theirs = (u.copy(), v.copy()), (u.copy(), v.copy())
-    kept = kernels.mask(*mine, positions, decoded, masking=True)
+    undo = kernels.mask(*mine, positions, decoded, masking=True)
     reference.mask(*theirs, positions, decoded, masking=True)
     same_bits(mine[0], theirs[0])
     same_bits(mine[1], theirs[1])
-    kernels.restore(*mine, kept)
+    kernels.restore(*mine, undo)
     same_bits(mine[0], u)
     same_bits(mine[1], v)
     offsets = np.array([0, 2000, 2016, 5000])

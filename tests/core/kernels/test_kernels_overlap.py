@@ -57,8 +57,8 @@ class Buckets:
             half = np.float32(0.5) * chosen.values
             masked.append(self.kernels.mask(u, v, chosen.positions, half, masking=True, wait=False))
             self.sent.append((chosen.positions, chosen.values))
-        for kept in masked:
-            kept.finish()
+        for undo in masked:
+            undo.finish()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -92,13 +92,13 @@ def test_a_mask_that_was_not_waited_for_can_be_undone_at_once():
     before = u.copy(), v.copy()
     positions = np.arange(0, u.size, 2)
     for _ in range(20):
-        kept = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
-        kernels.restore(u, v, kept)
-        kept.finish()
+        undo = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
+        kernels.restore(u, v, undo)
+        undo.finish()
         np.testing.assert_array_equal(u, before[0])
         np.testing.assert_array_equal(v, before[1])
-    kept = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
-    kept.finish()
+    undo = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
+    undo.finish()
     assert not u[positions].any()
     assert not v[positions].any()
 

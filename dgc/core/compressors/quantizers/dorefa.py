@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_integer, require_number
 
@@ -49,19 +49,19 @@ class Dorefa(PerTensor):
     def _levels(self) -> int:
         return 2**self.options.bits - 1
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         return 4 + -(-tensor.n * self.options.bits // 8)
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
         scale = as_scale(float(np.abs(x).max(initial=0.0)))
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_span(x, float(scale), self._levels, moment.key(tensor.name), codes)
+        loops().round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
         loops().pack(codes, self.options.bits, out[put(out, 0, np.array([scale], np.float32)) :])
         return tensor.n
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
         scale = take_scales(data, 0, 1)[0]
         codes = np.empty(tensor.n, np.uint8)
         loops().unpack(data[4:], self.options.bits, codes)

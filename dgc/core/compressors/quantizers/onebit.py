@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, put, take
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, put, take
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_choice
 from dgc.errors import WireError
@@ -46,11 +46,11 @@ class Onebit(PerTensor):
     error_feedback = True
     Options = OnebitOptions
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         return 8 * self._shape(tensor)[1] + -(-tensor.n // 8)
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
         shape = self._shape(tensor)
         means, signs = np.empty((2, shape[1]), np.float32), np.empty(tensor.n, np.uint8)
@@ -59,7 +59,7 @@ class Onebit(PerTensor):
         loops().pack(signs, 1, out[put(out, 0, means) :])
         return tensor.n
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
         shape = self._shape(tensor)
         means = take(data, 0, 2 * shape[1], np.float32).reshape(2, -1)
         if not np.isfinite(means).all():

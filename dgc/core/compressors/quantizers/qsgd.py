@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, Whole, put, take, take_scales
+from dgc.core.compressors.base import BucketSpec, DenseValues, PerTensor, StepInfo, Tensor, put, take, take_scales
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_choice, require_integer
 from dgc.core.wire.codecs.blocks import padded
@@ -63,7 +63,7 @@ class Qsgd(PerTensor):
     def _levels(self) -> int:
         return 2 ** (self.options.bits - 1) - 1
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         norms = 4 * self._groups(tensor)
         if not self.varying:
             return norms + -(-tensor.n * self.options.bits // 8)
@@ -72,38 +72,38 @@ class Qsgd(PerTensor):
         return padded(norms) + 16 + 8 * -(-tensor.n * longest // 64)
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        norms, codes = self._quantise(x, tensor, moment)
+        norms, codes = self._quantise(x, tensor, info)
         loops().pack(codes, self.options.bits, out[put(out, 0, norms) :])
         return tensor.n
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
         norms = take_scales(data, 0, self._groups(tensor))
         codes = np.empty(tensor.n, np.uint8)
         loops().unpack(data[norms.nbytes :], self.options.bits, codes)
         return self._values(norms, codes)
 
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """See the base class. With Elias codes, blocks follow each other without gaps."""
         if not self.varying:
-            return super().encode(x, out, room, moment)
+            return super().encode(x, out, spec, info)
         at = 0
-        for tensor in room.tensors:
-            norms, codes = self._quantise(x[tensor.slice], tensor, moment)
+        for tensor in spec.tensors:
+            norms, codes = self._quantise(x[tensor.slice], tensor, info)
             at = padded(put(out, at, norms))
-            words = np.empty((self.tensor_bytes(tensor, room) - padded(norms.nbytes) - 16) // 8, np.uint64)
+            words = np.empty((self.tensor_bytes(tensor, spec) - padded(norms.nbytes) - 16) // 8, np.uint64)
             entries, bits = loops().gamma_encode(codes, self._levels, words)
             at = put(out, at, np.array([entries, bits], "<u8"))
             at = put(out, at, words[: -(-bits // 64)])
-        return sum(t.n for t in room.tensors), at
+        return sum(t.n for t in spec.tensors), at
 
-    def decode(self, data: np.ndarray, count: int, room: Room) -> Whole:
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> DenseValues:
         """See the base class."""
         if not self.varying:
-            return super().decode(data, count, room)  # type: ignore[return-value]
+            return super().decode(data, count, spec)  # type: ignore[return-value]
         at, values = 0, []
-        for tensor in room.tensors:
+        for tensor in spec.tensors:
             norms = take_scales(data, at, self._groups(tensor))
             at = padded(at + norms.nbytes)
             entries, bits = (int(v) for v in take(data, at, 2, "<u8"))
@@ -115,14 +115,14 @@ class Qsgd(PerTensor):
             if not loops().gamma_decode(words, bits, entries, self._levels, codes):
                 raise WireError(f"the codes of {tensor.name!r} are none that a sender writes; the message is damaged")
             values.append(self._values(norms, codes))
-        if count != sum(t.n for t in room.tensors):
+        if count != sum(t.n for t in spec.tensors):
             raise WireError(f"a message with {count} entries came where every element is sent")
-        return Whole(values)
+        return DenseValues(values)
 
     def _groups(self, tensor: Tensor) -> int:
         return -(-tensor.n // self.options.bucket_size)
 
-    def _quantise(self, x: np.ndarray, tensor: Tensor, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
+    def _quantise(self, x: np.ndarray, tensor: Tensor, info: StepInfo) -> tuple[np.ndarray, np.ndarray]:
         group = self.options.bucket_size
         exact = np.empty(self._groups(tensor))
         # Never below a group's largest magnitude, or that would be cut and not rounded.
@@ -132,7 +132,7 @@ class Qsgd(PerTensor):
             norms = np.where(norms < exact, np.nextafter(norms, np.float32(np.inf)), norms)
             norms = np.minimum(norms, np.finfo(np.float32).max)
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_signed(x, norms, group, np.inf, self._levels, moment.key(tensor.name), codes)
+        loops().round_signed(x, norms, group, np.inf, self._levels, info.key(tensor.name), codes)
         return norms, codes
 
     def _values(self, norms: np.ndarray, codes: np.ndarray) -> np.ndarray:

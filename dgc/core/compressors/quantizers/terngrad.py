@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_number
 from dgc.core.config.config import DGCConfig
@@ -55,30 +55,30 @@ class Terngrad(PerTensor):
         super().__init__(config)
         self._limits: dict[str, float] = {}
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         return 4 + -(-tensor.n // 5)
 
-    def prepare(self, x: np.ndarray, room: Room) -> np.ndarray:
+    def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
         """Each tensor's largest magnitude after clipping."""
-        largest = np.zeros(len(room.tensors))
-        for i, tensor in enumerate(room.tensors):
+        largest = np.zeros(len(spec.tensors))
+        for i, tensor in enumerate(spec.tensors):
             top, self._limits[tensor.name] = self._extent(x[tensor.slice])
             largest[i] = min(top, self._limits[tensor.name])
         return largest
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        scale = as_scale(float(moment.shared[room.tensors.index(tensor)]))
+        scale = as_scale(float(info.shared[spec.tensors.index(tensor)]))
         limit = self._limits.pop(tensor.name, None)
         if limit is None:
             limit = self._extent(x)[1]
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, moment.key(tensor.name), codes)
+        loops().round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, info.key(tensor.name), codes)
         loops().pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
         return tensor.n
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> np.ndarray:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
         scale = take_scales(data, 0, 1)
         codes, out = np.empty(tensor.n, np.uint8), np.empty(tensor.n, np.float32)
         if not loops().unpack_trits(data[4:], codes):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, as_scale, put, take, take_scales
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take, take_scales
 from dgc.core.config.checks import require_integer, require_number
 from dgc.errors import WireError
 
@@ -67,27 +67,27 @@ class Adacomp(PerTensor):
     needs_increment = True
     Options = AdacompOptions
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:  # noqa: D102
-        return tuple(min(t.n, self._units(t)) for t in room.tensors)
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(min(t.n, self._units(t)) for t in spec.tensors)
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         return _HEAD + self._units(tensor) * (1 if self._bin(tensor) < _SHORT else 2)
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        assert moment.increment is not None
+        assert info.increment is not None
         length, bins = self._bin(tensor), self._bins(tensor)
         g = np.zeros(bins * length, x.dtype)
         g[: tensor.n] = x
         h = g.copy()
         with np.errstate(over="ignore"):
-            h[: tensor.n] += moment.increment[tensor.slice]
+            h[: tensor.n] += info.increment[tensor.slice]
         g, h = g.reshape(bins, length), h.reshape(bins, length)
         largest = np.abs(g).max(1)
         # An empty bin reaches its largest entry everywhere, and a zero has no sign to send.
         send = (np.abs(h) >= largest[:, None]) & (g != 0)
-        first = (moment.step + moment.rank) * _STRIDE % bins
+        first = (info.step + info.rank) * _STRIDE % bins
         fitting = _fit(send.sum(1), self._units(tensor) - bins, first)
         send &= fitting[:, None]
         scale = as_scale(float(largest.mean(dtype=np.float64)))
@@ -98,7 +98,7 @@ class Adacomp(PerTensor):
         put(out, _HEAD, units)
         return rows.size
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
         length = self._bin(tensor)
         dtype, bits = _unit(length)
         scale = take_scales(data, 0, 1)[0]
@@ -146,7 +146,7 @@ def _unit(length: int) -> tuple[str, int]:
     return ("u1", 6) if length < _SHORT else ("<u2", 14)
 
 
-def _fit(counts: np.ndarray, room: int, first: int) -> np.ndarray:
-    """Which bins may send, (bins,) bool, when ``room`` entries are left beyond one a bin; ``first`` is asked first."""
+def _fit(counts: np.ndarray, capacity: int, first: int) -> np.ndarray:
+    """Which bins may send, (bins,) bool, with ``capacity`` entries left beyond one a bin; ``first`` is asked first."""
     extra = np.roll(np.maximum(counts - 1, 0), -first)
-    return np.roll((np.cumsum(extra) <= room) | (extra == 0), first)
+    return np.roll((np.cumsum(extra) <= capacity) | (extra == 0), first)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.compressors.base import Moment, PerTensor, Room, Tensor, put, take
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, put, take
 from dgc.core.config.schedule import entries_to_send
 from dgc.core.kernels.reference import top_k
 from dgc.errors import WireError
@@ -39,19 +39,19 @@ class Dryden(PerTensor):
     def defaults(cls) -> dict[str, Any]:  # noqa: D102
         return {**super().defaults(), "sparsity": 1 - 1 / 64}
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:  # noqa: D102
-        return tuple(_most(t.n, room.density) for t in room.tensors)
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(_most(t.n, spec.density) for t in spec.tensors)
 
-    def tensor_bytes(self, tensor: Tensor, room: Room) -> int:  # noqa: D102
-        return _HEAD + 4 * _most(tensor.n, room.density)
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+        return _HEAD + 4 * _most(tensor.n, spec.density)
 
     def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, room: Room, moment: Moment
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
         chosen, means = [], []
         for side in (np.flatnonzero(x > 0), np.flatnonzero(x < 0)):
             values = x[side]
-            best = top_k(values, entries_to_send(side.size, room.density))
+            best = top_k(values, entries_to_send(side.size, spec.density))
             chosen.append(side[best])
             means.append(values[best].mean(dtype=np.float64) if best.size else 0.0)
         words = [(p.astype(np.uint32) << np.uint32(1)) | np.uint32(1 - s) for s, p in enumerate(chosen)]
@@ -61,7 +61,7 @@ class Dryden(PerTensor):
         put(out, _HEAD, np.sort(np.concatenate(words)).astype("<u4"))
         return words[0].size + words[1].size
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, room: Room) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
         means = take(data, 0, 2, "<f4")
         if not np.isfinite(means).all():
             raise WireError("a mean is not finite; the message is damaged")

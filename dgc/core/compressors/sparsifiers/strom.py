@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, put, take
+from dgc.core.compressors.base import Algorithm, BucketSpec, SparseValues, StepInfo, put, take
 from dgc.core.config.checks import require_number
 from dgc.core.config.schedule import entries_to_send
 from dgc.core.kernels.reference import top_k
@@ -48,25 +48,25 @@ class Strom(Algorithm):
     sends_entries = True
     Options = StromOptions
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:  # noqa: D102
-        return tuple(entries_to_send(t.n, self.options.max_density) for t in room.tensors)
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(entries_to_send(t.n, self.options.max_density) for t in spec.tensors)
 
-    def max_bytes(self, room: Room) -> int:  # noqa: D102
-        return 4 * sum(self.max_counts(room))
+    def max_bytes(self, spec: BucketSpec) -> int:  # noqa: D102
+        return 4 * sum(self.max_counts(spec))
 
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:  # noqa: D102
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
         positions = np.flatnonzero(np.abs(x) > np.float32(self.options.threshold))
-        most = sum(self.max_counts(room))
+        most = sum(self.max_counts(spec))
         if positions.size > most:
             positions = positions[top_k(x[positions], most)]
         words = (positions.astype(np.uint32) << np.uint32(1)) | (x[positions] > 0)
         return positions.size, put(out, 0, words.astype("<u4"))
 
-    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries:  # noqa: D102
-        if count > sum(self.max_counts(room)):
-            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(room))} were expected")
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:  # noqa: D102
+        if count > sum(self.max_counts(spec)):
+            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
         words = take(data, 0, count, "<u4")
         positions = (words >> 1).astype(np.int64)
-        room.check_positions(positions)
+        spec.check_positions(positions)
         threshold = np.float32(self.options.threshold)
-        return Entries(positions, np.where(words & 1, threshold, -threshold))
+        return SparseValues(positions, np.where(words & 1, threshold, -threshold))

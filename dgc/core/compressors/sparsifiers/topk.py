@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dgc.core.compressors.base import Algorithm, Entries, Moment, Room
+from dgc.core.compressors.base import Algorithm, BucketSpec, SparseValues, StepInfo
 from dgc.core.config.checks import require_choice, require_number
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import entries_to_send
@@ -27,37 +27,37 @@ class _Selection(Algorithm):
     scheduled: ClassVar[bool] = True
     coded: ClassVar[bool] = True
 
-    def _codec(self, room: Room) -> SparseCodec:
-        k = sum(self.max_counts(room))
-        return SparseCodec(room.bucket, k, self.config.indices, self.config.values, self.number)
+    def _codec(self, spec: BucketSpec) -> SparseCodec:
+        k = sum(self.max_counts(spec))
+        return SparseCodec(spec.bucket, k, self.config.indices, self.config.values, self.number)
 
-    def codec_ids(self, room: Room) -> tuple[int, int]:
-        codec = self._codec(room)
+    def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
+        codec = self._codec(spec)
         return int(codec.indices.id), int(codec.values.id)
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:
-        return tuple(entries_to_send(t.n, room.density) for t in room.tensors)
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
+        return tuple(entries_to_send(t.n, spec.density) for t in spec.tensors)
 
-    def max_bytes(self, room: Room) -> int:
-        return self._codec(room).max_bytes
+    def max_bytes(self, spec: BucketSpec) -> int:
+        return self._codec(spec).max_bytes
 
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:
-        counts = zip(room.tensors, self.max_counts(room), strict=True)
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
+        counts = zip(spec.tensors, self.max_counts(spec), strict=True)
         positions = np.concatenate([t.offset + top_k(x[t.slice], k) for t, k in counts])
-        return self._write(x, positions, out, room)
+        return self._write(x, positions, out, spec)
 
-    def _write(self, x: np.ndarray, positions: np.ndarray, out: np.ndarray, room: Room) -> tuple[int, int]:
-        codec = self._codec(room)
+    def _write(self, x: np.ndarray, positions: np.ndarray, out: np.ndarray, spec: BucketSpec) -> tuple[int, int]:
+        codec = self._codec(spec)
         codec.encode(positions, x[positions], out[: codec.max_bytes])
         return positions.size, codec.max_bytes
 
-    def decode(self, data: np.ndarray, count: int, room: Room) -> Entries:
-        if count > sum(self.max_counts(room)):
-            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(room))} were expected")
-        codec = self._codec(room)
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:
+        if count > sum(self.max_counts(spec)):
+            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
+        codec = self._codec(spec)
         positions, values = codec.decode(data[: codec.max_bytes], count)
-        room.check_positions(positions)
-        return Entries(positions, values)
+        spec.check_positions(positions)
+        return SparseValues(positions, values)
 
 
 class DGC(_Selection):
@@ -138,38 +138,38 @@ class Topk(_Selection):
     def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
         return config.own.threshold == "tensor"
 
-    def max_counts(self, room: Room) -> tuple[int, ...]:  # noqa: D102
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
         if self.options.threshold == "tensor":
-            return super().max_counts(room)
+            return super().max_counts(spec)
         # Rounded up for each tensor, so that their sum, which is what counts, is at least the bucket's share.
-        share = min(1.0, room.density * self.options.headroom)
-        return tuple(entries_to_send(t.n, share) for t in room.tensors)
+        share = min(1.0, spec.density * self.options.headroom)
+        return tuple(entries_to_send(t.n, share) for t in spec.tensors)
 
-    def encode(self, x: np.ndarray, out: np.ndarray, room: Room, moment: Moment) -> tuple[int, int]:
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """See the base class; a sample of x is kept for the next threshold."""
         if self.options.threshold == "tensor":
-            return super().encode(x, out, room, moment)
+            return super().encode(x, out, spec, info)
         self._next = None
-        stride = max(1, min(1000, room.total // SAMPLE))
+        stride = max(1, min(1000, spec.total // SAMPLE))
         # The first place changes with the step, or a stride that divides a tensor's width would see a few columns only.
-        first = moment.step % stride
-        sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in room.tensors])
-        self._samples[room.bucket.index] = sample
-        threshold = moment.control[0, 0]
+        first = info.step % stride
+        sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
+        self._samples[spec.bucket.index] = sample
+        threshold = info.control[0, 0]
         if np.isnan(threshold):
-            threshold = _quantile(sample, room.density)
+            threshold = _quantile(sample, spec.density)
         positions = np.flatnonzero(np.abs(x) > threshold)
-        most = sum(self.max_counts(room))
+        most = sum(self.max_counts(spec))
         if positions.size > most:
             positions = positions[top_k(x[positions], most)]
-        return self._write(x, positions, out, room)
+        return self._write(x, positions, out, spec)
 
-    def finish(self, room: Room, control: np.ndarray, *, refused: bool) -> None:
+    def finish(self, spec: BucketSpec, control: np.ndarray, *, refused: bool) -> None:
         """Write the next step's threshold where a checkpoint finds it."""
         if self.options.threshold == "tensor" or refused or not self._samples:
             return
         if self._next is None:
-            self._next = _quantile(np.concatenate(list(self._samples.values())), room.density)
+            self._next = _quantile(np.concatenate(list(self._samples.values())), spec.density)
         control[:, 0] = self._next
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, Tensor, Whole
+from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
 from dgc.core.exchange.records import Outcome, StepContext
@@ -75,7 +75,7 @@ class AlgorithmEncoder(Encoder):
         )
         self._total = layout.sparse_numel
         self._plans: dict[float | None, BucketPlan] = {}
-        self._rooms: dict[float, Room] = {}
+        self._specs: dict[float, BucketSpec] = {}
         self._own = np.empty(0, np.uint8)
         self._count_sent = 0
         self._fitted: BucketPlan | None = None
@@ -87,14 +87,14 @@ class AlgorithmEncoder(Encoder):
 
     def plan_at(self, density: float | None) -> BucketPlan:  # noqa: D102
         if density not in self._plans:
-            room = self._room(1.0 if density is None else density)
+            spec = self._spec(1.0 if density is None else density)
             algorithm, active = self._algorithm, density is not None and bool(self._tensors)
-            ids = algorithm.codec_ids(room) if active else (0, 0)
+            ids = algorithm.codec_ids(spec) if active else (0, 0)
             self._plans[density] = plan_for(
                 self._bucket,
                 _HeaderIds(algorithm.number, _Id(ids[0]), _Id(ids[1])),
-                algorithm.max_counts(room) if active else (),
-                padded(algorithm.max_bytes(room)) if active else 0,
+                algorithm.max_counts(spec) if active else (),
+                padded(algorithm.max_bytes(spec)) if active else 0,
                 density=density,
                 ranks=self._transport.size,
             )
@@ -106,18 +106,18 @@ class AlgorithmEncoder(Encoder):
         if not is_active(plan, self._tensors):
             buffers.start(step, plan)
             return plan
-        algorithm, room = self._algorithm, self._room(plan.density)
-        moment = Moment(step.step, self._transport.rank, self._config.seed, state.control)
-        outcome.flagged = self._accumulate(step, plan, state, moment)
+        algorithm, spec = self._algorithm, self._spec(plan.density)
+        info = StepInfo(step.step, self._transport.rank, self._config.seed, state.control)
+        outcome.flagged = self._accumulate(step, plan, state, info)
         if algorithm.shares:
-            moment.shared = self._share(step, algorithm.prepare(state.v, room))
+            info.shared = self._share(step, algorithm.prepare(state.v, spec))
         in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
         if in_message:
             buffers.start(step, plan)
             self._own = buffers.payload
-        elif self._own.size != padded(algorithm.max_bytes(room)):
-            self._own = np.empty(padded(algorithm.max_bytes(room)), np.uint8)
-        outcome.count, used = algorithm.encode(state.v, self._own, room, moment)
+        elif self._own.size != padded(algorithm.max_bytes(spec)):
+            self._own = np.empty(padded(algorithm.max_bytes(spec)), np.uint8)
+        outcome.count, used = algorithm.encode(state.v, self._own, spec, info)
         self._own[used:] = 0
         self._count_sent = outcome.count
         if in_message:
@@ -128,7 +128,7 @@ class AlgorithmEncoder(Encoder):
         if plan.mode is Mode.SPARSE:
             buffers.payload[...] = self._own[: plan.payload_bytes]
         else:
-            self._fill_vector(buffers.vector.values, room)
+            self._fill_vector(buffers.vector.values, spec)
         return plan
 
     def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102
@@ -149,13 +149,13 @@ class AlgorithmEncoder(Encoder):
         if plan.mode is Mode.SUM:
             vector.write_sum(step, plan)
             return
-        room, factor = self._room(plan.density), share * step.loss_scale
+        spec, factor = self._spec(plan.density), share * step.loss_scale
         results = [item.result for item in step.given.of(self._bucket.sparse)]
-        decoded = [self._decode(message, room) for message in messages]
+        decoded = [self._decode(message, spec) for message in messages]
         for result in results:
             result.fill(0)
         for each in decoded:
-            if isinstance(each, Entries):
+            if isinstance(each, SparseValues):
                 self._kernels.scatter_add(results, self._bucket.sparse_offsets, each.positions, each.values, factor)
                 continue
             for result, values in zip(results, each.values, strict=True):
@@ -168,25 +168,25 @@ class AlgorithmEncoder(Encoder):
             self._subtract(plan, state)
         else:
             state.v.fill(0)
-        self._algorithm.finish(self._room(plan.density), state.control, refused=False)
+        self._algorithm.finish(self._spec(plan.density), state.control, refused=False)
 
     def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
             return
         if not self._algorithm.error_feedback:
             state.v.fill(0)
-        self._algorithm.finish(self._room(plan.density), state.control, refused=True)
+        self._algorithm.finish(self._spec(plan.density), state.control, refused=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, step: StepContext, plan: BucketPlan, state: BucketState, moment: Moment) -> bool:
+    def _accumulate(self, step: StepContext, plan: BucketPlan, state: BucketState, info: StepInfo) -> bool:
         """Add the gradients to u and v; returns whether one is not finite."""
         work = segment_work(self._bucket, self._config, step, plan, self._transport.size)
         if not self._algorithm.needs_increment:
             return self._kernels.accumulate(work, state.u, state.v)
-        moment.increment = np.zeros_like(state.v)
-        nonfinite = self._kernels.accumulate(work, state.u, moment.increment)
-        state.v += moment.increment
+        info.increment = np.zeros_like(state.v)
+        nonfinite = self._kernels.accumulate(work, state.u, info.increment)
+        state.v += info.increment
         return nonfinite
 
     def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
@@ -208,11 +208,11 @@ class AlgorithmEncoder(Encoder):
         self._fitted = dataclasses.replace(plan, payload_bytes=payload, message_bytes=message)
         return self._fitted
 
-    def _fill_vector(self, vector: np.ndarray, room: Room) -> None:
+    def _fill_vector(self, vector: np.ndarray, spec: BucketSpec) -> None:
         """Turn this rank's own message into a vector for the dense sum."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, room)
-        vector[: room.size] = 0
-        if isinstance(decoded, Entries):
+        decoded = self._algorithm.decode(self._own, self._count_sent, spec)
+        vector[: spec.size] = 0
+        if isinstance(decoded, SparseValues):
             vector[decoded.positions] = decoded.values
             return
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
@@ -220,23 +220,23 @@ class AlgorithmEncoder(Encoder):
 
     def _subtract(self, plan: BucketPlan, state: BucketState) -> None:
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._room(plan.density))
-        if isinstance(decoded, Entries):
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        if isinstance(decoded, SparseValues):
             masking = self._config.momentum_masking
             self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
             return
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
 
-    def _decode(self, message: Incoming, room: Room) -> Entries | Whole:
+    def _decode(self, message: Incoming, spec: BucketSpec) -> SparseValues | DenseValues:
         with blaming(message.sender, self._bucket.index):
-            return self._algorithm.decode(message.payload, message.count, room)
+            return self._algorithm.decode(message.payload, message.count, spec)
 
-    def _room(self, density: float | None) -> Room:
+    def _spec(self, density: float | None) -> BucketSpec:
         assert density is not None
-        if density not in self._rooms:
-            self._rooms[density] = Room(self._bucket, self._tensors, density, self._total)
-        return self._rooms[density]
+        if density not in self._specs:
+            self._specs[density] = BucketSpec(self._bucket, self._tensors, density, self._total)
+        return self._specs[density]
 
     def _varies(self, plan: BucketPlan) -> bool:
         return self._algorithm.varying and plan.mode is Mode.SPARSE

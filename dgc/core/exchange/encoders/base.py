@@ -138,7 +138,7 @@ class Encoder(ABC):
         return
 
     def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
-        """The step does not count; ``outcome.kept`` has been put back."""
+        """The step does not count; ``outcome.undo`` has been put back."""
         return
 
 

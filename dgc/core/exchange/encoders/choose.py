@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.compressors.base import Algorithm, Moment, Room, Tensor
+from dgc.core.compressors.base import Algorithm, BucketSpec, StepInfo, Tensor
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
@@ -105,9 +105,9 @@ def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
     """Compile what the first step would otherwise wait for, by a message of an object that is then thrown away."""
     n = 64
     tensor = Tensor("warm-up", (8, 8), 0, n)
-    room = Room(Bucket(0, dtype, (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
+    spec = BucketSpec(Bucket(0, dtype, (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
     x = np.linspace(-1, 1, n).astype(dtype)
-    moment = Moment(0, 0, 0, kernels.new_control(1), algorithm.prepare(x, room), x)
-    out = np.zeros(padded(algorithm.max_bytes(room)), np.uint8)
-    count, _ = algorithm.encode(x, out, room, moment)
-    algorithm.decode(out, count, room)
+    info = StepInfo(0, 0, 0, kernels.new_control(1), algorithm.prepare(x, spec), x)
+    out = np.zeros(padded(algorithm.max_bytes(spec)), np.uint8)
+    count, _ = algorithm.encode(x, out, spec, info)
+    algorithm.decode(out, count, spec)

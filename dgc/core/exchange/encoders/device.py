@@ -157,7 +157,7 @@ class DeviceEncoder(TopKEncoder):
             self._vector.values[: plan.vector_size],
             masking=self._config.momentum_masking,
         )
-        outcome.kept = done.kept
+        outcome.undo = done.undo
         self._vector.is_packed = True
         if not self._config.error_feedback:
             self._memory.fill(state.v, 0)

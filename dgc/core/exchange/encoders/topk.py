@@ -81,11 +81,11 @@ class TopKEncoder(Encoder):
             vector[: self._bucket.sparse_size] = 0
             vector[positions] = decoded
         # Not waited for: the message goes out first.
-        outcome.kept = self._kernels.mask(
+        outcome.undo = self._kernels.mask(
             state.u, state.v, positions, decoded, masking=self._config.momentum_masking, wait=False
         )
         if not self._config.error_feedback:
-            outcome.kept.finish()
+            outcome.undo.finish()
             self._memory.fill(state.v, 0)
         outcome.count, outcome.flagged = len(positions), selection.nonfinite
         return plan

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.base import SegmentWork, Selection, Undo
 from dgc.core.kernels.cpu import scatter, select_radix
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
@@ -86,9 +86,9 @@ class NumbaKernels:
         few = self.accumulate_and_select(work, u, v, control[1:]).positions
         many = np.arange(0, n, 2)
         for positions in (few, many):
-            kept = self.mask(u, v, positions, self.take(v, positions), masking=True)
-            self.restore(u, v, kept)
-            self.scatter_add([g.copy()], np.array([0, n]), positions, kept.v, 1.0)
+            undo = self.mask(u, v, positions, self.take(v, positions), masking=True)
+            self.restore(u, v, undo)
+            self.scatter_add([g.copy()], np.array([0, n]), positions, undo.v, 1.0)
         for size in (4, n):
             self.sums_of_squares([g[:size]])
             self.dense_update(
@@ -142,25 +142,25 @@ class NumbaKernels:
         *,
         masking: bool,
         wait: bool = True,
-    ) -> Kept:
+    ) -> Undo:
         _check_positions(positions, min(u.size, v.size))
         k = positions.size
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
-        kept = Kept(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
+        undo = Undo(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
         threads = self._threads_for(PLACE * k)
-        arguments = (-(-k // scatter.PART), u, v, positions, decoded, masking, kept.u, kept.v)
+        arguments = (-(-k // scatter.PART), u, v, positions, decoded, masking, undo.u, undo.v)
         if wait or threads == 1:
             self._team.run(threads, scatter.mask, *arguments)
         else:
-            kept.finish = self._team.start(threads - 1, scatter.mask, *arguments).finish
-        return kept
+            undo.finish = self._team.start(threads - 1, scatter.mask, *arguments).finish
+        return undo
 
-    def restore(self, u: np.ndarray, v: np.ndarray, kept: Kept) -> None:  # noqa: D102
-        kept.finish()
-        _check_positions(kept.positions, min(u.size, v.size))
-        self._run_places(scatter.restore, kept.positions.size, u, v, kept.positions, kept.u, kept.v)
+    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:  # noqa: D102
+        undo.finish()
+        _check_positions(undo.positions, min(u.size, v.size))
+        self._run_places(scatter.restore, undo.positions.size, u, v, undo.positions, undo.u, undo.v)
 
     def scatter_add(  # noqa: D102
         self,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Kept, SegmentWork, Selection
+from dgc.core.kernels.base import SegmentWork, Selection, Undo
 from dgc.core.kernels.gpu.buckets import BLOCKS, BucketKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
@@ -58,8 +58,8 @@ class DeviceKernels(BucketKernels):
             done = self.compress(work, u, v, control, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
         self.receive([r], np.array([0, n]), n, form, [(payload, done.count)], 1.0)
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
-        assert done.kept is not None
-        self.restore(u, v, done.kept)
+        assert done.undo is not None
+        self.restore(u, v, done.undo)
         self.wait()
 
     def sums_of_squares(self, gradients: Sequence[Any]) -> np.ndarray:
@@ -128,26 +128,26 @@ class DeviceKernels(BucketKernels):
 
     def mask(
         self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Kept:
+    ) -> Undo:
         """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
         k = positions.size
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         _check_positions(positions, min(u.size, v.size))
         with self._lock:
-            kept = Kept(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
+            undo = Undo(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
             if k:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
-                self._over_entries("mask", u, v, places, values, np.int64(k), np.int32(masking), kept.u, kept.v, k=k)
-                kept.positions = places.view(np.int64)
-            return kept
+                self._over_entries("mask", u, v, places, values, np.int64(k), np.int32(masking), undo.u, undo.v, k=k)
+                undo.positions = places.view(np.int64)
+            return undo
 
-    def restore(self, u: Any, v: Any, kept: Kept) -> None:
+    def restore(self, u: Any, v: Any, undo: Undo) -> None:
         """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
-        k = kept.positions.size
-        wide = np.int32(np.dtype(kept.positions.dtype).itemsize == 8)
+        k = undo.positions.size
+        wide = np.int32(np.dtype(undo.positions.dtype).itemsize == 8)
         with self._lock:
-            self._over_entries("restore", u, v, kept.positions, wide, kept.u, kept.v, np.int64(k), k=k)
+            self._over_entries("restore", u, v, undo.positions, wide, undo.u, undo.v, np.int64(k), k=k)
 
     def scatter_add(
         self, results: Sequence[Any], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Kept, SegmentWork
+from dgc.core.kernels.base import SegmentWork, Undo
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
 from dgc.core.kernels.gpu.selection import Selector
@@ -31,7 +31,7 @@ class Compressed:
 
     count: int
     nonfinite: bool
-    kept: Kept | None
+    undo: Undo | None
 
 
 class BucketKernels:
@@ -87,13 +87,13 @@ class BucketKernels:
                 selected = selector.start(scratch=False)
                 sent = self._workspace.get("payload", np.uint8, payload.size)
                 k = selected.positions.size
-                kept = Kept(selected.positions, self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
+                undo = Undo(selected.positions, self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
 
                 def send() -> None:
                     self._launch(
                         "send", bits, min(BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))),
                         selected.positions, selected.values, selected.summary, np.int64(v.size), np.int32(form.indices),
-                        np.int32(form.values), sent, np.int64(payload.size // 8), u, v, kept.u, kept.v,
+                        np.int32(form.values), sent, np.int64(payload.size // 8), u, v, undo.u, undo.v,
                         np.int32(masking),
                     )  # fmt: skip
                     self.runtime.download(payload, sent)
@@ -108,8 +108,8 @@ class BucketKernels:
             while not selector.settle():
                 send()
                 self.wait()
-            kept = Kept(kept.positions[: selector.count], kept.u[: selector.count], kept.v[: selector.count])
-            return Compressed(selector.count, nonfinite or selector.nonfinite, kept)
+            undo = Undo(undo.positions[: selector.count], undo.u[: selector.count], undo.v[: selector.count])
+            return Compressed(selector.count, nonfinite or selector.nonfinite, undo)
 
     def receive(
         self,
