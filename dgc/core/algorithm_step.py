@@ -15,7 +15,7 @@ import numpy as np
 from dgc.core.bucket_step import BucketStep
 from dgc.core.compressors.base import Algorithm, Entries, Moment, Room, Tensor, Whole
 from dgc.core.errors import ConfigError, DGCError
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Kept, Kernels
 from dgc.core.layout import Bucket, Layout
 from dgc.core.messages import Incoming, blaming
 from dgc.core.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
@@ -127,9 +127,23 @@ class AlgorithmStep(BucketStep):
             if not self._algorithm.error_feedback or (not refused and not self._config.error_feedback):
                 state.v.fill(0)
             elif not refused:
-                self._subtract(plan, context, state)
+                outcome.kept = self._subtract(context, state)
             self._algorithm.finish(self._room(context.density), state.control, refused=refused)
         super().finish(context, state, given, outcome, refused)
+
+    def return_sent(self, context: StepContext, state: BucketState, outcome: Outcome) -> None:
+        """See :meth:`BucketStep.return_sent`; what was sent is still in this rank's own message."""
+        remembers = self._algorithm.error_feedback and self._config.error_feedback
+        if not self._is_active(self.plan(context.density)) or not remembers:
+            return
+        if outcome.kept is not None:
+            self._kernels.restore(state.u, state.v, outcome.kept)
+            outcome.kept = None
+            return
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._room(context.density))
+        assert isinstance(decoded, Whole)
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            state.v[tensor.slice] += values
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -213,15 +227,15 @@ class AlgorithmStep(BucketStep):
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             self._vector[tensor.slice] = values
 
-    def _subtract(self, plan: BucketPlan, context: StepContext, state: BucketState) -> None:
-        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking."""
+    def _subtract(self, context: StepContext, state: BucketState) -> Kept | None:
+        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
         decoded = self._algorithm.decode(self._own, self._count_sent, self._room(context.density))
         if isinstance(decoded, Entries):
             masking = self._config.momentum_masking
-            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
-            return
+            return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
+        return None
 
     def _gather(self, plan: BucketPlan, stats: StepStats) -> None:
         plan = self._fitted or plan

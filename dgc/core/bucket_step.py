@@ -150,6 +150,11 @@ class BucketStep:
             self._kernels.restore(state.u, state.v, outcome.kept)
             outcome.kept = None
 
+    def return_sent(self, context: StepContext, state: BucketState, outcome: Outcome) -> None:
+        """After a finished step that nobody applied: what was sent returns to u and v."""
+        if self._config.error_feedback:
+            self.take_back(state, outcome)
+
     def finish(
         self,
         context: StepContext,

@@ -26,6 +26,7 @@ from dgc.core.stats import Stats, StepStats
 from dgc.core.step import Hyper, Outcome, RemoteFailure, StepContext, Submission
 from dgc.core.step_choice import make_steps
 from dgc.core.transport import Transport
+from dgc.core.unapplied import Unapplied
 
 _CLOSE_PATIENCE = 5.0
 """Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
@@ -41,6 +42,7 @@ class Exchange:
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; read once per step.
+        unapplied: takes the latest step back if nobody applies it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Exchange:
         self._steps = make_steps(layout, config, kernels, transport)
         clipping = Clipping(config, kernels, transport.size)
         self._preparation = Preparation(self._steps, self.state, clipping, kernels)
+        self.unapplied = Unapplied(self.state, self._steps, kernels, exact=config.discardable)
         for sparsity in config.sparsity:
             for step in self._steps:
                 step.plan(1.0 - sparsity)
@@ -225,6 +228,7 @@ class Exchange:
             "transport": self.transport.name,
             "ranks": self.transport.size,
             "kernels": self._kernels.name,
+            "discardable": self.unapplied.exact,
         }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
@@ -274,6 +278,7 @@ class Exchange:
                 "differ between ranks: save and load one state per rank"
             )
         self.state.load(saved)
+        self.unapplied.reset()
         self._failure = self._broken = None
 
     def reset(self) -> None:
@@ -281,6 +286,7 @@ class Exchange:
         self.abandon()
         self._failure = self._broken = None
         self.state.reset()
+        self.unapplied.reset()
         self.stats = Stats()
 
     def abandon(self) -> None:
@@ -333,6 +339,8 @@ class Exchange:
                 refused = ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
                 self._failure = self._failure or (refused, None)
                 scale = 1.0
+            if not self.unapplied.exact:
+                self.unapplied.settle()
             step = self.state.step
             dense = self.schedule.is_dense(step)
             self._context = StepContext(
@@ -362,6 +370,7 @@ class Exchange:
             for step, state, outcome in zip(self._steps, self.state.buckets, self._outcomes, strict=True):
                 step.finish(context, state, self._given, outcome, flagged)
         self.state.step += not flagged
+        self.unapplied.conclude(context, self._outcomes, refused=flagged)
         self.stats.record(stats, refused=flagged)
         self._end()
         return flagged
@@ -417,10 +426,13 @@ class Exchange:
 
     def _run_step(self) -> None:
         self._preparation.start()
+        self.unapplied.capture()
         try:
             for index, bucket in enumerate(self.layout.buckets):
                 if not self._wait_for_bucket(bucket.index):
                     return
+                if index == 0:
+                    self.unapplied.require_agreement(self.transport, self._current)
                 self._run_bucket(index)
         finally:
             self._preparation.abandon()

@@ -84,6 +84,10 @@ class PartStep(BucketStep):
             self._parts[0].step._kernels.restore(state.u, state.v, outcome.kept)
             outcome.kept = None
 
+    def return_sent(self, context: StepContext, state: BucketState, outcome: Outcome) -> None:
+        """See :meth:`BucketStep.return_sent`."""
+        self._part(context).step.return_sent(self._context(context), state, outcome)
+
     def finish(
         self,
         context: StepContext,

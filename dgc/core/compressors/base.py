@@ -22,7 +22,9 @@ from dgc.core.errors import WireError
 from dgc.core.layout import Bucket
 from dgc.core.wire.blocks import padded
 
-COMMON = "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed".split()
+COMMON = (
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed discardable"
+).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
 """Options of those with error feedback."""

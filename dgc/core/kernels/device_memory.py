@@ -111,6 +111,10 @@ class DeviceMemory:
             self._runtime.upload(array, host)
             self._runtime.synchronize(self._runtime.record())
 
+    def copy(self, array: Any, source: Any) -> None:  # noqa: D102
+        if array.size:
+            self._runtime.copy(array, source)
+
     def fill(self, array: Any, value: float) -> None:  # noqa: D102
         self._runtime.fill(array, value)
 

@@ -50,6 +50,10 @@ class Runtime(Protocol):
         """Enqueue: copy ``device`` to ``host``."""
         ...
 
+    def copy(self, array: Any, source: Any) -> None:
+        """Enqueue: copy one device array to another, of the same type and size."""
+        ...
+
     def launch(self, name: str, state_bits: int, grid: int, arguments: Sequence[Any]) -> None:
         """Enqueue a kernel: ``grid`` blocks of THREADS threads.
 
