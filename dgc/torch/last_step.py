@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -30,12 +31,17 @@ class LastStep:
         self._seen_stepping = False
         self._warned = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the latest step can still be taken back."""
+        return self._exchange().unapplied.pending
+
     def concluded(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
         if not self._exchange().unapplied.pending:
             self._forget()
             return
-        held = next((p for p in self._parameters if p.grad is not None), None)
+        held = next((p for p in self._parameters if p.grad is not None and not p.grad.is_sparse), None)
         if held is not None:
             self._gradient = held, held.grad, held.grad._version
         if not self._seen_stepping:
@@ -44,7 +50,7 @@ class LastStep:
             self._values = [samples(p) for p in self._parameters]
 
     def applied(self) -> None:
-        """An optimizer steps the parameters now."""
+        """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
         unapplied = self._exchange().unapplied
         if unapplied.pending:
             self._seen_stepping = True
@@ -53,7 +59,11 @@ class LastStep:
 
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run."""
-        if self._exchange().unapplied.pending:
+        if not self._exchange().unapplied.pending:
+            return
+        if _within_a_step():  # in a closure, which may run several times in one step
+            self.applied()
+        else:
             self._drop()
 
     def next_begins(self) -> None:
@@ -115,3 +125,13 @@ class LastStep:
 
     def _forget(self) -> None:
         self._gradient = self._values = None
+
+
+def _within_a_step() -> bool:
+    """Whether an optimizer's ``step`` is among the callers."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.core.errors import LayoutError
 from dgc.torch.adoption import Adoption
@@ -32,7 +32,7 @@ class StepWatch:
     ) -> None:
         """Watch from now on.
 
-        One hook of torch serves all watches and stays for good: removing hooks when a watch is collected could fall
+        Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
 
         Args:
@@ -49,6 +49,7 @@ class StepWatch:
         self.last = last
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
+            _hook.append(register_optimizer_step_post_hook(_after_any_step))
         _watches.add(self)
 
     def end(self) -> None:
@@ -80,7 +81,7 @@ class StepWatch:
         """
         if getattr(optimizer, "_is_shard", False):
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
-        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+        if not self._concerns(optimizer):
             return
         if _broadcasting():
             # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
@@ -97,6 +98,14 @@ class StepWatch:
             self._refuse_strangers(optimizer)
         self._adoption.take(optimizer)
         self.last.applied()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer has stepped: what its closure has exchanged is applied now."""
+        if self.last.is_open and self._concerns(optimizer) and not _broadcasting():
+            self.last.applied()
+
+    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         owner = self.owner
@@ -125,6 +134,11 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for watch in list(_watches):
         watch.before_step(optimizer)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watch in list(_watches):
+        watch.after_step(optimizer)
 
 
 def _tell_of_clearing(optimizer: torch.optim.Optimizer, watch: StepWatch) -> None:

@@ -249,6 +249,50 @@ def what_was_applied_is_never_taken_back():
 
 
 @case
+def what_a_closure_exchanged_is_applied():
+    """The step begins before its gradients are exchanged."""
+    for way in "ab":
+        for discardable in (True, False):
+            model = make_model()
+            expected = dense_reference(model, 5, momentum=0.9)
+            optimizer, compression = wrap(way, model, sgd(model), discardable=discardable, **EXACT)
+            for step in range(5):
+
+                def closure(step=step, model=model, optimizer=optimizer):
+                    optimizer.zero_grad()
+                    loss_of(model, step).backward()
+                    optimizer.synchronize()
+                    return 0.0
+
+                with optimizer.skip_synchronize():
+                    optimizer.step(closure)
+                optimizer.zero_grad()
+            assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
+            assert compression.describe()["step"] == 5
+            compression.close()
+
+
+@case
+def a_closure_that_runs_twice_counts_twice():
+    for way in "ab":
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), discardable=True, sparsity=0.9)
+
+        def closure(model=model, optimizer=optimizer):
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.synchronize()
+            return 0.0
+
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        assert compression.describe()["step"] == 2
+        compression.close()
+
+
+@case
 def gradients_that_stay_are_not_taken_back():
     """Without zero_grad() the averaged gradient is still in ``.grad`` and is exchanged again with the next one."""
     for way in "ab":
