@@ -67,14 +67,14 @@ def loop(optimizer, model, compression, steps, skipped=SKIPPED, drop=optimizer_c
         step += 1
 
 
-def equals_dense(drop, **options):
+def equals_dense(drop, momentum=0.9):
     for way in "ab":
         model = make_model()
-        expected = dense_reference(model, 8, **options)
-        optimizer, compression = wrap(way, model, sgd(model, **options), discardable=True, **EXACT)
+        expected = dense_reference(model, 8, momentum=momentum)
+        optimizer, compression = wrap(way, model, sgd(model, momentum=momentum), discardable=True, **EXACT)
         loop(optimizer, model, compression, 8, drop=drop)
         assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        assert_replicas_identical(model, f"{way} {drop.__name__} {options}")
+        assert_replicas_identical(model, f"{way} {drop.__name__} {momentum}")
         assert compression.describe()["step"] == 8
         compression.close()
 
@@ -336,7 +336,9 @@ def a_rank_that_discards_alone():
                 loss_of(model, 3).backward()
                 optimizer.step()
 
-            on_every_rank(dgc.ConfigError, "discarded on one rank and applied on another", next_step, f"{way}{how}")
+            on_every_rank(
+                dgc.ConfigError, "discarded on one rank and applied on another", next_step, f"{way} {how.__name__}"
+            )
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             compression.reset()
             optimizer.zero_grad()
