@@ -225,6 +225,10 @@ class Engine:
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
 
+    def discard_step(self) -> bool:
+        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
+        return any([group.discard_step() for group in self._groups])
+
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         for group in self._groups:

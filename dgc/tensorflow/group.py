@@ -60,6 +60,7 @@ class Group:
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
         self._runs = 0
+        self._rate_before: float | None = None
         self.rate: float | None = None
         """The learning rate that u is in units of, where the adopted velocity contains one."""
 
@@ -95,6 +96,8 @@ class Group:
             [hyper.weight_decay[i] for i in self.indices],
             () if learning_rate is None else (learning_rate,),
         )
+        self.exchange.unapplied.capture()
+        self._rate_before = self.rate
         if learning_rate is not None and follows:
             self._follow(learning_rate)
         results = []
@@ -118,6 +121,18 @@ class Group:
             )
             results.append(result)
         return results, self.exchange.finish()
+
+    def discard_step(self) -> bool:
+        """Take the latest step back; False when there is nothing to take back.
+
+        Raises:
+            LayoutError: in the middle of a step.
+        """
+        self.exchange.require_between_steps("discard_step()")
+        taken = self.exchange.unapplied.take_back()
+        if taken:
+            self.rate = self._rate_before
+        return taken
 
     def fail(self, error: DGCError) -> None:
         """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it.

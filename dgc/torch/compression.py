@@ -47,7 +47,9 @@ class _Compression:
                 ``rampup_step=1``, ``local_grad_clip_norm=None``, ``clip_scope="tensor"``, ``min_numel=1024``,
                 ``include=()``, ``exclude=()``, ``indices="uint16"``, ``values="float16"``, ``bucket_bytes=25 MiB``,
                 ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the GradScaler), ``op=Average``,
-                ``process_set=None``, ``seed=0``.
+                ``process_set=None``, ``seed=0``, ``discardable=False`` (True: a step that was
+                synchronized and not applied is taken back wholly by ``zero_grad()`` or ``discard_step()``; costs the
+                memory of residuals and momentum once more).
 
         Raises:
             TypeError: an unknown option; the message lists the valid ones.

@@ -22,6 +22,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.device_tensors import HostTensors, tensors_for
+from dgc.torch.last_step import LastStep
 from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.step_watch import StepWatch, learning_rates_of
 from dgc.torch.tensors import Result, as_array, describe, samples
@@ -101,7 +102,8 @@ class Engine:
             if hasattr(self, "adoption"):
                 self.adoption.undo()
             raise
-        self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None)
+        self._last = LastStep(self.parameters, lambda: self._exchange)
+        self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         # A compressor that is dropped without close() must not leave its thread and buffers behind. Not at exit,
         # where the other ranks may be gone already.
         self._exchanges = [self._exchange]
@@ -247,6 +249,10 @@ class Engine:
         self._exchange.load_state_dict(saved)
         self._drop_pending()
 
+    def discard_step(self) -> bool:
+        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
+        return self._last.discard()
+
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
@@ -310,10 +316,13 @@ class Engine:
             raise self._error
         if self._opened:
             return None
+        self._last.next_begins()
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
         owner = self.steps.owner
+        # Whether a step was applied is known of an optimizer alone.
+        self._exchange.unapplied.keeps_sent = owner is not None
         try:
             if owner is not None:
                 self.adoption.take(owner)
@@ -342,6 +351,7 @@ class Engine:
                 self._exclude(found)
         if not self._replicas_compared:
             self._compare_replicas()
+        self._last.concluded()
 
     def _watch_peers(self) -> None:
         """While the others keep this rank waiting, look whether one of them will never come."""
@@ -398,16 +408,20 @@ class Engine:
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
         before, stats = self._exchange, self._exchange.stats
-        old = before.state.to_dict()
+        states = [before.state.to_dict()]
+        if before.unapplied.take_back():
+            states.insert(0, before.state.to_dict())
         self._sparse.found = sparse
         before.close()
         self._exchange = self._new_exchange()
         self._exchanges[:] = [self._exchange]
-        old["parameters"] = {
-            n: s for n, s in old["parameters"].items() if n in {self.names[i] for i in self._sparse.others}
-        }
-        if len(old["parameters"]) == len(self._sparse.others):
-            self._exchange.state.load(old)
+        kept = {self.names[i] for i in self._sparse.others}
+        for place, state in enumerate(states):
+            state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
+            if len(state["parameters"]) == len(kept):
+                if place:
+                    self._exchange.unapplied.remember()
+                self._exchange.state.load(state)
         self._exchange.stats = stats
 
 

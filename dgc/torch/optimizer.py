@@ -34,7 +34,8 @@ def DistributedOptimizer(
     as it is.
 
     Returns:
-        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``.
+        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``, and with the
+        compressor's ``discard_step()``.
 
     Raises:
         ConfigError: ``op=Adasum``, another op than the compressor's, ``groups``, or a compressor that is in use.
@@ -74,6 +75,7 @@ def DistributedOptimizer(
         # Its hooks stay on the parameters; they must never get as far as reducing a gradient of whoever wraps next.
         distributed.set_backward_passes_per_step(sys.maxsize)
         raise
+    distributed.discard_step = compression.discard_step
     engine = compression.engine
     if engine is None:
         return distributed

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.errors import LayoutError
 from dgc.torch.adoption import Adoption
+from dgc.torch.last_step import LastStep
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -22,26 +24,32 @@ class StepWatch:
 
     Attributes:
         owned_by: whether an optimizer is the owner, while that is not known yet.
+        last: is told of every step of the parameters, and of every ``zero_grad()`` of their owner.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], adoption: Adoption, has_failed: Callable[[], bool]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], adoption: Adoption, has_failed: Callable[[], bool], last: LastStep
+    ) -> None:
         """Watch from now on.
 
-        One hook of torch serves all watches and stays for good: removing hooks when a watch is collected could fall
+        Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
 
         Args:
             parameters: that are compressed.
             adoption: takes over, before each step, the options and the momentum that have come back.
             has_failed: whether an error is on its way to the user already.
+            last: what becomes of the latest step.
         """
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self._owner: weakref.ref[torch.optim.Optimizer] | None = None
         self._ids = {id(p) for p in parameters}
         self._adoption = adoption
         self._has_failed = has_failed
+        self.last = last
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
+            _hook.append(register_optimizer_step_post_hook(_after_any_step))
         _watches.add(self)
 
     def end(self) -> None:
@@ -56,6 +64,8 @@ class StepWatch:
     @owner.setter
     def owner(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._owner = None if optimizer is None else weakref.ref(optimizer)
+        if optimizer is not None:
+            _tell_of_clearing(optimizer, self)
 
     @property
     def knows_owner(self) -> bool:
@@ -71,7 +81,7 @@ class StepWatch:
         """
         if getattr(optimizer, "_is_shard", False):
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
-        if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+        if not self._concerns(optimizer):
             return
         if _broadcasting():
             # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
@@ -82,10 +92,20 @@ class StepWatch:
                 self._adoption.lend_momentum(optimizer)
             return
         if not self._owns(optimizer):
+            self.last.applied()
             return
         if not self._has_failed():
             self._refuse_strangers(optimizer)
         self._adoption.take(optimizer)
+        self.last.applied()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer has stepped: what its closure has exchanged is applied now."""
+        if self.last.is_open and self._concerns(optimizer) and not _broadcasting():
+            self.last.applied()
+
+    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         owner = self.owner
@@ -114,6 +134,29 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for watch in list(_watches):
         watch.before_step(optimizer)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watch in list(_watches):
+        watch.after_step(optimizer)
+
+
+def _tell_of_clearing(optimizer: torch.optim.Optimizer, watch: StepWatch) -> None:
+    """Give this optimizer a ``zero_grad`` that tells the watch when it has run; it keeps neither of them alive."""
+    cleared, told = weakref.ref(optimizer), weakref.ref(watch)
+    before = optimizer.__dict__.get("zero_grad")
+
+    @functools.wraps(type(optimizer).zero_grad)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        itself, watching = cleared(), told()
+        if before is not None:
+            before(*args, **kwargs)
+        elif itself is not None:
+            type(itself).zero_grad(itself, *args, **kwargs)
+        if watching is not None and watching.owner is itself:
+            watching.last.cleared()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _broadcasting() -> bool:

@@ -121,6 +121,9 @@ class HostRuntime:
     def download(self, host, device):
         self._copy(host, device)
 
+    def copy(self, array, source):
+        self._copy(array, source)
+
     def launch(self, name, state_bits, grid, arguments):
         assert grid >= 1
         self.launches.append(name)

@@ -22,7 +22,9 @@ from dgc.core.state.layout import Bucket
 from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import WireError
 
-COMMON = "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed".split()
+COMMON = (
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed discardable"
+).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
 """Options of those with error feedback."""

@@ -57,6 +57,8 @@ class DGCConfig:
     op: str = "average"
     # Seed of the counter-based random numbers of stochastic compressors.
     seed: int = 0
+    # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
+    discardable: bool = False
     # False drops what is not sent (a control experiment: accuracy collapses).
     error_feedback: bool = field(default=True, repr=False)
     # Which compressor, by its name in the registry, and the options that it alone has.
@@ -85,6 +87,7 @@ class DGCConfig:
         require_integer("seed", self.seed, 0)
         require_flag("momentum_masking", self.momentum_masking)
         require_flag("error_feedback", self.error_feedback)
+        require_flag("discardable", self.discardable)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
         if self.nesterov is not None and not isinstance(self.nesterov, bool):

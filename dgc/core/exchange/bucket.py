@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, Encoder
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Kernels, memory_of
 from dgc.core.state.layout import Bucket
@@ -137,7 +137,7 @@ class BucketExchange:
         if outcome.undo is not None:
             outcome.undo.finish()
         if not refused:
-            self.encoder.commit(step, plan, self._state)
+            self.encoder.commit(step, plan, self._state, outcome)
         else:
             self._put_back(outcome)
             self.encoder.refuse(step, plan, self._state)
@@ -146,6 +146,10 @@ class BucketExchange:
                     self._memory.fill(item.result, np.nan)
                 return
         self._vector.write(step, plan, self._state.u, refused=refused)
+
+    def return_sent(self, step: StepContext) -> None:
+        """After a finished step that nobody applied: what was sent in it returns to u and v."""
+        self.encoder.return_sent(step, self.plan(step), self._state, self.required_outcome)
 
     def put_back(self) -> None:
         """Return the entries that were sent in this step to u and v; again does nothing."""

@@ -19,6 +19,7 @@ from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.pipeline import Pipeline
 from dgc.core.exchange.records import Hyper, Stats, StepContext, Submission, Submissions
 from dgc.core.exchange.status import Phase, StepStatus
+from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
@@ -36,6 +37,7 @@ class Exchange:
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; read once per step.
+        unapplied: takes the latest step back if nobody applies it.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Exchange:
             BucketExchange(bucket, encoder, vector, self.state, kernels, transport, op=config.op)
             for bucket, (encoder, vector) in zip(layout.buckets, encoders, strict=True)
         ]
-        self._pipeline = Pipeline(self._buckets, Clipping(config, kernels, transport.size), kernels, self._status)
+        self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
+        clipping = Clipping(config, kernels, transport.size)
+        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status)
         self._step: StepContext | None = None
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -214,6 +218,7 @@ class Exchange:
             "transport": self.transport.name,
             "ranks": self.transport.size,
             "kernels": self._kernels.name,
+            "discardable": self.unapplied.exact,
         }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
@@ -263,6 +268,7 @@ class Exchange:
                 "differ between ranks: save and load one state per rank"
             )
         self.state.load(saved)
+        self.unapplied.reset()
         self._status.recover()
 
     def reset(self) -> None:
@@ -270,6 +276,7 @@ class Exchange:
         self.abandon()
         self._status.recover()
         self.state.reset()
+        self.unapplied.reset()
         self.stats = Stats()
 
     def abandon(self) -> None:
@@ -307,6 +314,8 @@ class Exchange:
         if not (np.isfinite(scale) and scale > 0):
             self._status.announce(ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0"))
             scale = 1.0
+        if not self.unapplied.exact:
+            self.unapplied.settle()
         number = self.state.step
         self._step = StepContext(
             step=number,
@@ -333,6 +342,7 @@ class Exchange:
             for bucket in self._buckets:
                 bucket.finish(step, refused=refused)
         self.state.step += not refused
+        self.unapplied.conclude(step, refused=refused)
         self.stats.record(step.stats, refused=refused)
         self._end()
         return refused

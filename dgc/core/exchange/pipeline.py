@@ -15,6 +15,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
 from dgc.core.exchange.records import RemoteFailure, StepContext
 from dgc.core.exchange.status import Phase, StepStatus
+from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
 from dgc.errors import DGCError, RemoteError, TransportError
 
@@ -26,18 +27,25 @@ class Pipeline:
     """Runs all buckets of each step; the thread starts with the first one."""
 
     def __init__(
-        self, buckets: Sequence[BucketExchange], clipping: Clipping, kernels: Kernels, status: StepStatus
+        self,
+        buckets: Sequence[BucketExchange],
+        clipping: Clipping,
+        unapplied: Unapplied,
+        kernels: Kernels,
+        status: StepStatus,
     ) -> None:
         """Take what an exchange works with.
 
         Args:
             buckets: in the order in which they run.
             clipping: fills in each bucket's factors.
+            unapplied: keeps what a step changes, where steps can be discarded.
             kernels: their ``overlaps`` says whether there are threads to spare.
             status: of the exchange; its lock guards the gradients that arrive.
         """
         self._buckets = buckets
         self._clipping = clipping
+        self._unapplied = unapplied
         self._kernels = kernels
         self._status = status
         self._step: StepContext | None = None
@@ -98,10 +106,13 @@ class Pipeline:
         """Run all buckets; returns False if the exchange was closed before that."""
         step = self._step
         assert step is not None, "a step has begun"
+        self._unapplied.capture()
         try:
             for index in range(len(self._buckets)):
                 if not self._wait_for_gradients(step, index):
                     return False
+                if index == 0:
+                    self._unapplied.require_agreement(step.stats)
                 self._run_bucket(step, index)
         finally:
             for bucket in self._buckets:

@@ -202,6 +202,10 @@ class Memory(Protocol):
         """Overwrite a device array, (n,), with host values of any float type. Waits."""
         ...
 
+    def copy(self, array: Any, source: Any) -> None:
+        """Overwrite a device array, (n,), with another of its type, in the order of the kernels' work."""
+        ...
+
     def fill(self, array: Any, value: float) -> None:
         """Overwrite a device array with one value, in the order of the kernels' work."""
         ...
@@ -225,6 +229,9 @@ class HostMemory:
 
     def copy_in(self, array: np.ndarray, values: np.ndarray) -> None:  # noqa: D102
         array[...] = values
+
+    def copy(self, array: np.ndarray, source: np.ndarray) -> None:  # noqa: D102
+        array[...] = source
 
     def fill(self, array: np.ndarray, value: float) -> None:  # noqa: D102
         array.fill(value)

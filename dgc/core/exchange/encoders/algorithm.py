@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
@@ -161,11 +161,11 @@ class AlgorithmEncoder(Encoder):
             for result, values in zip(results, each.values, strict=True):
                 result += values * result.dtype.type(factor)
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
             return
         if self._algorithm.error_feedback and self._config.error_feedback:
-            self._subtract(plan, state)
+            outcome.undo = self._subtract(plan, state)
         else:
             state.v.fill(0)
         self._algorithm.finish(self._spec(plan.density), state.control, refused=False)
@@ -176,6 +176,20 @@ class AlgorithmEncoder(Encoder):
         if not self._algorithm.error_feedback:
             state.v.fill(0)
         self._algorithm.finish(self._spec(plan.density), state.control, refused=True)
+
+    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
+        """See :class:`Encoder`; what was sent is still in this rank's own message."""
+        remembers = self._algorithm.error_feedback and self._config.error_feedback
+        if not remembers or not is_active(plan, self._tensors):
+            return
+        if outcome.undo is not None:
+            self._kernels.restore(state.u, state.v, outcome.undo)
+            outcome.undo = None
+            return
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        assert isinstance(decoded, DenseValues)
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            state.v[tensor.slice] += values
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -218,15 +232,15 @@ class AlgorithmEncoder(Encoder):
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             vector[tensor.slice] = values
 
-    def _subtract(self, plan: BucketPlan, state: BucketState) -> None:
-        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking."""
+    def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
+        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
         decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
         if isinstance(decoded, SparseValues):
             masking = self._config.momentum_masking
-            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
-            return
+            return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
+        return None
 
     def _decode(self, message: Incoming, spec: BucketSpec) -> SparseValues | DenseValues:
         with blaming(message.sender, self._bucket.index):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.state.layout import Bucket
@@ -133,13 +133,17 @@ class Encoder(ABC):
             WireError: a message is damaged; names its sender.
         """
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
         """The step counts: what was sent leaves the residual, where :meth:`compress` has not seen to that."""
         return
 
     def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
         """The step does not count; ``outcome.undo`` has been put back."""
         return
+
+    @abstractmethod
+    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
+        """The step counted, but nobody applied it: what was sent returns to u and v, with error feedback."""
 
 
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:

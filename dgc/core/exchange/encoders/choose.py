@@ -12,10 +12,10 @@ from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.base import Encoder
 from dgc.core.exchange.encoders.composite import CompositeEncoder, Member
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Bucket, Layout, Segment

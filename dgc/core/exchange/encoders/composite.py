@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.config.schedule import Schedule
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, Encoder
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming
@@ -68,11 +68,14 @@ class CompositeEncoder(Encoder):
     ) -> None:
         self._in_turn(step).encoder.apply(step, plan, messages, vector, share)
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
-        self._in_turn(step).encoder.commit(step, plan, state)
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
+        self._in_turn(step).encoder.commit(step, plan, state, outcome)
 
     def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
         self._in_turn(step).encoder.refuse(step, plan, state)
+
+    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
+        self._in_turn(step).encoder.return_sent(step, plan, state, outcome)
 
     def _in_turn(self, step: StepContext) -> Member:
         return next(m for m in reversed(self.members) if step.step >= m.first or m is self.members[0])

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, segment_work
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.compile import entry

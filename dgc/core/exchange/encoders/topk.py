@@ -10,8 +10,8 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -105,3 +105,8 @@ class TopKEncoder(Encoder):
                 self._kernels.scatter_add(
                     results, self._bucket.sparse_offsets, positions, values, share * step.loss_scale
                 )
+
+    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
+        if self._config.error_feedback and outcome.undo is not None:
+            self._kernels.restore(state.u, state.v, outcome.undo)
+            outcome.undo = None

@@ -137,6 +137,11 @@ class CupyRuntime:
         with self._device:
             cupy.cuda.runtime.memcpyAsync(host.ctypes.data, device.data.ptr, host.nbytes, kind, self._stream.ptr)
 
+    def copy(self, array: Any, source: Any) -> None:  # noqa: D102
+        kind = cupy.cuda.runtime.memcpyDeviceToDevice
+        with self._device:
+            cupy.cuda.runtime.memcpyAsync(array.data.ptr, source.data.ptr, source.nbytes, kind, self._stream.ptr)
+
     def launch(self, name: str, state_bits: int, grid: int, arguments: Sequence[Any]) -> None:  # noqa: D102
         function = self._functions.get((name, state_bits))
         if function is None:

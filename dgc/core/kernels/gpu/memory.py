@@ -50,6 +50,10 @@ class Runtime(Protocol):
         """Enqueue: copy ``device`` to ``host``."""
         ...
 
+    def copy(self, array: Any, source: Any) -> None:
+        """Enqueue: copy one device array to another, of the same type and size."""
+        ...
+
     def launch(self, name: str, state_bits: int, grid: int, arguments: Sequence[Any]) -> None:
         """Enqueue a kernel: ``grid`` blocks of THREADS threads.
 
@@ -179,6 +183,10 @@ class DeviceMemory:
         if array.size:
             self._runtime.upload(array, host)
             self._runtime.synchronize(self._runtime.record())
+
+    def copy(self, array: Any, source: Any) -> None:  # noqa: D102
+        if array.size:
+            self._runtime.copy(array, source)
 
     def fill(self, array: Any, value: float) -> None:  # noqa: D102
         self._runtime.fill(array, value)

@@ -1,0 +1,241 @@
+"""Whether a step was applied or dropped, as the torch engine sees it; ranks are threads of this process."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from dgc.core.compressors.build import make_config
+from dgc.errors import ConfigError
+from dgc.torch.engine import Engine
+from dgc.transport.local import run_ranks
+
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
+SHAPES = {"weight": (48, 40), "bias": (48,)}
+
+
+class Training:
+    """A model of two tensors, an optimizer whose momentum is adopted, and the engine in between."""
+
+    def __init__(self, transport, momentum=0.9, owned=True, **options):
+        generator = torch.Generator().manual_seed(0)
+        self.rank = transport.rank
+        self.parameters = [torch.randn(s, generator=generator).requires_grad_() for s in SHAPES.values()]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=momentum)
+        named = list(zip(SHAPES, self.parameters, strict=True))
+        self.engine = Engine(named, make_config(options), transport, optimizer=self.optimizer)
+        if owned:
+            self.engine.steps.owner = self.optimizer
+
+    def gradients(self, call, scale=1.0):
+        generator = torch.Generator().manual_seed(10 * call + self.rank)
+        return [scale * torch.randn(s, generator=generator) for s in SHAPES.values()]
+
+    def exchange(self, call, scale=1.0):
+        """What a backward pass and ``synchronize()`` do."""
+        for p, g in zip(self.parameters, self.gradients(call, scale), strict=True):
+            p.grad = g if p.grad is None else p.grad.add_(g)
+        for i, p in enumerate(self.parameters):
+            self.engine.submit(i, p.grad, p.grad)
+        self.engine.finish()
+
+    def train(self, calls):
+        for call in calls:
+            self.exchange(call)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self):
+        saved = self.engine.state_dict()
+        return {f"{n} {k}": a.tobytes() for n, e in saved["parameters"].items() for k, a in e.items()}, saved["step"]
+
+    @property
+    def step(self):
+        return self.engine.exchange.state.step
+
+    def values(self):
+        return [p.detach().clone() for p in self.parameters]
+
+
+def on_two_ranks(function):
+    return run_ranks(2, function, timeout=120)
+
+
+def optimizer_clears(t):
+    t.optimizer.zero_grad()
+
+
+def optimizer_clears_in_place(t):
+    t.optimizer.zero_grad(set_to_none=False)
+
+
+def grads_are_removed(t):
+    for p in t.parameters:
+        p.grad = None
+
+
+def discards(t):
+    assert t.engine.discard_step()
+    assert not t.engine.discard_step()
+    grads_are_removed(t)
+
+
+@pytest.mark.parametrize("drop", [optimizer_clears, optimizer_clears_in_place, grads_are_removed, discards])
+@pytest.mark.parametrize("first", [0, 3], ids=["first step", "later"])
+@pytest.mark.parametrize("sparsity", [{"sparsity": 0.99}, {"sparsity": [0.5, 0.99], "rampup_step": 3}, EXACT])
+def test_a_dropped_step_leaves_no_trace(drop, first, sparsity):
+    def one_rank(transport):
+        # Both stay until the end: an engine that is collected closes its transport.
+        trainings = [Training(transport, discardable=True, **sparsity) for _ in range(2)]
+        ends = []
+        for t, dropping in zip(trainings, (True, False), strict=True):
+            t.train(range(first))
+            if dropping:
+                t.exchange(99, scale=50.0)
+                drop(t)
+            t.train(range(first, first + 4))
+            ends.append((t.values(), t.state()))
+        assert all(torch.equal(a, b) for a, b in zip(ends[0][0], ends[1][0], strict=True))
+        assert ends[0][1] == ends[1][1]
+
+    on_two_ranks(one_rank)
+
+
+def test_zero_grad_restores_the_state_at_once():
+    def one_rank(transport):
+        t = Training(transport, discardable=True, sparsity=0.9)
+        t.train(range(2))
+        before = t.state()
+        t.exchange(2)
+        assert t.state() != before
+        t.optimizer.zero_grad()
+        assert t.state() == before
+
+    on_two_ranks(one_rank)
+
+
+def test_without_the_option_what_was_sent_returns_and_a_warning_says_so_once():
+    def one_rank(transport):
+        t = Training(transport, momentum=0.0, sparsity=0.99, values="float32")
+        start, given = t.values()[0], torch.zeros(SHAPES["weight"])
+        for call in range(8):
+            given += t.gradients(call)[0]
+            t.exchange(call)
+            if call not in (0, 3, 4):
+                t.optimizer.step()
+            t.optimizer.zero_grad()
+        assert t.step == 8
+        residual = t.engine.state_dict()["parameters"]["weight"]["v"].reshape(SHAPES["weight"])
+        return given.numpy(), residual, ((start - t.values()[0]) / 0.1).numpy()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (given_0, rest_0, moved_0), (given_1, rest_1, moved_1) = on_two_ranks(one_rank)
+    assert len([w for w in caught if "discardable=True" in str(w.message)]) == 2  # one on each rank
+    np.testing.assert_array_equal(moved_0, moved_1)
+    np.testing.assert_allclose(2 * moved_0 + rest_0 + rest_1, given_0 + given_1, atol=2e-4)
+
+
+def step_of_the_owner(t):
+    t.optimizer.step()
+
+
+def step_of_another(t):
+    torch.optim.SGD(t.parameters, lr=0.1).step()
+
+
+def by_hand(t):
+    with torch.no_grad():
+        for p in t.parameters:
+            p.add_(p.grad, alpha=-0.1)
+
+
+def by_hand_through_data(t):
+    for p in t.parameters:
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("apply", [step_of_the_owner, step_of_another, by_hand, by_hand_through_data])
+@pytest.mark.parametrize("discardable", [True, False])
+def test_what_was_applied_is_never_taken_back(apply, discardable):
+    def one_rank(transport):
+        t = Training(transport, sparsity=0.9, discardable=discardable)
+        for call in range(4):
+            t.exchange(call)
+            after = t.state()
+            apply(t)
+            t.optimizer.zero_grad()
+            assert t.state() == after
+        assert t.step == 4
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_two_ranks(one_rank)
+
+
+@pytest.mark.parametrize("discardable", [True, False])
+def test_what_a_closure_exchanged_is_applied(discardable):
+    """The step begins before its gradients are exchanged; a line search may evaluate its closure several times."""
+
+    def one_rank(transport):
+        t = Training(transport, sparsity=0.9, discardable=discardable)
+
+        def closure():
+            for call in range(2):
+                t.optimizer.zero_grad()
+                t.exchange(call)
+            return 0.0
+
+        t.optimizer.step(closure)
+        t.optimizer.zero_grad()
+        assert t.step == 2
+        t.exchange(2)
+        t.optimizer.zero_grad()
+        assert t.step == (2 if discardable else 3)
+
+    on_two_ranks(one_rank)
+
+
+def test_gradients_that_stay_are_not_taken_back():
+    def one_rank(transport):
+        t = Training(transport, momentum=0.0, discardable=True, **EXACT)
+        for call in range(3):
+            t.exchange(call)
+        assert t.step == 3
+        assert t.engine.residual_norm() < 1e-5
+
+    on_two_ranks(one_rank)
+
+
+def test_a_rank_that_drops_alone_is_an_error_on_all():
+    def one_rank(transport):
+        t = Training(transport, discardable=True, sparsity=[0.0, 0.9], rampup_begin_step=3, rampup_step=2)
+        t.train(range(2))
+        t.exchange(2)
+        if t.rank == 0:
+            t.optimizer.step()
+        t.optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="discarded on one rank and applied on another"):
+            t.exchange(3)
+
+    on_two_ranks(one_rank)
+
+
+def test_an_optimizer_is_not_kept_alive_by_its_zero_grad():
+    def one_rank(transport):
+        import gc
+        import weakref
+
+        t = Training(transport, sparsity=0.9)
+        found = weakref.ref(t.optimizer)
+        gc.collect()
+        gc.disable()
+        try:
+            del t.optimizer
+            t.engine.adoption._before = []
+            return found() is None
+        finally:
+            gc.enable()
+
+    assert run_ranks(1, one_rank) == [True]

@@ -1,0 +1,19 @@
+"""A step that was synchronized and not applied, on real ranks."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases
+
+WORKER = Path(__file__).parent / "workers" / "unapplied_cases.py"
+
+
+@pytest.fixture(scope="module", params=["horovodrun", "gloo"])
+def cases(request):
+    return run_cases(2, WORKER, launcher=request.param, timeout=300)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_unapplied_on_real_ranks(cases, name):
+    cases.check(name)

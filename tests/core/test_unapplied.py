@@ -1,0 +1,380 @@
+"""A step that was exchanged and not applied: taken back wholly, or what was sent in it returns."""
+
+import numpy as np
+import pytest
+from contract_tools import CASES as COMPRESSORS
+from contract_tools import make_exchange as make_compressor_exchange
+from contract_tools import specs as contract_specs
+from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
+from host_runtime import HostRuntime, compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import make_layout
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.transport.local import run_ranks
+
+OPTIONS = {
+    "plain": {"sparsity": 0.9},
+    "momentum": {"sparsity": 0.9, "momentum": 0.9},
+    "nesterov": {"sparsity": 0.9, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "no masking": {"sparsity": 0.9, "momentum": 0.9, "momentum_masking": False},
+    "ramp-up": {"sparsity": [0.5, 0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 4, "momentum": 0.9},
+    "dense sum": {"sparsity": 0.5, "momentum": 0.9},
+    "everything": {"sparsity": 0.0, "momentum": 0.9},
+    "several buckets": {"sparsity": 0.9, "momentum": 0.9, "bucket_bytes": 2048},
+    "float16": {"sparsity": 0.9, "momentum": 0.9, "values": "float16"},
+    "no feedback": {"sparsity": 0.9, "momentum": 0.9, "error_feedback": False},
+}
+COUNT = len(SHAPES)
+DISCARDED = 1000
+"""Added to the step of a gradient that is going to be discarded: another gradient than those that count."""
+
+
+def of_wrapper(kind, members, **options):
+    """A maker of exchanges with a compressor made of compressors."""
+    config = CompressorBase({"min_numel": 64, **options}, None, kind, members).config
+
+    def make(transport):
+        return Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
+
+    return make
+
+
+def member(name, **options):
+    return CompressorBase(options, None, name)
+
+
+def grads_of(step, rank, specs):
+    return [gradient(step, rank, i, p.numel, p.dtype) for i, p in enumerate(specs)]
+
+
+def everything(exchange):
+    """The state as comparable bytes."""
+    saved = exchange.state_dict()
+    arrays = {f"{n}.{k}": a.tobytes() for n, e in saved["parameters"].items() for k, a in e.items()}
+    return {**arrays, "step": saved["step"]}
+
+
+def with_discards(pattern, make, specs=None):
+    """Steps of which those with True are discarded, on two ranks; the others' results and the state, by rank."""
+    specs = specs or parameters()
+
+    def one_rank(transport):
+        exchange = make(transport)
+        results, values = [], [np.linspace(-1, 1, p.numel).astype(p.dtype) for p in specs]
+        counted = 0
+        for discarded in pattern:
+            step = DISCARDED + counted if discarded else counted
+            before = everything(exchange)
+            refused, got = run_step(exchange, grads_of(step, transport.rank, specs), values)
+            assert not refused
+            if discarded:
+                assert exchange.unapplied.take_back()
+                assert not exchange.unapplied.take_back()
+                assert everything(exchange) == before
+                continue
+            results.append(b"".join(r.tobytes() for r in got))
+            counted += 1
+        state = everything(exchange)
+        exchange.close()
+        return results, state
+
+    return run_ranks(2, one_rank, timeout=120)
+
+
+def assert_discards_leave_no_trace(pattern, make, specs=None):
+    straight = [kept for kept in pattern if not kept]
+    assert with_discards(pattern, make, specs) == with_discards(straight, make, specs)
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels])
+@pytest.mark.parametrize("name", OPTIONS)
+@settings(max_examples=6, deadline=None)
+@given(pattern=st.lists(st.booleans(), min_size=3, max_size=9))
+def test_discarded_steps_leave_no_trace(pattern, name, kernels):
+    assert_discards_leave_no_trace(
+        [True, *pattern], lambda t: make_exchange(t, kernels=kernels(), discardable=True, **OPTIONS[name])
+    )
+
+
+@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
+def test_discarded_steps_of_every_compressor_leave_no_trace(case):
+    assert_discards_leave_no_trace(
+        [True, False, True, False, True, True, False],
+        lambda t: make_compressor_exchange(t, case, discardable=True),
+        contract_specs(),
+    )
+
+
+def test_discarded_steps_of_compressors_made_of_compressors_leave_no_trace():
+    pattern = [True, False, True, False, True, True, False, True]
+    by_step = {0: None, 1: member("qsgd"), 2: member("topk", sparsity=0.9)}
+    assert_discards_leave_no_trace(pattern, of_wrapper("by_step", by_step, momentum=0.9, discardable=True))
+    by_name = {"conv*": member("onebit"), "*": member("topk", sparsity=0.9)}
+    assert_discards_leave_no_trace(pattern, of_wrapper("by_name", by_name, discardable=True))
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_discarded_steps_on_a_device_leave_no_trace(name):
+    specs = parameters()
+
+    def states(pattern):
+        def one_rank(transport):
+            kernels = DeviceKernels(HostRuntime(seed=7, deferred=True))
+            exchange = make_exchange(transport, kernels=kernels, discardable=True, **OPTIONS[name])
+            params = [np.linspace(-1, 1, p.numel).astype(p.dtype) for p in specs]
+            counted, alive = 0, []
+            for discarded in pattern:
+                grads = grads_of(DISCARDED + counted if discarded else counted, transport.rank, specs)
+                before = everything(exchange)
+                # The device reads and writes them later.
+                alive += [grads, run_step(exchange, grads, params)]
+                if discarded:
+                    assert exchange.unapplied.take_back()
+                    assert everything(exchange) == before
+                counted += not discarded
+            after = everything(exchange)
+            exchange.close()
+            return after
+
+        return run_ranks(2, one_rank, timeout=120)
+
+    assert states([True, False, True, False, True, True, False]) == states([False] * 3)
+
+
+# -- without the option ------------------------------------------------------------------------------------------
+
+
+def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, False, True, True, False)):
+    """Sums by parameter of gradients, of applied results, and of residuals of all ranks."""
+
+    def one_rank(transport):
+        exchange = make(transport)
+        exchange.unapplied.keeps_sent = True
+        given = [np.zeros(p.numel) for p in specs]
+        applied = [np.zeros(p.numel) for p in specs]
+        for step, dropped in enumerate(pattern):
+            gradients = grads_of(step, transport.rank, specs)
+            _, results = run_step(exchange, [g.copy() for g in gradients])
+            if dropped:
+                assert exchange.unapplied.take_back()
+                assert not exchange.unapplied.take_back()
+            else:
+                exchange.unapplied.settle()
+            for i, (g, r) in enumerate(zip(gradients, results, strict=True)):
+                given[i] += g
+                applied[i] += 0 if dropped else r
+        assert exchange.state.step == len(pattern)
+        residuals = [exchange.state.residual(i).astype(np.float64) for i in range(len(specs))]
+        exchange.close()
+        return given, applied, residuals
+
+    return run_ranks(2, one_rank, timeout=120)
+
+
+def assert_conserved(ranks, specs):
+    for i, p in enumerate(specs):
+        if not ranks[0][2][i].size:
+            continue  # travels dense: nothing remembers it
+        given = sum(rank[0][i] for rank in ranks)
+        kept = sum(rank[2][i] for rank in ranks)
+        np.testing.assert_array_equal(ranks[0][1][i], ranks[1][1][i])
+        np.testing.assert_allclose(kept + 2 * ranks[0][1][i], given, atol=2e-4, err_msg=p.name)
+
+
+WITHOUT_MOMENTUM = [name for name, o in OPTIONS.items() if name not in ("ramp-up", "no feedback", "nesterov")]
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels])
+@pytest.mark.parametrize("name", WITHOUT_MOMENTUM)
+def test_nothing_is_lost_in_a_step_that_nobody_applied(name, kernels):
+    options = {**OPTIONS[name], "momentum": 0.0}
+    specs = parameters()
+    assert_conserved(conserving(lambda t: make_exchange(t, kernels=kernels(), **options), specs), specs)
+
+
+FEEDBACK = [case for case in COMPRESSORS if case.row.error_feedback]
+
+
+@pytest.mark.parametrize("case", FEEDBACK, ids=str)
+def test_nothing_is_lost_by_any_compressor_with_a_residual(case):
+    specs = contract_specs()
+    assert_conserved(conserving(lambda t: make_compressor_exchange(t, case), specs), specs)
+
+
+def test_nothing_is_lost_by_compressors_made_of_compressors():
+    by_step = {0: member("onebit"), 2: member("topk", sparsity=0.9)}
+    assert_conserved(conserving(of_wrapper("by_step", by_step), parameters()), parameters())
+
+
+@pytest.mark.parametrize("name", ["momentum", "no masking", "several buckets", "float16"])
+def test_the_sent_entries_return_as_in_a_refused_step(name):
+    """u and v are what they would be had nothing been sent: velocity and gradient are in them."""
+
+    def one_rank(transport):
+        specs = parameters()
+        exchange = make_exchange(transport, **OPTIONS[name])
+        run_step(exchange, grads_of(0, transport.rank, specs))
+        before = exchange.state_dict()["parameters"]
+        exchange.unapplied.keeps_sent = True
+        given = grads_of(1, transport.rank, specs)
+        run_step(exchange, [g.copy() for g in given])
+        assert exchange.unapplied.take_back()
+        after = exchange.state_dict()["parameters"]
+        exchange.close()
+        for p, g in zip(specs, given, strict=True):
+            if "v" in before[p.name]:
+                u = np.float32(0.9) * before[p.name]["u"] + g
+                np.testing.assert_allclose(after[p.name]["u"], u, rtol=1e-6, atol=1e-7)
+                np.testing.assert_allclose(after[p.name]["v"], before[p.name]["v"] + u, rtol=1e-6, atol=1e-7)
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+def test_nothing_is_kept_unasked():
+    def one_rank(transport):
+        exchange = make_exchange(transport, **OPTIONS["momentum"])
+        run_step(exchange, grads_of(0, transport.rank, parameters()))
+        assert not exchange.unapplied.pending
+        assert not exchange.unapplied.take_back()
+        assert not exchange.unapplied._copies
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+def test_what_was_kept_goes_when_the_next_step_begins():
+    def one_rank(transport):
+        exchange = make_exchange(transport, **OPTIONS["momentum"])
+        exchange.unapplied.keeps_sent = True
+        grads = grads_of(0, transport.rank, parameters())
+        run_step(exchange, grads)
+        assert exchange.unapplied.pending
+        exchange.submit(0, grads[0], np.empty_like(grads[0]))
+        assert not exchange.unapplied.pending
+        for i in range(1, COUNT):
+            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+        exchange.finish()
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+# -- ranks that disagree, refused and failed steps -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", [0, 2, 3])
+def test_a_step_discarded_on_one_rank_alone_is_an_error_on_all(begin):
+    """Also where the messages of the two steps differ in size."""
+
+    def one_rank(transport):
+        specs = parameters()
+        options = {"sparsity": [0.5, 0.9], "rampup_step": 2, "rampup_begin_step": begin, "momentum": 0.9}
+        exchange = make_exchange(transport, discardable=True, **options)
+        for step in range(3):
+            run_step(exchange, grads_of(step, transport.rank, specs))
+        if transport.rank == 1:
+            exchange.unapplied.take_back()
+        with pytest.raises(ConfigError, match="rank 0 has discarded 0 steps and rank 1 1") as raised:
+            run_step(exchange, grads_of(3, transport.rank, specs))
+        assert "checkpoint" in str(raised.value)
+        with pytest.raises(RemoteError, match="reset"):
+            run_step(exchange, grads_of(3, transport.rank, specs))
+        exchange.reset()
+        for step in range(2):
+            _, results = run_step(exchange, grads_of(step, transport.rank, specs))
+        exchange.close()
+        return [r.tobytes() for r in results]
+
+    first, second = run_ranks(2, one_rank, timeout=60)
+    assert first == second
+
+
+def test_a_rank_that_fails_in_its_first_gradient_is_heard_of():
+    """The ranks' first collective of a step comes before anything can have failed."""
+
+    def one_rank(transport):
+        specs = parameters()
+        exchange = make_exchange(transport, discardable=True, **OPTIONS["momentum"])
+        run_step(exchange, grads_of(0, transport.rank, specs))
+        gradients = grads_of(1, transport.rank, specs)
+        act = (lambda: exchange.fail(LayoutError("out of order"))) if transport.rank else None
+        with pytest.raises(DGCError, match="out of order"):
+            (act or (lambda: run_step(exchange, gradients)))()
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_refused_step_is_not_taken_back_twice(exact):
+    def one_rank(transport):
+        specs = parameters()
+        exchange = make_exchange(transport, discardable=exact, **OPTIONS["momentum"])
+        exchange.unapplied.keeps_sent = True
+        run_step(exchange, grads_of(0, transport.rank, specs))
+        exchange.unapplied.settle()
+        spoilt = grads_of(1, transport.rank, specs)
+        spoilt[2][5] = np.inf
+        assert run_step(exchange, spoilt)[0]
+        after = everything(exchange)
+        assert not exchange.unapplied.take_back()
+        assert everything(exchange) == after
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+@pytest.mark.parametrize("what", ["reset", "load"])
+def test_after_a_reset_or_a_load_there_is_nothing_to_take_back(what):
+    def one_rank(transport):
+        exchange = make_exchange(transport, discardable=True, **OPTIONS["momentum"])
+        run_step(exchange, grads_of(0, transport.rank, parameters()))
+        if what == "reset":
+            exchange.reset()
+        else:
+            exchange.load_state_dict(exchange.state_dict())
+        assert not exchange.unapplied.take_back()
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+# -- the option ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_a_bad_option_is_refused(value):
+    with pytest.raises(ConfigError, match=r"discardable is .*; allowed: True or False"):
+        make_config({"discardable": value})
+
+
+@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
+def test_every_compressor_has_the_option(case):
+    assert make_config({**case.options, "discardable": True}, algorithm=case.name).discardable
+    assert make_config(case.options, algorithm=case.name).describe()["discardable"] is False
+
+
+def test_describe_says_it():
+    def one_rank(transport):
+        exchanges = [make_exchange(transport, discardable=flag) for flag in (True, False)]
+        told = [exchange.describe()["discardable"] for exchange in exchanges]
+        for exchange in exchanges:
+            exchange.close()
+        return told
+
+    assert run_ranks(1, one_rank) == [[True, False]]
+
+
+def test_discard_step_without_the_option_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"Compression.topk\(..., discardable=True\)"):
+        member("topk").discard_step()
+    assert member("topk", discardable=True).discard_step() is False
