@@ -81,21 +81,49 @@ class PerTensorScaleFromTheSecondStep(Own):
         return p.grad if previous is None else p.grad / previous
 
 
-class GlobalNorm(torch.optim.Optimizer):
-    """One distance over all parameters scales the step; summed in another order it is 1e-7 off, as in D-Adaptation."""
+class CubeRoot(Own):
+    """Element-wise, as MADGRAD is, but torch's kernels round the last elements of a power otherwise than the rest."""
+
+    def direction(self, p):
+        total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad.square())
+        return p.grad / total.pow(1 / 3).add_(1e-6)
+
+
+class WithGlobalNorm(torch.optim.Optimizer):
+    """The norms of all parameters scale the step: a distance ``d`` kept among the options, as in D-Adaptation."""
+
+    last_norm = 2**31
+    """The number of the last step that looks at the norms."""
 
     def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "d": 1.0})
+        super().__init__(params, {"lr": lr, "d": 1.0, "k": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["d"] = 0.9 * group["d"] + sum(p.grad.norm() ** 2 for p in group["params"]).sqrt().item()
+            if group["k"] <= self.last_norm:
+                group["d"] = max(group["d"], sum(p.grad.norm() for p in group["params"]).item())
+            group["k"] += 1
             for p in group["params"]:
                 p.sub_(p.grad, alpha=group["lr"] / group["d"])
 
 
-UNKNOWN = [ParameterNorm, MatrixDecay, PerTensorScale, PerTensorScaleFromTheSecondStep, GlobalNorm, Momentum]
+class WithGlobalNormAtFirst(WithGlobalNorm):
+    """From its second step on it looks element-wise."""
+
+    last_norm = 0
+
+
+UNKNOWN = [
+    ParameterNorm,
+    MatrixDecay,
+    PerTensorScale,
+    PerTensorScaleFromTheSecondStep,
+    WithGlobalNorm,
+    WithGlobalNormAtFirst,
+    CubeRoot,
+    Momentum,
+]
 NEVER = [(torch.optim.Adafactor, SHAPES), (torch.optim.Muon, MATRICES)]
 
 
