@@ -292,8 +292,9 @@ def test_what_is_known_to_look_at_whole_parameters_cannot_be_declared(name):
     assert [p.data_ptr() for p in params] == places
 
 
-def test_a_class_that_must_stay_whole_says_so_for_its_subclasses():
-    class Reluctant(Own):
+@pytest.mark.parametrize("parent", [Own, torch.optim.SGD])
+def test_a_class_that_must_stay_whole_says_so_for_its_subclasses(parent):
+    class Reluctant(parent):
         _fuse_elementwise = False
 
     class Child(Reluctant):
@@ -302,7 +303,10 @@ def test_a_class_that_must_stay_whole_says_so_for_its_subclasses():
     with pytest.raises(ConfigError, match="Child does not update"):
         fuse_optimizer(Child(make_params()), elementwise=True)
     with pytest.warns(UserWarning, match="Child does not update"):
-        fuse_optimizer(Child(make_params()))
+        twins = Twins(Child)
+    twins.step()
+    twins.assert_equal()
+    assert fused_counts(twins.fused) == (0, 0)
 
 
 def test_a_copy_keeps_the_declaration(recwarn):

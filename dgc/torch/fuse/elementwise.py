@@ -41,14 +41,15 @@ def is_elementwise(update_class: type[Optimizer], declared: bool | None = None) 
     Raises:
         ConfigError: declared of a class that is known not to be.
     """
-    if declared and is_never_elementwise(update_class):
+    never = is_never_elementwise(update_class)
+    if declared and never:
         raise ConfigError(
             f"{update_class.__name__} does not update every element by itself, so it cannot be fused: "
             "leave elementwise=True away, and it is stepped plainly."
         )
     if declared is not None:
         return declared
-    return _steps_like_one_of(_ELEMENTWISE, update_class)
+    return not never and _steps_like_one_of(_ELEMENTWISE, update_class)
 
 
 def is_never_elementwise(update_class: type[Optimizer]) -> bool:
