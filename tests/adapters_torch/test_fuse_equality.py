@@ -194,7 +194,7 @@ def quartic(twins, which, calls=None):
 
 @pytest.mark.parametrize("elementwise", [True, False])
 def test_an_optimizer_that_uses_the_loss_gets_the_closures(elementwise):
-    twins = Twins(LossScaled, elementwise=elementwise)
+    twins = Twins(LossScaled, {"lr": 1e-3}, elementwise=elementwise)
     calls = []
     for _ in range(5):
         expected = twins.plain.step(quartic(twins, twins.plain))
@@ -216,7 +216,7 @@ def test_hooks_see_the_closure_as_the_plain_step_shows_it():
     seen = {}
     for optimizer, step in ((twins.plain, twins.plain.step), (twins.fused, twins.fused.fuse_step)):
         closure = quartic(twins, optimizer)
-        optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.setdefault(opt, args))
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.update({opt: args}))
         step(closure)
         assert seen[optimizer][-1] is closure
 
