@@ -55,7 +55,7 @@ class DGCMomentum(Optimizer):
     # GradScaler.step() then calls step() on every rank, also on one whose gradients overflowed; a rank that stayed
     # away would leave the others waiting.
     _step_supports_amp_scaling = True
-    _fuse_elementwise = False  # for fuse_optimizer, whose trial would exchange gradients
+    _fuse_elementwise = False  # step() exchanges gradients, so fuse_optimizer must leave it whole
 
     def __init__(
         self,

@@ -8,6 +8,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgc.torch.fuse import fuse_optimizer
 
+ALGORITHMS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
+    "sgd-nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
+    "sgd-dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-2}),
+    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adam-foreach": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adamw-amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+    "rmsprop-centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 20, "weight_decay": 1e-2}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 1e-3}),
+}
+
 SHAPES = ((3,), (7, 5), (1,), (64,), (33, 3), (2, 3, 5, 5), (129,))
 
 
@@ -15,6 +36,26 @@ def make_params(shapes=SHAPES, *, dtype=torch.float32, seed=0) -> list[torch.nn.
     """Parameters that every call makes alike."""
     random = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+class LossScaled(torch.optim.Optimizer):
+    """Element-wise; the larger the loss, the longer the step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = 1.0 if loss is None else float(loss)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * scale)
+        return loss
 
 
 def fill_grads(*twins: list[Tensor], seed: int, skip: tuple[int, ...] = (), keep: bool = False) -> None:

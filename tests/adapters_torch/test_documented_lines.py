@@ -42,6 +42,25 @@ report([record.fused_sets, record.fused_params])
 """
 
 
+def test_the_line_that_declares_an_optimizer():
+    import torch
+    from documented import shown
+
+    import dgc.torch as dgc
+
+    class Lion(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(8, 1))
+    names = {"dgc": dgc, "model": model, "Lion": Lion}
+    (code,) = shown("from-bagua.md", "Optimizers that are not torch's")
+    exec(code, names)
+    model(torch.ones(2, 12)).sum().backward()
+    names["optimizer"].fuse_step()
+    assert names["optimizer"]._dgc_fuse.fused_params == 4
+
+
 @pytest.mark.mpi
 def test_paddles_lines():
     assert run_mpi(2, PADDLE, launcher="horovodrun").values == [[3, True]] * 2

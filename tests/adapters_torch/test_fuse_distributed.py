@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import fill_grads, fused_counts, make_params
+from adapters_torch.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
 from launch_tools import case_names, run_cases
 
 from dgc.torch.fuse import fuse_optimizer
@@ -88,6 +88,24 @@ def test_an_update_that_fails_is_made_known_before_the_error_is_raised():
     assert optimizer.calls == [error]
 
 
+def test_the_local_optimizer_gets_the_loss():
+    class ShardedByLoss(Sharded):
+        def __init__(self, params):
+            super().__init__(params)
+            self.optim = LossScaled(params[::2])
+
+        def step(self, closure=None):
+            self._push_options()
+            return self.optim.step(closure)
+
+    plain_params, fused_params = make_params(), make_params()
+    plain, fused = ShardedByLoss(plain_params), fuse_optimizer(ShardedByLoss(fused_params), elementwise=True)
+    fill_grads(plain_params, fused_params, seed=0)
+    assert plain.step(lambda: 3.0) == fused.fuse_step(lambda: 3.0) == 3.0
+    assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
+    assert fused_counts(fused) == (1, 4)
+
+
 def wrapped_like_horovod(cls):
     """A class as Horovod derives one at run time, with the synchronisation recorded."""
 
@@ -114,6 +132,28 @@ def test_the_update_class_is_the_one_behind_the_wrapper():
     assert optimizer._synchronized is False
     for p, value in zip(params, expected, strict=True):
         torch.testing.assert_close(p.detach(), value)
+
+
+def test_the_optimizer_behind_the_wrapper_gets_the_loss():
+    params = make_params()
+    optimizer = fuse_optimizer(wrapped_like_horovod(LossScaled)(params, lr=0.1), elementwise=True)
+    fill_grads(params, seed=0)
+    expected = [p.detach() - 0.3 * p.grad for p in params]
+    assert optimizer.fuse_step(lambda: 3.0) == 3.0
+    assert optimizer.calls == ["synchronize"]
+    assert fused_counts(optimizer) == (1, len(params))
+    for p, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach(), value)
+
+
+def test_a_wrapped_optimizer_that_is_not_known_steps_as_the_wrapper_does():
+    steps = []
+    cls = wrapped_like_horovod(LossScaled)
+    cls.step = lambda self, closure=None: steps.append(closure)
+    with pytest.warns(UserWarning, match="LossScaled is not known"):
+        optimizer = fuse_optimizer(cls(make_params()))
+    optimizer.fuse_step(len)
+    assert steps == [len]
 
 
 def test_nothing_is_exchanged_inside_skip_synchronize():

@@ -1,18 +1,32 @@
-"""Optimizers that look at a parameter as a whole must never be shown a concatenation."""
+"""Which optimizers are fused: torch's element-wise ones and declared ones; all others step as they would alone."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
-from adapters_torch.fuse_tools import SHAPES, Twins, fill_grads, fused_counts, make_params
+from adapters_torch.fuse_tools import (
+    ALGORITHMS,
+    SHAPES,
+    LossScaled,
+    Twins,
+    fill_grads,
+    fused_counts,
+    make_params,
+)
 
-from dgc.torch.fuse import fuse_optimizer
+from dgc.core.errors import ConfigError
+from dgc.torch.fuse import fuse_optimizer, is_fused_optimizer
+from dgc.torch.fuse.elementwise import is_elementwise
 
 MATRICES = ((4, 3), (5, 5), (2, 7))
+ALL = (1, len(SHAPES))
 
 
-class NormScaled(torch.optim.Optimizer):
-    """As LARS and LAMB do: the step length depends on the norms of the whole parameter."""
+class Own(torch.optim.Optimizer):
+    """SGD whose direction a subclass chooses."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -21,129 +35,115 @@ class NormScaled(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad * group["lr"] * p.norm() / p.grad.norm())
+                if p.grad is not None:
+                    p.add_(self.direction(p), alpha=-group["lr"])
+
+    def direction(self, p):
+        return p.grad
 
 
-class MatrixDecay(torch.optim.Optimizer):
-    """Decays matrices only, a common habit."""
-
-    def __init__(self, params, lr=0.1, decay=0.1):
-        super().__init__(params, {"lr": lr, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                decay = group["decay"] if p.dim() > 1 else 0.0
-                p.mul_(1 - decay).sub_(p.grad, alpha=group["lr"])
-
-
-class NeedsMore(torch.optim.SGD):
-    """Cannot be built from its options."""
-
-    def __init__(self, params, model):
-        super().__init__(params, lr=0.1)
-        self.model = model
-
-
-class Noisy(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(torch.randn_like(p))
-
-
-class Signed(torch.optim.Optimizer):
+class Momentum(Own):
     """Element-wise, with state of its own making."""
 
-    def __init__(self, params, lr=0.1, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta})
+    def direction(self, p):
+        return self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+
+
+class ParameterNorm(Own):
+    """The length of a step depends on the norms of the whole parameter, as in LARS and LAMB."""
+
+    def direction(self, p):
+        return p.grad * p.norm() / p.grad.norm()
+
+
+class MatrixDecay(Own):
+    """Decays matrices only."""
+
+    def direction(self, p):
+        return p.grad + 0.1 * p if p.dim() > 1 else p.grad
+
+
+class PerTensorScale(Own):
+    """One adaptive scale per parameter, kept as a 0-dimensional state tensor."""
+
+    def direction(self, p):
+        scale = self.state[p].setdefault("scale", torch.zeros(()))
+        scale.mul_(0.9).add_(p.grad.square().mean(), alpha=0.1)
+        return p.grad / scale.sqrt()
+
+
+class PerTensorScaleFromTheSecondStep(Own):
+    """Adapts nothing in its first step, in which it looks element-wise."""
+
+    def direction(self, p):
+        state = self.state[p]
+        previous, state["norm"] = state.get("norm"), p.grad.norm().item()
+        return p.grad if previous is None else p.grad / previous
+
+
+class CubeRoot(Own):
+    """Element-wise, as MADGRAD is, but torch's kernels round the last elements of a power otherwise than the rest."""
+
+    def direction(self, p):
+        total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad.square())
+        return p.grad / total.pow(1 / 3).add_(1e-6)
+
+
+class WithGlobalNorm(torch.optim.Optimizer):
+    """The norms of all parameters scale the step: a distance ``d`` kept among the options, as in D-Adaptation."""
+
+    last_norm = 2**31
+    """The number of the last step that looks at the norms."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "d": 1.0, "k": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            if group["k"] <= self.last_norm:
+                group["d"] = max(group["d"], sum(p.grad.norm() for p in group["params"]).item())
+            group["k"] += 1
             for p in group["params"]:
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                mean.lerp_(p.grad, 1 - group["beta"])
-                p.sub_(mean.sign() * group["lr"])
+                p.sub_(p.grad, alpha=group["lr"] / group["d"])
 
 
-WHOLE = [
-    (NormScaled, {}, SHAPES),
-    (MatrixDecay, {}, SHAPES),
-    (torch.optim.Adafactor, {}, SHAPES),
-    (torch.optim.Muon, {}, MATRICES),
+class WithGlobalNormAtFirst(WithGlobalNorm):
+    """From its second step on it looks element-wise."""
+
+    last_norm = 0
+
+
+UNKNOWN = [
+    ParameterNorm,
+    MatrixDecay,
+    PerTensorScale,
+    PerTensorScaleFromTheSecondStep,
+    WithGlobalNorm,
+    WithGlobalNormAtFirst,
+    CubeRoot,
+    Momentum,
 ]
+NEVER = [(torch.optim.Adafactor, SHAPES), (torch.optim.Muon, MATRICES)]
 
 
-@pytest.mark.parametrize(("cls", "options", "shapes"), WHOLE, ids=lambda value: getattr(value, "__name__", None))
-def test_optimizers_of_whole_parameters_are_found_out_and_stepped_plainly(cls, options, shapes):
-    with pytest.warns(UserWarning, match=f"{cls.__name__} does not treat every element"):
-        twins = Twins(cls, options, shapes)
+# torch's own
+
+
+def test_every_fused_class_of_torch_is_tested_for_equal_bits():
+    classes = {c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    assert {cls for cls in classes if is_elementwise(cls)} == {cls for cls, _ in ALGORITHMS.values()}
+
+
+@pytest.mark.parametrize(("cls", "shapes"), NEVER)
+def test_those_of_torch_that_look_at_whole_parameters_step_plainly(cls, shapes):
+    with pytest.warns(UserWarning, match=rf"{cls.__name__} does not update every element .* what step\(\) does\.$"):
+        twins = Twins(cls, {}, shapes)
     twins.fused.step = twins.fused.fuse_step
     for _ in range(3):
         twins.step()
         twins.assert_equal()
     assert fused_counts(twins.fused) == (0, 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*does not treat every element:UserWarning")
-def test_their_parameters_are_not_moved():
-    params = make_params()
-    places = [p.data_ptr() for p in params]
-    fuse_optimizer(NormScaled(params))
-    assert [p.data_ptr() for p in params] == places
-
-
-@pytest.mark.parametrize("options", [{}, {"beta": 0.5}])
-def test_an_unknown_element_wise_optimizer_is_fused(options, recwarn):
-    twins = Twins(Signed, options)
-    for _ in range(5):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, len(SHAPES))
-    assert not recwarn.list
-
-
-def test_the_options_of_the_group_decide():
-    # Without decay this one is element-wise.
-    twins = Twins(MatrixDecay, {"decay": 0.0})
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, len(SHAPES))
-
-
-def test_one_group_of_two_may_be_fused():
-    params = make_params()
-    with pytest.warns(UserWarning, match="MatrixDecay"):
-        optimizer = fuse_optimizer(MatrixDecay([{"params": params[:4]}, {"params": params[4:], "decay": 0.0}]))
-    fill_grads(params, seed=0)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (1, 3)
-
-
-def test_a_class_that_cannot_be_tried_is_stepped_plainly():
-    params = make_params()
-    with pytest.warns(UserWarning, match="NeedsMore"):
-        optimizer = fuse_optimizer(NeedsMore(params, model=None))
-    fill_grads(params, seed=0)
-    expected = [p.detach() - 0.1 * p.grad for p in params]
-    optimizer.fuse_step()
-    for p, value in zip(params, expected, strict=True):
-        torch.testing.assert_close(p.detach(), value)
-
-
-def test_trying_out_leaves_the_random_numbers_alone():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    with pytest.warns(UserWarning, match="Noisy"):
-        fuse_optimizer(Noisy(make_params()))
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_lbfgs_gets_its_closure_as_often_as_it_likes():
@@ -167,3 +167,190 @@ def test_lbfgs_gets_its_closure_as_often_as_it_likes():
 
     assert run(True) == run(False)
     assert len(run(True)[1]) > 1
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+def test_a_subclass_that_keeps_the_step_is_fused(first, recwarn):
+    class Parent(torch.optim.SGD):
+        pass
+
+    class Child(Parent):
+        def __init__(self, params, model):
+            super().__init__(params, lr=0.1, momentum=0.9)
+            self.model = model
+
+    if first == "parent":  # torch wraps step on the first class of a family that is built
+        Parent(make_params(), lr=0.1)
+    twins = Twins(Child, {"model": None})
+    for _ in range(3):
+        twins.step()
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == ALL
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("method", ["step", "_init_group"])
+def test_a_subclass_that_overrides_the_step_is_unknown(method):
+    def override(self, *args):
+        return getattr(torch.optim.Adam, method)(self, *args)
+
+    child = type("Child", (torch.optim.Adam,), {method: override})
+    with pytest.warns(UserWarning, match="Child is not known"):
+        twins = Twins(child)
+    twins.step()
+    twins.assert_equal()
+    assert fused_counts(twins.fused) == (0, 0)
+
+
+def test_attributes_of_parameters_and_their_names_do_not_matter_to_torchs_classes(recwarn):
+    def marked():
+        params = make_params()
+        params[3].regularizer = "none"
+        params[4].register_hook(lambda grad: grad)
+        return params
+
+    twins = Twins(torch.optim.Adam, make=marked)
+    twins.step()
+    twins.assert_equal()
+    assert fused_counts(twins.fused) == ALL
+
+    params = make_params()
+    optimizer = fuse_optimizer(torch.optim.SGD([(f"{i}.weight", p) for i, p in enumerate(params)], lr=0.1))
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    assert fused_counts(optimizer) == ALL
+    assert len(optimizer.param_groups[0]["param_names"]) == len(SHAPES)
+    assert not recwarn.list
+
+
+# Any other
+
+
+@pytest.mark.parametrize("cls", UNKNOWN)
+def test_an_unknown_optimizer_steps_plainly_after_one_warning(cls):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twins = Twins(cls)
+        for step in range(12):
+            twins.step(fuse=step % 3 != 1)
+            twins.assert_equal()
+            assert fused_counts(twins.fused) == (0, 0)
+    (message,) = [str(w.message) for w in caught]
+    assert message.startswith(f"{cls.__name__} is not known to update every element")
+    assert "fuse_optimizer(optimizer, elementwise=True)" in message
+
+
+@pytest.mark.parametrize("elementwise", [None, False])
+@pytest.mark.filterwarnings("ignore:.*is not known to update every element:UserWarning")
+def test_parameters_of_an_optimizer_that_is_not_fused_are_not_moved(elementwise):
+    params = make_params()
+    places = [p.data_ptr() for p in params]
+    optimizer = fuse_optimizer(ParameterNorm(params), elementwise=elementwise)
+    fill_grads(params, seed=0)
+    optimizer.fuse_step()
+    assert [p.data_ptr() for p in params] == places
+
+
+def test_the_warning_points_at_the_users_line():
+    with pytest.warns(UserWarning, match="Momentum") as caught:
+        fuse_optimizer(Momentum(make_params()))
+    assert caught[0].filename == __file__
+
+
+# Declarations
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, ((300, 400), (2, 3, 4, 5, 6)), ((64,),) * 100])
+@pytest.mark.parametrize("cls", [Own, Momentum, LossScaled])
+def test_a_declared_class_is_fused(cls, shapes, recwarn):
+    twins = Twins(cls, {}, shapes, elementwise=True)
+    for step in range(5):
+        twins.step(fuse=step != 2)
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == (1, len(shapes))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("cls", [Momentum, torch.optim.SGD, torch.optim.Adafactor])
+def test_declared_false_steps_plainly_without_a_warning(cls, recwarn):
+    twins = Twins(cls, elementwise=False)
+    for _ in range(2):
+        twins.step()
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == (0, 0)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+def test_what_is_known_to_look_at_whole_parameters_cannot_be_declared(name):
+    params = make_params(MATRICES)
+    places = [p.data_ptr() for p in params]
+    optimizer = getattr(torch.optim, name)(params)
+    with pytest.raises(ConfigError, match=f"{name} does not update every element .* leave elementwise=True away"):
+        fuse_optimizer(optimizer, elementwise=True)
+    assert not is_fused_optimizer(optimizer)
+    assert [p.data_ptr() for p in params] == places
+
+
+@pytest.mark.parametrize("parent", [Own, torch.optim.SGD])
+def test_a_class_that_must_stay_whole_says_so_for_its_subclasses(parent):
+    class Reluctant(parent):
+        _fuse_elementwise = False
+
+    class Child(Reluctant):
+        pass
+
+    with pytest.raises(ConfigError, match="Child does not update"):
+        fuse_optimizer(Child(make_params()), elementwise=True)
+    with pytest.warns(UserWarning, match="Child does not update"):
+        twins = Twins(Child)
+    twins.step()
+    twins.assert_equal()
+    assert fused_counts(twins.fused) == (0, 0)
+
+
+def test_a_copy_keeps_the_declaration(recwarn):
+    other = copy.deepcopy(fuse_optimizer(Momentum(make_params()), elementwise=True))
+    fill_grads(other.param_groups[0]["params"], seed=0)
+    other.fuse_step()
+    assert fused_counts(other) == ALL
+    assert not recwarn.list
+
+
+def test_a_counter_written_through_data_is_followed():
+    class CountsThroughData(Own):
+        """Writes its counter in a way that no version counter shows."""
+
+        def direction(self, p):
+            count = self.state[p].setdefault("step", torch.zeros(()))
+            count.data.add_(1)
+            return p.grad / count.item()
+
+    twins = Twins(CountsThroughData, elementwise=True)
+    for step in range(8):
+        twins.step(fuse=step % 3 != 1)
+        twins.assert_equal()
+    assert fused_counts(twins.fused) == ALL
+
+
+def test_a_group_without_parameters_is_fused_once_it_has_some():
+    def make():
+        # As an optimizer that shards its groups leaves them.
+        params = make_params()
+        optimizer = torch.optim.SGD([{"params": params}, {"params": make_params([(2,)])}], lr=0.1)
+        optimizer.param_groups[1]["params"] = []
+        return params, optimizer
+
+    (plain_params, plain), (fused_params, fused) = make(), make()
+    fuse_optimizer(fused)
+    for step in range(3):
+        if step == 2:
+            for params, optimizer in ((plain_params, plain), (fused_params, fused)):
+                late = make_params([(4,), (5,)])
+                optimizer.param_groups[1]["params"] = late
+                params.extend(late)
+        fill_grads(plain_params, fused_params, seed=step)
+        plain.step()
+        fused.fuse_step()
+        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
+        assert fused_counts(fused) == (ALL if step < 2 else (2, len(SHAPES) + 2))

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import SHAPES, Twins, count_calls, fill_grads, fused_counts, make_params
+from adapters_torch.fuse_tools import (
+    ALGORITHMS,
+    SHAPES,
+    LossScaled,
+    Twins,
+    count_calls,
+    fill_grads,
+    fused_counts,
+    make_params,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step
-
-ALGORITHMS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
-    "sgd-nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
-    "sgd-dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-2}),
-    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "adam-foreach": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "adamw-amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
-    "rmsprop-centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
-    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 20, "weight_decay": 1e-2}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "adagrad": (torch.optim.Adagrad, {"lr_decay": 1e-3}),
-}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -189,6 +177,87 @@ def test_a_closure_that_makes_new_gradients_every_time_is_followed():
     assert fused_counts(twins.fused) == (1, len(SHAPES))
 
 
+def quartic(twins, which, calls=None):
+    """A closure over one of the twins that computes new gradients and returns the loss."""
+    params = twins.plain_params if which is twins.plain else twins.fused_params
+
+    def closure():
+        which.zero_grad()
+        loss = sum((p**4).mean() for p in params)
+        loss.backward()
+        if calls is not None:
+            calls.append(loss)
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_an_optimizer_that_uses_the_loss_gets_the_closures(elementwise):
+    twins = Twins(LossScaled, {"lr": 1e-3}, elementwise=elementwise)
+    calls = []
+    for _ in range(5):
+        expected = twins.plain.step(quartic(twins, twins.plain))
+        assert torch.equal(twins.fused.fuse_step(quartic(twins, twins.fused, calls)), expected)
+        twins.assert_equal()
+    assert len(calls) == 5
+    assert fused_counts(twins.fused) == ((1, len(SHAPES)) if elementwise else (0, 0))
+
+
+def test_a_step_without_a_closure_is_not_given_one():
+    twins = Twins(LossScaled, elementwise=True)
+    for _ in range(2):
+        twins.step()
+        twins.assert_equal()
+
+
+def test_hooks_see_the_closure_as_the_plain_step_shows_it():
+    twins = Twins(torch.optim.SGD, {"lr": 0.1})
+    seen = {}
+    for optimizer, step in ((twins.plain, twins.plain.step), (twins.fused, twins.fused.fuse_step)):
+        closure = quartic(twins, optimizer)
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.update({opt: args}))
+        step(closure)
+        assert seen[optimizer][-1] is closure
+
+
+class Evaluating(torch.optim.Optimizer):
+    """Evaluates its closure at other times than torch's optimizers do."""
+
+    def __init__(self, params, times=1, first_move=False):
+        super().__init__(params, {"times": times, "first_move": first_move})
+
+    @torch.no_grad()
+    def step(self, closure):
+        (group,) = self.param_groups
+        if group["first_move"]:
+            for p in group["params"]:
+                p.mul_(0.5)
+        for _ in range(group["times"]):
+            with torch.enable_grad():
+                loss = closure()
+        for p in group["params"]:
+            p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+@pytest.mark.parametrize("options", [{"times": 2}, {"first_move": True}])
+def test_a_closure_evaluated_at_another_time_is_an_error_with_advice(options):
+    twins = Twins(Evaluating, options, elementwise=True)
+    with pytest.raises(RuntimeError, match=r"Evaluating calls its closure .* call step\(closure\)"):
+        twins.fused.fuse_step(quartic(twins, twins.fused))
+
+    twins = Twins(Evaluating, options, elementwise=True)
+    for optimizer in (twins.plain, twins.fused):
+        optimizer.step(quartic(twins, optimizer))
+    twins.assert_equal()
+
+
+def test_a_closure_that_a_step_requires_is_required():
+    with pytest.raises(TypeError, match="closure"):
+        Twins(Evaluating, elementwise=True).step()
+
+
 def test_step_hooks_run_once_with_the_real_groups():
     params = make_params()
     optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
@@ -207,7 +276,7 @@ def test_a_step_that_calls_its_parents_step_shows_hooks_the_real_groups():
             return super().step(closure)
 
     params = make_params()
-    optimizer = fuse_optimizer(Child(params, lr=0.1))
+    optimizer = fuse_optimizer(Child(params, lr=0.1), elementwise=True)
     seen = []
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(len(opt.param_groups[0]["params"])))
     fill_grads(params, seed=0)
@@ -274,7 +343,7 @@ def test_an_optimizer_that_counts_in_its_options_and_on_itself():
                 group["count"] = group.get("count", 0) + 1
             return super().step(closure)
 
-    twins = Twins(Counting, {"lr": 0.1})
+    twins = Twins(Counting, {"lr": 0.1}, elementwise=True)
     for _ in range(5):
         twins.step()
         twins.assert_equal()
@@ -298,7 +367,7 @@ class OldDecay(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_changes_gradients_in_place():
-    twins = Twins(OldDecay)
+    twins = Twins(OldDecay, elementwise=True)
     for _ in range(3):
         twins.step()
         twins.assert_equal()  # compares gradients too
@@ -307,7 +376,7 @@ def test_an_optimizer_that_changes_gradients_in_place():
 
 def test_gradients_that_are_re_pointed_in_place():
     # Horovod does so with p.grad.set_(average), on whatever tensor p.grad is.
-    twins = Twins(OldDecay)
+    twins = Twins(OldDecay, elementwise=True)
     twins.step()
     for seed in range(3):
         for params in (twins.plain_params, twins.fused_params):
@@ -365,7 +434,7 @@ def test_a_failing_step_leaves_what_a_failing_plain_step_leaves(when, first):
             if self.fail == "after":
                 raise ValueError("no step today")
 
-    twins = Twins(Failing, {"lr": 0.1})
+    twins = Twins(Failing, {"lr": 0.1}, elementwise=True)
     if not first:
         twins.step()
     fill_grads(twins.plain_params, twins.fused_params, seed=5)

@@ -135,7 +135,7 @@ def test_python_numbers_as_state():
                     state["count"] = state.get("count", 0) + 1
                     p.add_(p.grad, alpha=-group["lr"] / state["count"])
 
-    twins = Twins(Counting)
+    twins = Twins(Counting, elementwise=True)
     for skip in [(), (), (3,), ()]:
         twins.step(skip=skip)
         twins.assert_equal()
@@ -157,7 +157,7 @@ def test_state_that_is_replaced_or_dropped_by_the_optimizer():
                     state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad * 0.1
                     p.sub_(state["mean"], alpha=group["lr"])
 
-    twins = Twins(Renewing)
+    twins = Twins(Renewing, elementwise=True)
     for step in range(6):
         twins.step(fuse=step != 3)
         twins.assert_equal()
@@ -179,7 +179,7 @@ def test_state_that_a_plain_step_adds_later(had_state):
                         mean.lerp_(p.grad, 0.5)
                         p.sub_(mean, alpha=group["lr"])
 
-    twins = Twins(TwoMeans, {"keys": ("first",) if had_state else ()})
+    twins = Twins(TwoMeans, {"keys": ("first",) if had_state else ()}, elementwise=True)
     twins.step()
     for optimizer in (twins.plain, twins.fused):
         optimizer.param_groups[0]["keys"] = ("first", "second")

@@ -16,7 +16,13 @@ from dgc.torch.fuse.step import FuseOptions, FuseRecord
 _RECORD = "_dgc_fuse"
 
 
-def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten: bool = True) -> Optimizer:
+def fuse_optimizer(
+    optimizer: Optimizer,
+    do_flatten: bool = True,
+    check_flatten: bool = True,
+    *,
+    elementwise: bool | None = None,
+) -> Optimizer:
     """Let ``optimizer`` update many parameters as one, by ``fuse_step``; its ``step`` and results stay as they are.
 
     Parameters of a group with the same type and device are moved next to each other (``param.data`` is re-pointed, the
@@ -29,11 +35,17 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
     own parameters are flattened at its first ``fuse_step``. An optimizer that wraps this one is not fused.
 
     Args:
-        optimizer: any torch optimizer, Horovod's DistributedOptimizer included. One that does not work element by
-            element (LBFGS, Adafactor, LAMB and the like) gets a warning and is always stepped plainly.
+        optimizer: any torch optimizer, Horovod's DistributedOptimizer included. One that is not known to work element
+            by element (LBFGS, Adafactor, and every class that is not torch's) gets a warning and is stepped plainly.
         do_flatten: move weights into flat memory now, and gradients when ``fuse_step`` needs them. If False neither is
             ever moved, and only what lies side by side already is fused.
         check_flatten: warn when parameters have left their flat memory. Only with ``do_flatten``.
+        elementwise: None: torch's own element-wise classes are fused, and subclasses that do not override ``step``.
+            True: the class of ``optimizer`` is one too. The new value of an element may depend on that element's
+            value, gradient and state, on the options of its group, on the loss, and on state that is the same for
+            all elements of a parameter (a step count); on no norm or mean, and on no shape, size, name, attribute or
+            place of the parameter. Its state is in ``state``, its closure is called once and first.
+            False: step plainly, without a warning.
 
     Returns:
         The same object, with a method ``fuse_step(closure=None)``.
@@ -41,7 +53,7 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
     Raises:
         RuntimeError: it is fused already.
         TypeError: not a torch optimizer.
-        ConfigError: Horovod's optimizer with ``op=Adasum``.
+        ConfigError: Horovod's optimizer with ``op=Adasum``; or ``elementwise=True`` of a class known not to be.
 
     Source: Bagua, ``bagua.torch_api.contrib.fuse.optimizer``.
     """
@@ -50,9 +62,11 @@ def fuse_optimizer(optimizer: Optimizer, do_flatten: bool = True, check_flatten:
     if is_fused_optimizer(optimizer):
         raise RuntimeError("this optimizer is fused already; call fuse_optimizer once")
     seam = resolve(optimizer)
-    record = _install(optimizer, FuseOptions(do_flatten, check_flatten))
-    with torch.no_grad():
-        record.place(seam)
+    record = FuseRecord(FuseOptions(do_flatten, check_flatten, elementwise))
+    if record.can_fuse(seam):
+        with torch.no_grad():
+            record.flatten(seam)
+    _install(optimizer, record)
     return optimizer
 
 
@@ -72,13 +86,16 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
 
     Args:
         optimizer: a fused optimizer.
-        closure: clears the gradients, recomputes them and returns the loss. Called once.
+        closure: clears the gradients, recomputes them and returns the loss. Called once, before the update, with
+            gradients enabled; an optimizer that asks for the loss gets it.
 
     Returns:
-        The closure's loss; None without a closure.
+        What ``step(closure)`` returns: of torch's optimizers the loss, or None without a closure.
 
     Raises:
         AssertionError: the optimizer is not fused.
+        RuntimeError: the optimizer calls its closure several times, or after it changed parameters. ``step(closure)``
+            can do that.
     """
     record = getattr(optimizer, _RECORD, None)
     if not isinstance(record, FuseRecord):
@@ -96,39 +113,40 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
         return type(optimizer).step(optimizer, *arguments)
 
     def update(_local: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = _evaluate(closure)
+        closure = _evaluated(closure)
         with torch.no_grad():
-            result = record.update(seam)
-        return loss if closure is not None else result
+            return record.update(seam, closure)
 
-    hooked_update = Optimizer.profile_hook_step(update)
-    if seam.before is None and seam.after is None and seam.failed is None:
-        return hooked_update(seam.local, *arguments)
+    local_step = Optimizer.profile_hook_step(update)
+    if not seam.communicates:
+        return local_step(seam.local, *arguments)
 
-    def distributed(_optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def distributed_step(_optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         try:
-            loss = _evaluate(closure)
+            closure = _evaluated(closure)
             if seam.before is not None:
                 seam.before()
-            result = hooked_update(seam.local)
+            result = local_step(seam.local) if closure is None else local_step(seam.local, closure)
         except Exception as error:
             if seam.failed is not None:
                 seam.failed(error)
             raise
         if seam.after is not None:
             seam.after()
-        return loss if closure is not None else result
+        return result
 
     if seam.local is not optimizer:  # the outer optimizer has hooks of its own
-        distributed = Optimizer.profile_hook_step(distributed)
-    return distributed(optimizer, *arguments)
+        distributed_step = Optimizer.profile_hook_step(distributed_step)
+    return distributed_step(optimizer, *arguments)
 
 
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
+def _evaluated(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    """Evaluate ``closure`` now, with gradients enabled as torch does; the result returns the loss it had."""
     if closure is None:
         return None
     with torch.enable_grad():
-        return closure()
+        loss = closure()
+    return lambda: loss
 
 
 class _FuseStepMethod:
@@ -171,13 +189,11 @@ class _Reduce:
 
 def _restore(cls: Any, options: FuseOptions) -> Optimizer:
     optimizer = cls.__new__(cls)
-    _install(optimizer, options)
+    _install(optimizer, FuseRecord(options))
     return optimizer
 
 
-def _install(optimizer: Any, options: FuseOptions) -> FuseRecord:
-    record = FuseRecord(options)
+def _install(optimizer: Any, record: FuseRecord) -> None:
     setattr(optimizer, _RECORD, record)
     optimizer.fuse_step = _FuseStepMethod(optimizer)
     optimizer.__reduce_ex__ = _Reduce(optimizer)
-    return record

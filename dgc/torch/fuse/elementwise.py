@@ -1,90 +1,72 @@
-"""Which optimizers may be fused: those that update every element by itself.
+"""Which optimizers may be fused: those that update every element of a parameter by itself.
 
-An optimizer that looks at a parameter as a whole (its norm, its rank as a matrix, its number of dimensions) gives
-another result when it is shown many parameters as one vector. torch's own element-wise classes are listed; a class can
-say it of itself; any other is tried out on numbers, which is a heuristic: see :mod:`dgc.torch.fuse.trial`.
+An optimizer that looks at a parameter as a whole (its norm, its rank as a matrix, its place in the group) gives
+another result when it is shown many parameters as one vector. It cannot be seen from outside which ones do, so torch's
+element-wise classes are listed here, and of any other class the user says so.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.torch.fuse.trial import passes_trial
+from dgc.core.errors import ConfigError
+from dgc.torch.fuse.seam import step_without_hooks
 
-_KNOWN = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
-    }
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+_NOT_ELEMENTWISE = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
 
-_DECLARATION = "_fuse_elementwise"
 
-_MEANINGLESS = ("_dynamo_", "_has_dynamo_", "_is_hf_initialized")
-"""How attributes begin that torch.compile and Hugging Face's loader leave on parameters, and no optimizer reads."""
-
-
-def is_trusted(update_class: type[Optimizer]) -> bool:
-    """Whether ``update_class`` is element-wise without a doubt: one of torch's, or with ``_fuse_elementwise = True``.
-
-    True counts in the class itself only: a subclass may do what its parent does not.
-    """
-    return update_class in _KNOWN or vars(update_class).get(_DECLARATION) is True
-
-
-def is_elementwise(update_class: type[Optimizer], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Whether ``update_class`` with the options of ``group`` treats a concatenation like its parts.
+def is_elementwise(update_class: type[Optimizer], declared: bool | None = None) -> bool:
+    """Whether ``update_class`` updates a concatenation of parameters as it updates its parts.
 
     Args:
-        update_class: the class whose step would be fused.
-        group: a parameter group with its options, as they are now: see :func:`option_pattern`.
-        defaults: the optimizer's ``defaults``.
+        update_class: the class whose ``step`` would be fused.
+        declared: what the user says of it; None: only torch's own classes are known to be.
+
+    Raises:
+        ConfigError: declared of a class that is known not to be.
     """
-    if is_trusted(update_class):
-        return True
-    if getattr(update_class, _DECLARATION, None) is False:
-        return False
-    return passes_trial(update_class, group, defaults)
+    never = is_never_elementwise(update_class)
+    if declared and never:
+        raise ConfigError(
+            f"{update_class.__name__} does not update every element by itself, so it cannot be fused: "
+            "leave elementwise=True away, and it is stepped plainly."
+        )
+    if declared is not None:
+        return declared
+    return not never and _steps_like_one_of(_ELEMENTWISE, update_class)
 
 
-def option_pattern(group: Mapping[str, Any]) -> Hashable:
-    """What of a group's options a trial's outcome may depend on; when it changes, a new trial is due.
+def is_never_elementwise(update_class: type[Optimizer]) -> bool:
+    """Whether ``update_class`` is known to look at whole parameters.
 
-    Which terms an update has hangs on options that are 0, None, a flag or a name, so numbers count by their sign only:
-    a schedule must not ask for a trial in every step. With a learning rate of 0 any class would pass.
+    A class says so of itself and its subclasses with ``_fuse_elementwise = False``.
     """
-    options = tuple((key, _kind(value)) for key, value in group.items() if key not in ("params", "param_names"))
-    return len(group["params"]), options
+    return getattr(update_class, "_fuse_elementwise", None) is False or _steps_like_one_of(
+        _NOT_ELEMENTWISE, update_class
+    )
 
 
-def is_marked(param: Tensor) -> bool:
-    """Whether ``param`` has attributes of its own, such as an ``lr_mult``, that an optimizer might read."""
-    return bool(param.__dict__) and not all(name.startswith(_MEANINGLESS) for name in param.__dict__)
-
-
-def _kind(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Tensor):
-        # A tensor on a device is not asked: that would wait for the device in every step.
-        return _kind(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "tensor"
-    if isinstance(value, (int, float)):
-        return (value > 0) - (value < 0), math.isfinite(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_kind, value))
-    return type(value).__name__
+def _steps_like_one_of(known: tuple[type[Optimizer], ...], update_class: type[Optimizer]) -> bool:
+    """Whether ``update_class`` is one of ``known``, or a subclass that overrides nothing of its step."""
+    return any(
+        issubclass(update_class, cls)
+        and step_without_hooks(update_class) is step_without_hooks(cls)
+        and getattr(update_class, "_init_group", None) is getattr(cls, "_init_group", None)
+        for cls in known
+    )

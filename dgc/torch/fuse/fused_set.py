@@ -83,7 +83,7 @@ class FlatBlock:
         """Member ``i``'s place in ``flat`` (n,), with the member's shape and strides."""
         return flat.as_strided(self.shapes[i], self.strides[i], flat.storage_offset() + self.offsets[i])
 
-    def grad_home(self) -> Tensor:
+    def grad_buffer(self) -> Tensor:
         """(n,) buffer of the gradients, made on first use."""
         if self._grad is None:
             self._grad = torch.zeros_like(self.weight)
@@ -91,37 +91,41 @@ class FlatBlock:
             self._grad_handles = [self._grad_handle(i) for i in range(len(self.members))]
         return self._grad
 
-    def bring_grads_home(self, indices: Sequence[int]) -> None:
+    def gather_grads(self, indices: Sequence[int]) -> None:
         """Copy these members' gradients into the flat buffer and let ``.grad`` point there.
 
         The user sees the place that is stepped on, so an optimizer that changes gradients in place, or a loop that
         accumulates without clearing, behaves as with a plain step.
         """
-        home = self.grad_home()
-        begin, end = home.data_ptr(), home.data_ptr() + home.numel() * home.itemsize
+        flat = self.grad_buffer()
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.itemsize
         grads = [self.members[i].grad for i in indices]
         # A gradient may lie in this very buffer, but as another view of it (transposed, or another member's place).
         sources = [g.clone() if begin <= g.data_ptr() < end else g for g in grads]
         torch._foreach_copy_([self._grad_targets[i] for i in indices], sources)
         for i in indices:
             # Horovod calls p.grad.set_(...), which moves the very tensor handed out here: it is never a copy target,
-            # and handed out again only while it still points home.
-            if self._grad_handles[i].data_ptr() != home.data_ptr() + self.offsets[i] * home.itemsize:
+            # and handed out again only while it still points into the buffer.
+            if self._grad_handles[i].data_ptr() != flat.data_ptr() + self.offsets[i] * flat.itemsize:
                 self._grad_handles[i] = self._grad_handle(i)
             self.members[i].grad = self._grad_handles[i]
+
+    def owns_grad(self, grad: Tensor) -> bool:
+        """Whether ``grad`` lies in the flat gradient buffer."""
+        return self._grad is not None and (grad.untyped_storage().data_ptr() == self._grad.untyped_storage().data_ptr())
 
     def _grad_handle(self, i: int) -> Tensor:
         assert self._grad is not None
         return alias(self._grad, self.offsets[i], self.shapes[i], self.strides[i])
 
-    def state_home(self, key: str, like: Tensor) -> Tensor:
+    def state_buffer(self, key: str, like: Tensor) -> Tensor:
         """(n,) buffer of per-element state ``key``, in the type of ``like``."""
         kind = (key, like.dtype, like.device)
         if kind not in self._state:
             self._state[kind] = torch.zeros(self.offsets[-1], dtype=like.dtype, device=like.device)
         return self._state[kind]
 
-    def scalar_home(self, key: str, like: Tensor) -> Tensor:
+    def scalar_buffer(self, key: str, like: Tensor) -> Tensor:
         """(m, *shape) buffer: every member's own copy of a one-element state tensor.
 
         The copies are views of one buffer, so that one call writes them all, and the version counter they share tells
@@ -137,10 +141,12 @@ class FlatBlock:
 class _Scalar:
     """A one-element state tensor: ``shared`` goes to the optimizer, ``copies`` (m, *shape) belong to the members."""
 
-    def __init__(self, shared: Tensor, copies: Tensor, by_value: bool) -> None:
+    def __init__(self, shared: Tensor, copies: Tensor) -> None:
         self.shared = shared
         self.copies = copies
-        self.by_value = by_value
+        # A write through ``.data`` shows in no version counter. On a CPU comparing the values costs next to nothing;
+        # elsewhere it would wait for the device in every step.
+        self.by_value = copies.device.type == "cpu"
         self.ptrs = [copy.data_ptr() for copy in copies]
         self.version = -1
 
@@ -164,7 +170,7 @@ class FusedSet:
     """
 
     def __init__(
-        self, block: FlatBlock, start: int, stop: int, state: Mapping[Tensor, dict], *, rehome: bool, trusted: bool
+        self, block: FlatBlock, start: int, stop: int, state: Mapping[Tensor, dict], *, move_grads: bool
     ) -> None:
         """Gather gradients and state.
 
@@ -173,34 +179,29 @@ class FusedSet:
             start: first member.
             stop: end of the members: at least two, with gradients and equal ``state_signature``.
             state: the optimizer's state by parameter.
-            rehome: gradients may be moved into the block's flat buffer; if not they are parallel already.
-            trusted: the optimizer is one that never writes through ``.data``, which no version counter shows.
+            move_grads: gradients may be moved into the block's flat buffer; if not they are parallel already.
         """
         self.block, self.start, self.stop = block, start, stop
         self.members = block.members[start:stop]
         self.offsets = [offset - block.offsets[start] for offset in block.offsets[start : stop + 1]]
         self.numel = self.offsets[-1]
-        self._trusted = trusted
         self.weight = torch.nn.Parameter(alias(block.weight, block.offsets[start], (self.numel,), (1,)))
-        self.weight.grad = self._gather_grads(rehome)
+        self.weight.grad = self._gather_grads(move_grads)
         self.state: dict[str, Any] = {}
         self._flat: dict[str, tuple[Tensor, list[int]]] = {}
         self._scalars: dict[str, _Scalar] = {}
         self._values: dict[str, Any] = {}
         self._gather_state([state.get(p, {}) for p in self.members])
 
-    def _gather_grads(self, rehome: bool) -> Tensor:
+    def _gather_grads(self, move_grads: bool) -> Tensor:
         grads = [p.grad for p in self.members]
         if not are_parallel(grads, self.members, self.offsets):
-            self.block.bring_grads_home(range(self.start, self.stop))
+            self.block.gather_grads(range(self.start, self.stop))
             grads = [p.grad for p in self.members]
         self._grad_ptrs = [g.data_ptr() for g in grads]
         self._grad_strides = [g.stride() for g in grads]
         first = grads[0].detach().as_strided((self.numel,), (1,))
-        home = self.block._grad
-        self._grads_at_home = (
-            rehome and home is not None and first.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
-        )
+        self._grads_in_buffer = move_grads and self.block.owns_grad(first)
         return alias(first, 0, (self.numel,), (1,))
 
     def _gather_state(self, states: list[dict[str, Any]]) -> None:
@@ -210,18 +211,18 @@ class FusedSet:
             elif value.shape == self.members[0].shape:
                 tensors = [state[key] for state in states]
                 if not are_parallel(tensors, self.members, self.offsets):
-                    home = self.block.state_home(key, value)
+                    buffer = self.block.state_buffer(key, value)
                     for i, state in enumerate(states, self.start):
-                        place = self.block.view(home, i)
-                        if state[key].data_ptr() != place.data_ptr() or state[key].stride() != place.stride():
-                            place.copy_(state[key].clone())  # a clone, as it may be another view of this buffer
-                        state[key] = place
+                        view = self.block.view(buffer, i)
+                        if state[key].data_ptr() != view.data_ptr() or state[key].stride() != view.stride():
+                            view.copy_(state[key].clone())  # a clone, as it may be another view of this buffer
+                        state[key] = view
                     tensors = [state[key] for state in states]
                 flat = tensors[0].as_strided((self.numel,), (1,))
                 self._flat[key] = (flat, [t.data_ptr() for t in tensors])
                 self.state[key] = flat
             else:
-                copies = self.block.scalar_home(key, value)[self.start : self.stop]
+                copies = self.block.scalar_buffer(key, value)[self.start : self.stop]
                 self._bind_scalar(key, value.clone(), copies, states)
                 self.state[key] = self._scalars[key].shared
 
@@ -229,9 +230,7 @@ class FusedSet:
         copies.copy_(shared)
         for state, copy in zip(states, copies, strict=True):
             state[key] = copy
-        # On a CPU comparing values costs next to nothing; elsewhere it would wait for the device in every step.
-        by_value = not self._trusted or copies.device.type == "cpu"
-        self._scalars[key] = _Scalar(shared, copies, by_value)
+        self._scalars[key] = _Scalar(shared, copies)
         self._values.pop(key, None)
 
     def prepare(self, state: Mapping[Tensor, dict]) -> bool:
@@ -252,13 +251,13 @@ class FusedSet:
             return False
         if ptrs == self._grad_ptrs and strides == self._grad_strides:
             return True
-        if not self._grads_at_home:
+        if not self._grads_in_buffer:
             return False
         known = zip(self._grad_ptrs, self._grad_strides, strict=True)
         moved = [i for i, place in enumerate(zip(ptrs, strides, strict=True)) if place != next(known)]
         if any(grads[i].requires_grad for i in moved):
             return False
-        self.block.bring_grads_home([self.start + i for i in moved])
+        self.block.gather_grads([self.start + i for i in moved])
         return True
 
     def _state_is_in_place(self, state: Mapping[Tensor, dict]) -> bool:
@@ -279,7 +278,7 @@ class FusedSet:
             return False
         return all(len(s) == len(self.state) for s in states)
 
-    def absorb(self, state: Mapping[Tensor, dict]) -> bool:
+    def write_back(self, state: Mapping[Tensor, dict]) -> bool:
         """Write what the step left in ``self.state`` back to the members.
 
         Per-element state is shared memory and needs nothing, unless the optimizer made a new tensor.
@@ -305,7 +304,7 @@ class FusedSet:
                     scalar.shared = value
                 else:
                     states = states or [state[p] for p in self.members]
-                    copies = self.block.scalar_home(key, value)[self.start : self.stop]
+                    copies = self.block.scalar_buffer(key, value)[self.start : self.stop]
                     self._bind_scalar(key, value, copies, states)
             elif key not in self._values or value != self._values[key]:
                 states = states or [state[p] for p in self.members]
@@ -318,12 +317,12 @@ class FusedSet:
 
     def _adopt(self, key: str, flat: Tensor, states: list[dict[str, Any]]) -> None:
         flat = self.state[key] = flat.detach().contiguous()
-        places = []
+        ptrs = []
         for i, (param, member_state) in enumerate(zip(self.members, states, strict=True)):
-            place = flat.as_strided(param.shape, param.stride(), flat.storage_offset() + self.offsets[i])
-            member_state[key] = place
-            places.append(place.data_ptr())
-        self._flat[key] = (flat, places)
+            view = flat.as_strided(param.shape, param.stride(), flat.storage_offset() + self.offsets[i])
+            member_state[key] = view
+            ptrs.append(view.data_ptr())
+        self._flat[key] = (flat, ptrs)
         self._values.pop(key, None)
 
     def _drop_vanished(self, state: Mapping[Tensor, dict]) -> None:

@@ -135,7 +135,7 @@ def _without_overlaps(members: list[Tensor]) -> list[Tensor]:
     return [param for param in members if id(param) not in overlapping]
 
 
-def place_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> None:
+def flatten_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> None:
     """Move weights that own their memory into one new buffer per type and device; values and strides stay.
 
     A weight stays where it is if somebody else may rely on its place: its storage is larger than itself, shared with
@@ -163,13 +163,13 @@ def place_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> Non
         movable = [p for p in members if _owns_its_memory(p) and users[p.untyped_storage().data_ptr()] == 1]
         if len(movable) < 2:
             continue
-        movable.sort(key=_coarseness, reverse=True)
+        movable.sort(key=_alignment_of, reverse=True)
         flat = torch.empty(sum(p.numel() for p in movable), dtype=dtype, device=device)
         offset = 0
         for param in movable:
-            home = alias(flat, offset, param.shape, param.stride())
-            home.copy_(param.detach())
-            param.data = home
+            moved = alias(flat, offset, param.shape, param.stride())
+            moved.copy_(param.detach())
+            param.data = moved
             offset += param.numel()
 
 
@@ -179,7 +179,7 @@ def _owns_its_memory(param: Tensor) -> bool:
     return param.device.type != "cpu" or not (param.is_shared() or param.is_pinned())
 
 
-def _coarseness(param: Tensor) -> int:
+def _alignment_of(param: Tensor) -> int:
     """Largest power of two, at most 64, that divides the size in bytes."""
     size = param.numel() * param.itemsize
     return min(size & -size, _ALIGNMENT)

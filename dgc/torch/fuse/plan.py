@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.torch.fuse.elementwise import is_marked
 from dgc.torch.fuse.fused_set import FlatBlock, FusedSet, state_signature
-from dgc.torch.fuse.memory import adjacent_runs, are_parallel, is_fusable_weight, place_weights
+from dgc.torch.fuse.memory import adjacent_runs, are_parallel, flatten_weights, is_fusable_weight
 
 
 class GroupPlan:
@@ -21,33 +20,25 @@ class GroupPlan:
 
     Attributes:
         sets: fused sets of at least two parameters.
-        rest: all other parameters in the order of the group, for the optimizer to treat as in a plain step.
+        unfused: all other parameters in the order of the group, for the optimizer to treat as in a plain step.
     """
 
-    def __init__(self, *, do_flatten: bool, check_flatten: bool, trusted: bool) -> None:
-        """Nothing is planned yet.
-
-        Args:
-            do_flatten: as given to ``fuse_optimizer``.
-            check_flatten: as given to ``fuse_optimizer``.
-            trusted: the optimizer's class is known to be element-wise. Of others it is not known what they read on a
-                parameter, and how they write to their state.
-        """
+    def __init__(self, *, do_flatten: bool, check_flatten: bool) -> None:
+        """Nothing is planned yet; the arguments are those of ``fuse_optimizer``."""
         self._do_flatten = do_flatten
         self._check_flatten = check_flatten
-        self._trusted = trusted
         self._params: list[Tensor] = []
         self._blocks: list[FlatBlock] = []
-        self._placed: dict[int, Tensor] = {}
+        self._flattened: dict[int, Tensor] = {}
         self._frozen: list[Tensor] = []
-        self._idle: list[Tensor] = []
-        self._lone: list[tuple[Tensor, int]] = []
+        self._without_grad: list[Tensor] = []
+        self._single: list[tuple[Tensor, int]] = []
         self._stale = True
         self._differentiable = False
         self.sets: list[FusedSet] = []
-        self.rest: list[Tensor] = []
+        self.unfused: list[Tensor] = []
 
-    def place(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
+    def flatten(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Give parameters that are seen trainable for the first time their flat memory, once in their life.
 
         At fusing that is all of them; later those of an added group, or unfrozen ones.
@@ -58,27 +49,27 @@ class GroupPlan:
         """
         params = group["params"]
         here = {id(p) for p in params}
-        self._placed = {key: p for key, p in self._placed.items() if key in here}
-        new = [p for p in params if p.requires_grad and id(p) not in self._placed and is_fusable_weight(p)]
+        self._flattened = {key: p for key, p in self._flattened.items() if key in here}
+        new = [p for p in params if p.requires_grad and id(p) not in self._flattened and is_fusable_weight(p)]
         if new and self._do_flatten and not group.get("differentiable"):
-            place_weights(new, [p for other in optimizer.param_groups for p in other["params"]])
-        self._placed.update((id(p), p) for p in new)
+            flatten_weights(new, [p for other in optimizer.param_groups for p in other["params"]])
+        self._flattened.update((id(p), p) for p in new)
         self._frozen = [p for p in params if not p.requires_grad]
         self._form_blocks(params)
 
     def prepare(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Make ``sets`` and ``rest`` right for the gradients, state and memory as they are now."""
+        """Make ``sets`` and ``unfused`` right for the gradients, state and memory as they are now."""
         state = optimizer.state
-        if not self._blocks_hold(group["params"]):
-            self.place(group, optimizer)
+        if not self._blocks_valid(group["params"]):
+            self.flatten(group, optimizer)
             self._stale = True
         differentiable = bool(group.get("differentiable"))
-        if self._stale or differentiable != self._differentiable or not self._sets_hold(state):
+        if self._stale or differentiable != self._differentiable or not self._sets_valid(state):
             self._differentiable = differentiable
             self._form_sets(group, state)
             self._stale = False
 
-    def _blocks_hold(self, params: list[Tensor]) -> bool:
+    def _blocks_valid(self, params: list[Tensor]) -> bool:
         return (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
@@ -86,11 +77,10 @@ class GroupPlan:
             and not any(p.requires_grad for p in self._frozen)
         )
 
-    def _sets_hold(self, state: Mapping[Tensor, dict]) -> bool:
+    def _sets_valid(self, state: Mapping[Tensor, dict]) -> bool:
         return (
-            all(p.grad is None for p in self._idle)
-            and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._lone)
-            and (self._trusted or not any(is_marked(p) for fused in self.sets for p in fused.members))
+            all(p.grad is None for p in self._without_grad)
+            and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._single)
             and all(fused.prepare(state) for fused in self.sets)
         )
 
@@ -123,8 +113,8 @@ class GroupPlan:
             )
 
     def _form_sets(self, group: Mapping[str, Any], state: Mapping[Tensor, dict]) -> None:
-        self.sets, self._idle = [], []
-        lone: list[Tensor] = []
+        self.sets, self._without_grad = [], []
+        single: list[Tensor] = []
         # A differentiable step must see the user's own tensors.
         blocks = [] if self._differentiable else self._blocks
         for block in blocks:
@@ -135,20 +125,16 @@ class GroupPlan:
                 while stop < len(block.members) and self._joins(block, start, stop, signatures):
                     stop += 1
                 if stop - start > 1:
-                    self.sets.append(
-                        FusedSet(block, start, stop, state, rehome=self._do_flatten, trusted=self._trusted)
-                    )
+                    self.sets.append(FusedSet(block, start, stop, state, move_grads=self._do_flatten))
                 else:
-                    (self._idle if block.members[start].grad is None else lone).append(block.members[start])
+                    (self._without_grad if block.members[start].grad is None else single).append(block.members[start])
                 start = stop
-        self._lone = [(p, len(state.get(p, ()))) for p in lone]
+        self._single = [(p, len(state.get(p, ()))) for p in single]
         fused = {id(p) for fused_set in self.sets for p in fused_set.members}
-        self.rest = [p for p in group["params"] if id(p) not in fused]
+        self.unfused = [p for p in group["params"] if id(p) not in fused]
 
     def _signature(self, param: Tensor, state: Mapping[Tensor, dict]) -> frozenset | None:
         grad = param.grad
-        if not self._trusted and is_marked(param):
-            return None
         if grad is None or grad.layout is not torch.strided or grad.requires_grad or grad.dtype != param.dtype:
             return None
         return state_signature(param, state.get(param, {}))
@@ -162,10 +148,10 @@ class GroupPlan:
         weights = block.members[i - 1 : i + 1]
         return are_parallel([p.grad for p in weights], weights, block.offsets[i - 1 : i + 2])
 
-    def absorb(self, state: Mapping[Tensor, dict]) -> None:
+    def write_back(self, state: Mapping[Tensor, dict]) -> None:
         """Write the fused state back to the parameters, after the step."""
-        changed = [fused.absorb(state) for fused in self.sets]
+        changed = [fused.write_back(state) for fused in self.sets]
         for fused in self.sets:
             fused.remember_versions()
         # Pieces that were kept apart by what their state lacked may be one from now on.
-        self._stale = any(changed) and len(self.sets) + len(self._lone) > 1
+        self._stale = any(changed) and len(self.sets) + len(self._single) > 1

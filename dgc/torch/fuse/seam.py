@@ -37,10 +37,15 @@ class StepSeam:
     failed: Callable[[Exception], None] | None = None
 
     @property
-    def plain_step(self) -> Callable[..., Any]:
-        """The local update without torch's step hooks, which ``fuse_step`` runs itself, once."""
-        step = self.update_class.step
-        return step.__wrapped__ if getattr(step, "hooked", False) else step
+    def communicates(self) -> bool:
+        """Whether anything besides the local update happens in a step."""
+        return self.before is not None or self.after is not None or self.failed is not None
+
+
+def step_without_hooks(update_class: type[Optimizer]) -> Callable[..., Any]:
+    """The ``step`` of ``update_class`` as it was written: torch wraps it to run step hooks around it."""
+    step = update_class.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def resolve(optimizer: Optimizer) -> StepSeam:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.torch.fuse.elementwise import is_elementwise, is_trusted, option_pattern
+from dgc.torch.fuse.elementwise import is_elementwise, is_never_elementwise
 from dgc.torch.fuse.plan import GroupPlan
-from dgc.torch.fuse.seam import StepSeam
+from dgc.torch.fuse.seam import StepSeam, step_without_hooks
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,11 @@ class FuseOptions:
 
     do_flatten: bool = True
     check_flatten: bool = True
+    elementwise: bool | None = None
 
 
 class FuseRecord:
-    """Plans of one fused optimizer, one per parameter group that can be fused.
+    """The plans of one fused optimizer, one per parameter group.
 
     Attributes:
         options: as given to ``fuse_optimizer``.
@@ -33,98 +35,95 @@ class FuseRecord:
     """
 
     def __init__(self, options: FuseOptions) -> None:
-        """Start without plans: they are made at the first ``place`` or ``update``."""
+        """Start without plans: they are made at the first ``flatten`` or ``update``."""
         self.options = options
         self.fused_sets = 0
         self.fused_params = 0
-        self._plans: list[GroupPlan | None] = []
-        self._verdicts: list[dict[Hashable, bool]] = []
+        self._plans: list[GroupPlan] = []
         self._warned = False
 
-    def place(self, seam: StepSeam) -> None:
-        """Flatten the weights of all groups that exist now."""
-        self._decide(seam)
-        for plan, group in zip(self._plans, seam.local.param_groups, strict=True):
-            if plan is not None:
-                plan.place(group, seam.local)
-
     def can_fuse(self, seam: StepSeam) -> bool:
-        """Whether any group may be fused; if not, the optimizer's own ``step`` does all the work."""
-        self._decide(seam)
-        return any(plan is not None for plan in self._plans)
+        """Whether the optimizer is element-wise; if not, its own ``step`` does all the work, after one warning.
 
-    def _decide(self, seam: StepSeam) -> None:
-        """Give every group that may be fused a plan, and take it from one whose options no longer allow it."""
-        groups = seam.local.param_groups
-        del self._plans[len(groups) :], self._verdicts[len(groups) :]
-        trusted = is_trusted(seam.update_class)
-        for i in range(len(groups)):
-            if i == len(self._plans):
-                self._plans.append(None)
-                self._verdicts.append({})
-            if not trusted and not self._may_fuse(seam, i):
-                self._plans[i] = None
-            elif self._plans[i] is None:
-                self._plans[i] = GroupPlan(
-                    do_flatten=self.options.do_flatten, check_flatten=self.options.check_flatten, trusted=trusted
-                )
-
-    def _may_fuse(self, seam: StepSeam, i: int) -> bool:
-        group, verdicts = seam.local.param_groups[i], self._verdicts[i]
-        if not group["params"]:  # a shard may be empty
+        Raises:
+            ConfigError: declared element-wise, but known not to be.
+        """
+        update_class = seam.update_class
+        if is_elementwise(update_class, self.options.elementwise):
             return True
-        pattern = option_pattern(group)
-        if pattern not in verdicts:
-            verdicts[pattern] = is_elementwise(seam.update_class, group, seam.local.defaults)
-        if not verdicts[pattern] and not self._warned:
+        if self.options.elementwise is None and not self._warned:
             self._warned = True
+            if is_never_elementwise(update_class):
+                reason, advice = "does not update every element of a parameter by itself", "."
+            else:
+                reason = "is not known to update every element of a parameter by itself"
+                advice = (
+                    ". If it does, say so to have it fused: fuse_optimizer(optimizer, elementwise=True); "
+                    "elementwise=False turns this warning off."
+                )
             warnings.warn(
-                f"{seam.update_class.__name__} does not treat every element of a parameter by itself, or could not be "
-                "shown to: fuse_step() updates its parameters one by one, as step() does.",
+                f"{update_class.__name__} {reason}: fuse_step() does what step() does{advice}",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return verdicts[pattern]
+        return False
 
-    def update(self, seam: StepSeam) -> Any:
+    def flatten(self, seam: StepSeam) -> None:
+        """Flatten the weights of all groups that exist now."""
+        for plan, group in self._plans_of(seam.local):
+            plan.flatten(group, seam.local)
+
+    def update(self, seam: StepSeam, closure: Callable[[], Any] | None = None) -> Any:
         """The local update with fused parameters in the place of their members.
+
+        Args:
+            seam: the step; its class can be fused.
+            closure: returns the loss; evaluated before, so that the gradients are there.
 
         Returns:
             What the plain step returned.
         """
         local = seam.local
-        self._decide(seam)
-        for plan, group in zip(self._plans, local.param_groups, strict=True):
-            if plan is not None:
-                plan.prepare(group, local)
-        sets = [fused for plan in self._plans if plan is not None for fused in plan.sets]
+        planned = self._plans_of(local)
+        for plan, group in planned:
+            plan.prepare(group, local)
+        sets = [fused for plan, _ in planned for fused in plan.sets]
         self.fused_sets = len(sets)
         self.fused_params = sum(len(fused.members) for fused in sets)
-        new_state = {id(p) for p in local.state} if any(not fused.state for fused in sets) else None
-        result = self._step_fused(local, seam.plain_step)
-        if new_state is not None:
-            _in_group_order(local, new_state)
+        known = {id(p) for p in local.state} if any(not fused.state for fused in sets) else None
+        result = self._step_fused(local, step_without_hooks(seam.update_class), closure)
+        if known is not None:
+            _in_group_order(local, known)
         return result
 
-    def _step_fused(self, local: Any, plain_step: Callable[..., Any]) -> Any:
+    def _plans_of(self, local: Optimizer) -> list[tuple[GroupPlan, dict[str, Any]]]:
+        """Every group of ``local`` with its plan; groups may come and go at the end."""
+        groups, options = local.param_groups, self.options
+        del self._plans[len(groups) :]
+        while len(self._plans) < len(groups):
+            self._plans.append(GroupPlan(do_flatten=options.do_flatten, check_flatten=options.check_flatten))
+        return list(zip(self._plans, groups, strict=True))
+
+    def _step_fused(self, local: Any, plain_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Run the plain step while the optimizer sees the fused parameters, and restore its groups."""
         groups, state = local.param_groups, local.state
         hooks = local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks
-        sets = [fused for plan in self._plans if plan is not None for fused in plan.sets]
+        sets = [fused for plan in self._plans for fused in plan.sets]
         shown = []
         for plan, group in zip(self._plans, groups, strict=True):
             seen = dict(group)
-            if plan is not None and plan.sets:
-                seen["params"] = [*(fused.weight for fused in plan.sets), *plan.rest]
+            if plan.sets:
+                seen["params"] = [*(fused.weight for fused in plan.sets), *plan.unfused]
                 seen.pop("param_names", None)  # there is no name for a fused parameter
             shown.append(seen)
         for fused in sets:
             state[fused.weight] = fused.state
+        arguments = () if closure is None else (_EvaluatedClosure(closure, local, shown),)
         local.param_groups = shown
         # A class that calls super().step() would run the hooks again, on parameters the user does not know.
         local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            return plain_step(local)
+            return plain_step(local, *arguments)
         finally:
             # After an error too: what the step had done by then is done, as it is when a plain step fails.
             local.param_groups = groups
@@ -132,17 +131,44 @@ class FuseRecord:
             for fused in sets:
                 fused.state = state.pop(fused.weight, {})
             for plan in self._plans:
-                if plan is not None:
-                    plan.absorb(state)
+                plan.write_back(state)
             for group, seen in zip(groups, shown, strict=True):
                 # Some optimizers keep counters among the options.
                 group.update((key, value) for key, value in seen.items() if key != "params")
+
+
+class _EvaluatedClosure:
+    """What the optimizer gets in the place of the user's closure: it returns the loss, and evaluates nothing.
+
+    Gradients are gathered before the step, so the closure has run by then. That is the same as long as the optimizer
+    calls its closure once, before it writes to a parameter; whatever else it does would silently give other results.
+    """
+
+    def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self._closure = closure
+        self._name = type(optimizer).__name__
+        self._weights: list[Tensor] = [p for group in groups for p in group["params"]]
+        self._versions = [p._version for p in self._weights]
+        self._called = False
+
+    def __call__(self) -> Any:
+        if self._called or [p._version for p in self._weights] != self._versions:
+            raise RuntimeError(
+                f"{self._name} calls its closure more than once, or after it changed parameters. A fused step runs "
+                "the closure once, before the update: call step(closure) instead of fuse_step(closure)."
+            )
+        self._called = True
+        return self._closure()
 
 
 def _in_group_order(optimizer: Optimizer, known: set[int]) -> None:
     """Order the state entries made in this step as a plain step would have made them: by parameter.
 
     Fused sets follow memory order; ``state_dict()`` lists entries in the order they were made.
+
+    Args:
+        optimizer: the one that was stepped.
+        known: ids of the parameters that had state before the step.
     """
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
         if param in optimizer.state and id(param) not in known:

@@ -146,6 +146,8 @@ def fusing_it_changes_nothing():
         train(other, other_own, step)
     assert_bits_equal(own, other_own)
     raises(TypeError, "load_state_dict", lambda: copy.deepcopy(optimizer))
+    raises(ConfigError, "DGCMomentum does not update", lambda: dgc.fuse_optimizer(other, elementwise=True))
+    assert not dgc.is_fused_optimizer(other)
     optimizer.close()
     other.close()
 
