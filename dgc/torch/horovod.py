@@ -13,10 +13,7 @@ import torch
 
 from dgc.errors import ConfigError, RemoteError, TransportError
 
-INSTALL_HINT = (
-    "Build Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 pip install "
-    "--no-build-isolation horovod"
-)
+INSTALL_HINT = "Build Horovod for the installed PyTorch with: python -m dgc build-horovod --install"
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""

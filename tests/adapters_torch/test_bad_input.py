@@ -177,5 +177,5 @@ def test_horovod_that_is_missing_or_not_initialised(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    with pytest.raises(dgc.ConfigError, match="HOROVOD_WITH_PYTORCH"):
+    with pytest.raises(dgc.ConfigError, match="python -m dgc build-horovod --install"):
         dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())

@@ -17,7 +17,7 @@ from adapters_torch.fuse_tools import (
     make_params,
 )
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.fuse import fuse_optimizer, is_fused_optimizer
 from dgc.torch.fuse.elementwise import is_elementwise
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from dgc.core.errors import ConfigError
+from dgc.errors import ConfigError
 from dgc.torch.fuse.seam import step_without_hooks
 
 _ELEMENTWISE = (

@@ -1,0 +1,104 @@
+"""Horovod's sources: the release, its download, and the lines edited for current frameworks."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from dgc.build_horovod.process import BuildError, run_logged
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace one line of a file of Horovod's sources.
+
+    Attributes:
+        path: file, relative to the root of the sources.
+        old: the line as it is, without indentation; it must occur exactly once.
+        new: what replaces it; the indentation stays.
+        why: reason, shown when the line is not found.
+    """
+
+    path: str
+    old: str
+    new: str
+    why: str
+
+
+EDITS = (
+    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "PyTorch >= 2.1 refuses C++14"),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 17)",
+        "PyTorch >= 2.1 refuses C++14",
+    ),
+    Edit(
+        "horovod/tensorflow/xla_mpi_ops.cc",
+        "#if TENSORFLOW_VERSION >= 2006000000",
+        "#if HAVE_GPU && TENSORFLOW_VERSION >= 2006000000",
+        "the XLA operations serve GPU builds only, and their headers are missing from TensorFlow's CPU wheels",
+    ),
+)
+
+
+def substitute(text: str, edit: Edit) -> str:
+    """Return `text` with the one line `edit.old` replaced by `edit.new`.
+
+    Raises:
+        BuildError: the line does not occur, or occurs more than once.
+    """
+    lines = text.splitlines(keepends=True)
+    places = [i for i, line in enumerate(lines) if line.strip() == edit.old]
+    if len(places) != 1:
+        raise BuildError(
+            f"{edit.path}: expected the line {edit.old!r} exactly once, found it {len(places)} times. "
+            f"These are not the sources of Horovod {HOROVOD_VERSION}. (Reason of the edit: {edit.why}.)"
+        )
+    line = lines[places[0]]
+    lines[places[0]] = line.replace(edit.old, edit.new)
+    return "".join(lines)
+
+
+def apply_edits(source: Path, edits: tuple[Edit, ...] = EDITS) -> None:
+    """Apply `edits` to the files under `source`, all of them or none.
+
+    Raises:
+        BuildError: a file is missing, or a line is not found exactly once.
+    """
+    changed: dict[Path, str] = {}
+    for edit in edits:
+        path = source / edit.path
+        if path not in changed and not path.is_file():
+            raise BuildError(f"{edit.path} is missing: these are not the sources of Horovod {HOROVOD_VERSION}")
+        changed[path] = substitute(changed.get(path) or path.read_text(encoding="utf-8"), edit)
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+
+
+def fetch_sources(work: Path, sdist: Path | None, log: Path) -> Path:
+    """Download the sources (or take those given), check their digest and unpack them into `work`."""
+    if sdist is None:
+        # pip asks the sources for their metadata even when it only downloads: not isolated, so that it
+        # needs nothing but the packages that the build needs anyway.
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+        command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
+        run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
+        sdist = work / f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if not sdist.is_file():
+        raise BuildError(f"{sdist} does not exist")
+    digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    if digest != SDIST_SHA256:
+        raise BuildError(f"{sdist.name} has the SHA-256 {digest}, expected {SDIST_SHA256}: not the released sources")
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(work, filter="data")
+        else:
+            archive.extractall(work)
+    return work / f"horovod-{HOROVOD_VERSION}"

@@ -1,0 +1,17 @@
+"""The environment in which Horovod is compiled."""
+
+from build_tools import make_toolchain
+
+from dgc.build_horovod.build import build_environment
+
+
+def test_build_environment_agrees_with_what_was_found(monkeypatch):
+    monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
+    monkeypatch.setenv("MAKEFLAGS", "w --jobserver-auth=3,4")
+    environment = build_environment(make_toolchain(), {"HOROVOD_GPU_OPERATIONS": "NCCL"})
+    assert environment["HOROVOD_WITH_PYTORCH"] == environment["HOROVOD_WITH_MPI"] == "1"
+    assert environment["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_TENSORFLOW" not in environment
+    assert environment["MAKEFLAGS"] == "-j3"
+    assert environment["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
+    assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
