@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.core.errors import LayoutError
 from dgc.torch.adoption import Adoption
+from dgc.torch.saved_state import SavedState, broadcasting
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -22,17 +22,18 @@ class StepWatch:
 
     Attributes:
         owned_by: whether an optimizer is the owner, while that is not known yet.
+        saved: what was loaded into the owner since its last step.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], adoption: Adoption, has_failed: Callable[[], bool]) -> None:
         """Watch from now on.
 
-        One hook of torch serves all watches and stays for good: removing hooks when a watch is collected could fall
+        Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
 
         Args:
             parameters: that are compressed.
-            adoption: takes over, before each step, the options and the momentum that have come back.
+            adoption: applies options in the optimizer's place, which are hidden from it during its steps.
             has_failed: whether an error is on its way to the user already.
         """
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
@@ -40,8 +41,10 @@ class StepWatch:
         self._ids = {id(p) for p in parameters}
         self._adoption = adoption
         self._has_failed = has_failed
+        self.saved = SavedState(adoption)
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
+            _hook.append(register_optimizer_step_post_hook(_after_any_step))
         _watches.add(self)
 
     def end(self) -> None:
@@ -55,6 +58,8 @@ class StepWatch:
 
     @owner.setter
     def owner(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer is not self.owner:
+            self.saved.follow(optimizer)
         self._owner = None if optimizer is None else weakref.ref(optimizer)
 
     @property
@@ -63,29 +68,31 @@ class StepWatch:
         return self._owner is not None
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied.
+        """Before an optimizer steps our parameters: what the compressor applies is hidden from it.
 
         Raises:
             LayoutError: it has a gradient that nobody averaged.
-            ConfigError: its options cannot be adopted.
         """
         if getattr(optimizer, "_is_shard", False):
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
-        if _broadcasting():
-            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
-            # with the root's. Lend it the momentum that makes the buffers, but no weight decay: that would move the
-            # parameters of the ranks that loaded no checkpoint.
-            if self._adoption.active:
-                self._adoption.take(optimizer)
-                self._adoption.lend_momentum(optimizer)
-            return
         if not self._owns(optimizer):
+            return
+        if broadcasting():
+            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
+            # with the root's. It needs the momentum, which makes the buffers, but no weight decay: that would move the
+            # parameters of the ranks that loaded no checkpoint.
+            self._adoption.hide(optimizer, ("weight_decay",))
             return
         if not self._has_failed():
             self._refuse_strangers(optimizer)
-        self._adoption.take(optimizer)
+        self._adoption.hide(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer's step, its groups hold the user's own options again."""
+        if self._owns(optimizer):
+            self._adoption.show()
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         owner = self.owner
@@ -116,13 +123,6 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         watch.before_step(optimizer)
 
 
-def _broadcasting() -> bool:
-    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_code.co_name == "broadcast_optimizer_state":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for watch in list(_watches):
+        watch.after_step(optimizer)
