@@ -1,4 +1,4 @@
-"""Habits of Horovod scripts, on 2 real ranks: under MPI, and under Gloo, where Horovod's collectives carry the bytes."""
+"""Habits of Horovod scripts, on 2 real ranks: under MPI, and under Gloo, where Horovod carries the bytes."""
 
 from pathlib import Path
 

@@ -365,8 +365,8 @@ def files_of_earlier_versions_loaded_before_wrapping_are_refused():
             on_every_rank(
                 dgc.ConfigError,
                 "earlier version",
-                lambda: wrap(way, model, base),
-                f"{way} {everywhere}",  # noqa: B023
+                lambda: wrap(way, model, base),  # noqa: B023
+                f"{way} {everywhere}",
             )
             continue
         with warnings.catch_warnings(record=True) as caught:
@@ -558,7 +558,7 @@ def the_groups_hold_the_users_options_except_during_an_update():
         model = make_model()
         optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
         seen = []
-        optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["momentum"]))
+        optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["momentum"]))
         train(optimizer, model, 2)
         assert set(seen) == {0}, seen
         assert {name: optimizer.param_groups[0][name] for name in SGD} == SGD
