@@ -419,6 +419,7 @@ class Engine:
             self.transport,
             {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
             "before the first step, and after loading a checkpoint on one rank, call "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which some optimizers move parameters, and then "
             "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
         )
 
