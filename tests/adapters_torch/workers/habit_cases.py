@@ -130,7 +130,7 @@ def mixed(optimizer, model, scaler, count=itertools.count()):  # noqa: B008
     (clip_then_skip, clip_then_step, synchronize_three_times)[next(count) % 3](optimizer, model, scaler)
 
 
-def run_steps(way, make_optimizer, update, steps=20, passes=1, scale="", hvd_options=None, **options):
+def run_steps(way, make_optimizer, update, steps=8, passes=1, scale="", hvd_options=None, **options):
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7) if scale else None
     if scale and way != "dense":
@@ -161,13 +161,13 @@ def a_second_synchronize_hands_back_the_same_results():
             model, second = run_steps(way, make_optimizer, update, sparsity=0.9, **kind)
             assert torch.equal(flat(model), flat(expected)), f"{label} {update.__name__}"
             assert_replicas_identical(model, f"{label} {update.__name__}")
-            assert second.stats.steps == first.stats.steps == 20
-            assert second.describe()["step"] == 20 - first.stats.refused_steps == (19 if "scale" in kind else 20)
+            assert second.stats.steps == first.stats.steps == 8
+            assert second.describe()["step"] == 8 - first.stats.refused_steps == (7 if "scale" in kind else 8)
             assert np.isclose(second.residual_norm, first.residual_norm, rtol=1e-6)
             stand_ins = second.stats.total.bytes_sent - first.stats.total.bytes_sent
             times = {clip_then_step: 1, synchronize_three_times: 3, mixed: None}[update]
             if times and "scale" not in kind:
-                assert stand_ins == (20 * times * 8 * 4 if way == "a" else 0), stand_ins
+                assert stand_ins == (8 * times * 8 * 4 if way == "a" else 0), stand_ins
             second.close()
         first.close()
 
