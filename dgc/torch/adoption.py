@@ -1,14 +1,13 @@
-"""Taking momentum, Nesterov and weight decay out of a ``torch.optim.SGD`` into the compressor.
+"""Momentum, Nesterov and weight decay of a ``torch.optim.SGD``, applied by the compressor in the optimizer's place.
 
-The user's optimizer line stays as it is, and nothing is applied twice.
-
-What is taken can come back: schedulers set momentum, a dense checkpoint restores all of it. Whatever reappears is
-taken again at the beginning of a step; its ``momentum_buffer`` becomes the compressor's u.
+The user's optimizer line stays as it is, and so do its groups: the compressor reads them at the beginning of every
+step, so that a scheduler, a loaded state or a value set by hand is followed. While the optimizer updates the
+parameters they hold 0, so that nothing is applied twice. A ``momentum_buffer`` becomes the compressor's u.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +16,16 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 
-_TAKEN = ("momentum", "nesterov", "weight_decay")
-
 Absorb = Callable[[int, torch.Tensor], None]
 
 
 class Adoption:
-    """Momentum SGD's options of each parameter, and the watch over the optimizer they were taken from.
+    """Momentum SGD's options of each parameter, and the optimizer they are taken from.
 
     Attributes:
         hyper: the options by parameter index, as the core uses them.
-        active: whether anything is taken from the optimizer at all.
+        active: whether momentum is taken from the optimizer.
+        options: names of the group options that the compressor applies.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Adoption:
         config: DGCConfig,
         absorb: Absorb,
     ) -> None:
-        """Take over what the optimizer's groups hold now.
+        """Read what the optimizer's groups hold now; they are not changed.
 
         Args:
             parameters: the compressed tensors.
@@ -55,96 +53,131 @@ class Adoption:
         self._config = config
         self._absorb = absorb
         self.hyper = Hyper.uniform(len(parameters), config)
-        self.active = _is_sgd(optimizer) and config.momentum is None
+        self.active = is_sgd(optimizer) and config.momentum is None
         # Decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
-        self._decay = _is_sgd(optimizer) and config.weight_decay is None and (self.active or bool(config.momentum))
-        self._taken_from: set[int] = set()
-        self._lent = False
-        self._before = [] if optimizer is None else [(group, dict(group)) for group in optimizer.param_groups]
+        decay = is_sgd(optimizer) and config.weight_decay is None and (self.active or bool(config.momentum))
+        self.options = (("momentum", "nesterov") if self.active else ()) + (("weight_decay",) if decay else ())
+        self._adopted: set[int] = set()
+        self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         if optimizer is not None:
-            try:
-                # Its buffers stay: Horovod builds the optimizer that will step from the groups, and drops the state.
-                self.take(optimizer, buffers=False)
-            except ConfigError:
-                self.undo()
-                raise
+            self.read(optimizer)
 
-    def undo(self) -> None:
-        """Give the optimizer back what was taken at construction; for a construction that failed."""
-        for group, before in self._before:
-            for option in _TAKEN:
-                if option in before:
-                    group[option] = before[option]
-
-    def take(self, optimizer: torch.optim.Optimizer, *, buffers: bool = True) -> None:
-        """Move what the optimizer's groups hold into ``hyper``; nothing happens when there is nothing.
+    def read(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what the optimizer's groups hold.
 
         Args:
             optimizer: the optimizer that steps the parameters (in way A, at first the one it is built from).
-            buffers: whether momentum buffers become u.
 
         Raises:
             ConfigError: as in the constructor.
         """
-        if self._lent:
-            # The buffers that a borrowed momentum made are zero unless the root's checkpoint was broadcast into them.
-            found = [s["momentum_buffer"] for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
-            if not any(bool(b.any()) for b in found):
-                for state in optimizer.state.values():
-                    state.pop("momentum_buffer", None)
-            self._lent = False
-        for group in optimizer.param_groups:
-            ours = [(p, self._index[id(p)]) for p in group["params"] if id(p) in self._index]
-            if ours:
-                self._take_group(optimizer, group, ours, buffers)
+        for group, ours in self._groups(optimizer):
+            self._read_group(group, ours, is_sgd(optimizer))
 
     def took_from(self, index: int) -> bool:
         """Whether momentum or weight decay of this parameter was adopted from an optimizer."""
-        return index in self._taken_from and bool(self.hyper.momentum[index] or self.hyper.weight_decay[index])
+        return index in self._adopted and bool(self.hyper.momentum[index] or self.hyper.weight_decay[index])
 
-    def lend_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the adopted momentum back into the groups; the next :meth:`take` fetches it again."""
-        self._lent = True
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                i = self._index.get(id(p))
-                if i in self._taken_from:
-                    group["momentum"] = self.hyper.momentum[i]
-                    group["nesterov"] = self.hyper.nesterov[i]
-                    break
-
-    def restored(self, groups: Iterable[dict[str, Any]], indices: Sequence[Sequence[int | None]]) -> None:
-        """Write the adopted options back into a state dict's ``param_groups``, as a dense run would have saved them."""
-        for group, members in zip(groups, indices, strict=True):
-            taken = [i for i in members if i in self._taken_from]
-            if taken:
-                i = taken[0]
-                assert i is not None
-                if self.active:
-                    group["momentum"] = self.hyper.momentum[i]
-                    group["nesterov"] = self.hyper.nesterov[i]
-                if self._decay:
-                    group["weight_decay"] = self.hyper.weight_decay[i]
+    def concerns(self, group: dict[str, Any]) -> bool:
+        """Whether a parameter group has parameters of the compressor."""
+        return any(id(p) in self._index for p in group["params"])
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
         """The parameter's index in the layout, or None."""
         return self._index.get(id(parameter))
 
-    def _take_group(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        ours: list[tuple[torch.Tensor, int]],
-        buffers: bool,
-    ) -> None:
-        momentum, decay = _number(group.get("momentum", 0)), _number(group.get("weight_decay", 0))
+    # -- around the optimizer's update ---------------------------------------------------------------------------
+
+    def hide(self, optimizer: torch.optim.Optimizer, options: Sequence[str] | None = None) -> None:
+        """Let the groups hold 0 until :meth:`show`, so that the optimizer does not apply what the compressor does.
+
+        Args:
+            optimizer: that is about to update the parameters.
+            options: names of those to hide; all that were adopted if None.
+        """
+        for group, _ in self._groups(optimizer):
+            _, own = self._hidden.setdefault(id(group), (group, {}))
+            for option in self.options if options is None else options:
+                if option in self.options and group.get(option):
+                    own[option] = group[option]
+                    group[option] = False if option == "nesterov" else 0
+
+    def show(self) -> None:
+        """Give the groups back what :meth:`hide` took; what was set in them meanwhile stays."""
+        hidden, self._hidden = self._hidden, {}
+        for group, own in hidden.values():
+            for option, value in own.items():
+                if not group.get(option):
+                    group[option] = value
+
+    # -- the optimizer's state -----------------------------------------------------------------------------------
+
+    def absorb(self, optimizer: torch.optim.Optimizer, *, zeros: bool) -> bool:
+        """Turn the optimizer's momentum buffers into u, and take them out of its state.
+
+        Args:
+            optimizer: the owner of the parameters.
+            zeros: whether buffers that are all zero count as well. ``hvd.broadcast_optimizer_state`` makes such buffers
+                where there were none.
+
+        Returns:
+            Whether buffers became u.
+        """
         if not self.active:
-            self._refuse_doubles(momentum, decay, ours)
-        if not _is_sgd(optimizer) or not (self.active or self._decay):
+            return False
+        found = {}
+        for _, ours in self._groups(optimizer):
+            for p, i in ours:
+                buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
+                if buffer is not None:
+                    found[i] = buffer
+        self.drop_empty(optimizer)
+        if not found or not (zeros or any(bool(buffer.any()) for buffer in found.values())):
+            return False
+        for i, buffer in found.items():
+            self._absorb(i, buffer)
+        return True
+
+    def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
+        """Delete entries of the optimizer's state in which nothing is left: Horovod takes them for a state."""
+        for _, ours in self._groups(optimizer):
+            for p, _ in ours:
+                if p in optimizer.state and is_empty(optimizer.state[p]):
+                    del optimizer.state[p]
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _groups(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[dict[str, Any], list[tuple[torch.Tensor, int]]]]:
+        for group in optimizer.param_groups:
+            ours = [(p, self._index[id(p)]) for p in group["params"] if id(p) in self._index]
+            if ours:
+                yield group, ours
+
+    def _own(self, group: dict[str, Any], option: str) -> float:
+        """A group's own value of an option, hidden or not."""
+        _, hidden = self._hidden.get(id(group), (group, {}))
+        return float(group.get(option) or hidden.get(option) or 0)
+
+    def _read_group(self, group: dict[str, Any], ours: list[tuple[torch.Tensor, int]], sgd: bool) -> None:
+        momentum, decay = self._own(group, "momentum"), self._own(group, "weight_decay")
+        self._refuse_doubles(momentum, decay, ours)
+        if not sgd:
             return
-        if not self.active:
-            self._take_decay(group, decay, ours)
-            return
+        if self.active:
+            self._refuse_variants(group)
+        for _, i in ours:
+            if self.active:
+                self.hyper.momentum[i] = momentum
+                if self._config.nesterov is None:
+                    self.hyper.nesterov[i] = bool(self._own(group, "nesterov"))
+            if "weight_decay" in self.options:
+                self.hyper.weight_decay[i] = decay
+            if any(self._own(group, option) for option in self.options):
+                self._adopted.add(i)
+
+    def _refuse_variants(self, group: dict[str, Any]) -> None:
         if group.get("dampening"):
             raise ConfigError(
                 f"the optimizer has dampening={group['dampening']}, which momentum correction cannot take over; set "
@@ -155,27 +188,6 @@ class Adoption:
                 "the optimizer has maximize=True, which momentum correction cannot take over; minimise the negative "
                 "loss, or pass momentum=0 to the compressor to leave momentum in the optimizer"
             )
-        for p, i in ours:
-            if momentum:
-                self.hyper.momentum[i] = momentum
-                if self._config.nesterov is None:
-                    self.hyper.nesterov[i] = bool(group.get("nesterov")) or self.hyper.nesterov[i]
-                self._taken_from.add(i)
-            state = optimizer.state.get(p) if buffers else None
-            if state and state.get("momentum_buffer") is not None:
-                self._absorb(i, state.pop("momentum_buffer"))
-                if not state:
-                    del optimizer.state[p]
-        group["momentum"], group["nesterov"] = 0, False
-        if self._decay:
-            self._take_decay(group, decay, ours)
-
-    def _take_decay(self, group: dict[str, Any], decay: float, ours: list[tuple[torch.Tensor, int]]) -> None:
-        for _, i in ours:
-            if decay:
-                self.hyper.weight_decay[i] = decay
-                self._taken_from.add(i)
-        group["weight_decay"] = 0
 
     def _refuse_doubles(self, momentum: float, decay: float, ours: list[tuple[torch.Tensor, int]]) -> None:
         name = self._names[ours[0][1]]
@@ -192,11 +204,12 @@ class Adoption:
             )
 
 
-def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
+def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
     updating = getattr(optimizer, "optimizer_class", type(optimizer))
     return isinstance(updating, type) and issubclass(updating, torch.optim.SGD)
 
 
-def _number(value: Any) -> float:
-    return float(value) if value is not None else 0.0
+def is_empty(entry: Any) -> bool:
+    """Whether an entry of an optimizer's state holds nothing."""
+    return isinstance(entry, dict) and all(value is None for value in entry.values())

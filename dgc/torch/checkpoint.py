@@ -7,7 +7,6 @@ job that dies while saving leaves the previous checkpoint intact.
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import secrets
@@ -70,7 +69,7 @@ def save_checkpoint(
                 "token": token,
                 "size": size,
                 "model": model.state_dict(),
-                "optimizer": _dense_optimizer_state(optimizer, compression),
+                "optimizer": optimizer.state_dict(),
                 "extra": extra,
             }
             _write(folder / MAIN_FILE, content)
@@ -147,8 +146,6 @@ def load_checkpoint(
         )
     model.load_state_dict(main["model"])
     optimizer.load_state_dict(main["optimizer"])
-    if compression.engine is not None:
-        compression.engine.adoption.take(optimizer)
     if len(states) == size:
         if not states[rank].get("inactive"):
             compression.load_state_dict(states[rank])
@@ -183,17 +180,6 @@ def _require_loadable(extra: Any) -> dict[str, Any]:
             f"be loaded safely; convert it (float(x), vars(args)): {str(error).splitlines()[0]}"
         ) from error
     return {}
-
-
-def _dense_optimizer_state(optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> dict[str, Any]:
-    """The optimizer's state dict with adopted options put back, sharing nothing with the live groups."""
-    saved = optimizer.state_dict()
-    saved["param_groups"] = copy.deepcopy(saved["param_groups"])
-    engine = compression.engine
-    if engine is not None:
-        indices = [[engine.index_of(p) for p in group["params"]] for group in optimizer.param_groups]
-        engine.adoption.restored(saved["param_groups"], indices)
-    return saved
 
 
 def _on_all_ranks(transport: Transport | None, work: Callable[[], dict[str, Any]], what: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from dgc.adapter.compressor import CompressorBase, check_stand_in
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import give_up_step, has_begun, import_horovod
+from dgc.torch.horovod import give_up_step, has_begun, import_horovod, is_averaged
+from dgc.torch.owner import announce_owner, find_owner
+from dgc.torch.saved_state import require_own_options
 from dgc.torch.stand_in import StandIn
 from dgc.torch.transports import make_transport
 
@@ -48,6 +49,7 @@ class DGCCompressor(CompressorBase):
         self._deferred: DGCError | None = None
         self._giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
         self._last_found = 0
+        self._owner_checked = False
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -56,6 +58,7 @@ class DGCCompressor(CompressorBase):
         named_parameters: NamedParameters,
         optimizer: torch.optim.Optimizer | None,
         process_set: Any = None,
+        given: torch.optim.Optimizer | None = None,
     ) -> None:
         """Attach to a model's parameters; collective over the process set.
 
@@ -63,6 +66,7 @@ class DGCCompressor(CompressorBase):
             named_parameters: (name, parameter) pairs, at least those of the optimizer.
             optimizer: whose parameters with ``requires_grad`` form the layout, and whose options are adopted.
             process_set: the Horovod process set of the exchange; None means the option's, or all ranks.
+            given: the user's optimizer, where ``optimizer`` is what was made of it already.
 
         Raises:
             ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
@@ -85,7 +89,7 @@ class DGCCompressor(CompressorBase):
         transport = make_transport(self._adapter.get("transport", "auto"), chosen)
         try:
             self._engine = Engine(
-                lambda: _layout_of(named_parameters, optimizer),
+                lambda: _layout_of(named_parameters, optimizer, given),
                 self.config,
                 transport,
                 optimizer=optimizer,
@@ -98,6 +102,8 @@ class DGCCompressor(CompressorBase):
         self._engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
         stand_in = StandIn(hvd, transport, chosen, self._engine.count_bytes)
         self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
+        if given is None and optimizer is not None:
+            announce_owner(optimizer, self._engine.steps)
 
     @property
     def engine(self) -> Engine | None:
@@ -128,6 +134,11 @@ class DGCCompressor(CompressorBase):
             )
         if isinstance(tensor, torch.nn.Parameter):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+        if self._is_exchanged(self._engine):
+            # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
+            stand_in = torch.ones(1)
+            self._engine.stats.add_sent(stand_in.nbytes)
+            return stand_in, tensor
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._deferred is None and not self._giving_up:
             try:
@@ -181,9 +192,15 @@ class DGCCompressor(CompressorBase):
             finally:
                 self._giving_up = False
 
+    def _is_exchanged(self, engine: Engine) -> bool:
+        owner = engine.steps.owner
+        free = self._deferred is None and not self._giving_up
+        return free and owner is not None and engine.is_done() and is_averaged(owner)
+
     def _submit(self, engine: Engine, tensor: torch.Tensor, result: torch.Tensor) -> None:
-        if not engine.steps.knows_owner:
-            engine.steps.owner = _find_owner(self)
+        if not self._owner_checked:
+            engine.steps.owner = find_owner(self)
+            self._owner_checked = True
             _check_owner(engine, self._process_set)
         index = self._locate(engine, tensor)
         if index is None:
@@ -210,8 +227,11 @@ class DGCCompressor(CompressorBase):
 
 
 def _layout_of(
-    named_parameters: NamedParameters, optimizer: torch.optim.Optimizer | None
+    named_parameters: NamedParameters,
+    optimizer: torch.optim.Optimizer | None,
+    given: torch.optim.Optimizer | None = None,
 ) -> list[tuple[str, torch.Tensor]]:
+    require_own_options(given or optimizer)
     by_id: dict[int, tuple[str, torch.Tensor]] = {}
     for n, p in named_parameters:
         if p.requires_grad:
@@ -227,22 +247,6 @@ def _layout_of(
             f"{missing} parameters of the optimizer have no name; pass model.named_parameters() of all of them"
         )
     return chosen
-
-
-def _find_owner(compressor: DGCCompressor) -> torch.optim.Optimizer:
-    """The Horovod optimizer that is calling compress(): it is a local of one of the callers' frames.
-
-    Horovod tells a compressor nothing about its optimizer, and builds a new one from the user's groups.
-    """
-    frame = sys._getframe(3)
-    for _ in range(8):
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, torch.optim.Optimizer) and getattr(candidate, "_compression", None) is compressor:
-            return candidate
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
 
 
 def _check_owner(engine: Engine, process_set: Any) -> None:

@@ -23,6 +23,7 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.device_tensors import HostTensors, tensors_for
 from dgc.torch.last_step import LastStep
+from dgc.torch.saved_state import Change
 from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.step_watch import StepWatch, learning_rates_of
 from dgc.torch.tensors import Result, as_array, describe, samples
@@ -96,12 +97,7 @@ class Engine:
 
         agree_or_raise(transport, config.describe, "options of the compressor")
         advice = "Build the same model and optimizer on every rank."
-        try:
-            agree_or_raise(transport, build, "parameters", LayoutError, advice)
-        except BaseException:
-            if hasattr(self, "adoption"):
-                self.adoption.undo()
-            raise
+        agree_or_raise(transport, build, "parameters", LayoutError, advice)
         self._last = LastStep(self.parameters, lambda: self._exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         # A compressor that is dropped without close() must not leave its thread and buffers behind. Not at exit,
@@ -211,6 +207,10 @@ class Engine:
         if self._untold:
             self._conclude()  # as the others do
 
+    def is_done(self) -> bool:
+        """Whether the gradients that were handed over last have been exchanged, and none of another step."""
+        return self._error is None and not (self._opened or self._exchange.in_step)
+
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     @property
@@ -248,6 +248,7 @@ class Engine:
         self._sparse.settled = bool(sparse)
         self._exchange.load_state_dict(saved)
         self._drop_pending()
+        self.steps.saved.compressor_loaded()
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
@@ -289,6 +290,12 @@ class Engine:
         }
 
     def _drop_pending(self) -> None:
+        self._leave_failure()
+        # The ranks may have met the failure before or after they asked each other.
+        self.steps.saved.forget()
+        self._replicas_compared = False
+
+    def _leave_failure(self) -> None:
         self._results.clear()
         self._error = None
         self._untold = self._opened = False
@@ -311,7 +318,7 @@ class Engine:
         if self._untold:
             # The others do not know yet, and begin this step.
             error = self._error
-            self._drop_pending()
+            self._leave_failure()
         if self._error is not None:
             raise self._error
         if self._opened:
@@ -323,9 +330,11 @@ class Engine:
         owner = self.steps.owner
         # Whether a step was applied is known of an optimizer alone.
         self._exchange.unapplied.keeps_sent = owner is not None
+        change = self.steps.saved.change(self.transport)
         try:
             if owner is not None:
-                self.adoption.take(owner)
+                self.adoption.read(owner)
+                self._take_over_state(owner, change)
         except ConfigError as refused:
             error = error or refused
         hyper, members = self.adoption.hyper, self._sparse.others
@@ -334,8 +343,24 @@ class Engine:
             [hyper.nesterov[i] for i in members],
             [hyper.weight_decay[i] for i in members],
             self.learning_rates or learning_rates_of(owner),
+            change.restored,
         )
         return error
+
+    def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
+        """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
+        state = self._exchange.state
+        steps = state.step
+        if change.restored:
+            self._exchange.unapplied.settle()
+            state.reset()
+            state.step = steps  # the schedule goes on
+        absorbed = self.adoption.absorb(owner, zeros=change.restored)
+        if change.restored and self.transport.rank == 0:
+            momentum = self.adoption.active and any(self.adoption.hyper.momentum)
+            self.steps.saved.warn_of_loss(steps, absorbed or not momentum)
+        if change.restored or change.broadcast:
+            self._replicas_compared = False
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
@@ -397,12 +422,14 @@ class Engine:
             )
 
     def _compare_replicas(self) -> None:
-        """Once, after the first exchange and before the first update."""
+        """After the first exchange, and the first after a state was loaded; before the update."""
         self._replicas_compared = True
         require_replicas(
             self.transport,
             {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
-            "before the first step call hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
+            "before the first step, and after loading a checkpoint on one rank, call "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which some optimizers move parameters, and then "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
         )
 
     def _exclude(self, sparse: set[int]) -> None:

@@ -95,6 +95,16 @@ def has_begun(optimizer: Any) -> bool:
     return bool(optimizer._handles) or any(left != passes for left in optimizer._allreduce_delay.values())
 
 
+def is_averaged(optimizer: Any) -> bool:
+    """Whether ``synchronize()`` has averaged the gradients of ``optimizer``, and no backward pass came after it."""
+    passes = optimizer.backward_passes_per_step
+    return (
+        optimizer._synchronized
+        and all(left == passes for left in optimizer._allreduce_delay.values())
+        and all(p.grad is not None for p in optimizer._requires_update)  # zero_grad() ends the step
+    )
+
+
 def give_up_step(optimizer: Any, stand_ins: bool) -> None:
     """Let a Horovod optimizer forget the gradients of a step that an error ended; the next backward pass begins anew.
 

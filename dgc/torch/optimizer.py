@@ -12,7 +12,7 @@ from dgc.core.config.checks import require_compressor
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import import_horovod
+from dgc.torch.horovod import import_horovod, is_averaged
 
 
 def DistributedOptimizer(
@@ -70,7 +70,7 @@ def DistributedOptimizer(
     # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
     distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
     try:
-        compression.bind(pairs, distributed, process_set)
+        compression.bind(pairs, distributed, process_set, given=optimizer)
     except BaseException:
         # Its hooks stay on the parameters; they must never get as far as reducing a gradient of whoever wraps next.
         distributed.set_backward_passes_per_step(sys.maxsize)
@@ -94,6 +94,10 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
     Horovod's ``synchronize()`` calls what is callable after everything was submitted, and sets ``p.grad`` to it.
     """
     engine: Engine = self._dgc.engine
+    if engine.is_done() and is_averaged(self):
+        # synchronize() once more in the same step: the gradients are the step's results, clipped perhaps.
+        averaged = p.grad.clone() if p.grad.is_sparse else p.grad
+        return lambda: averaged, None
     index = engine.index_of(p)
     if index is None:
         name = self._parameter_names.get(p, "?")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dgc.errors import LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.last_step import LastStep
+from dgc.torch.saved_state import SavedState, broadcasting
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -25,6 +25,7 @@ class StepWatch:
     Attributes:
         owned_by: whether an optimizer is the owner, while that is not known yet.
         last: is told of every step of the parameters, and of every ``zero_grad()`` of their owner.
+        saved: what was loaded into the owner since its last step.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class StepWatch:
 
         Args:
             parameters: that are compressed.
-            adoption: takes over, before each step, the options and the momentum that have come back.
+            adoption: applies options in the optimizer's place, which are hidden from it during its steps.
             has_failed: whether an error is on its way to the user already.
             last: what becomes of the latest step.
         """
@@ -47,6 +48,7 @@ class StepWatch:
         self._adoption = adoption
         self._has_failed = has_failed
         self.last = last
+        self.saved = SavedState(adoption)
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
             _hook.append(register_optimizer_step_post_hook(_after_any_step))
@@ -63,6 +65,8 @@ class StepWatch:
 
     @owner.setter
     def owner(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer is not self.owner:
+            self.saved.follow(optimizer)
         self._owner = None if optimizer is None else weakref.ref(optimizer)
         if optimizer is not None:
             _tell_of_clearing(optimizer, self)
@@ -73,35 +77,35 @@ class StepWatch:
         return self._owner is not None
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer steps our parameters: momentum that came back is taken out before it is applied.
+        """Before an optimizer steps our parameters: what the compressor applies is hidden from it.
 
         Raises:
             LayoutError: it has a gradient that nobody averaged.
-            ConfigError: its options cannot be adopted.
         """
         if getattr(optimizer, "_is_shard", False):
             return  # the sharded optimizer that it belongs to has been here, and its options are the same
         if not self._concerns(optimizer):
             return
-        if _broadcasting():
-            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
-            # with the root's. Lend it the momentum that makes the buffers, but no weight decay: that would move the
-            # parameters of the ranks that loaded no checkpoint.
-            if self._adoption.active:
-                self._adoption.take(optimizer)
-                self._adoption.lend_momentum(optimizer)
-            return
         if not self._owns(optimizer):
-            self.last.applied()
+            if not broadcasting():
+                self.last.applied()
+            return
+        if broadcasting():
+            # hvd.broadcast_optimizer_state steps with zero gradients to create the state that it is going to overwrite
+            # with the root's. It needs the momentum, which makes the buffers, but no weight decay: that would move the
+            # parameters of the ranks that loaded no checkpoint.
+            self._adoption.hide(optimizer, ("weight_decay",))
             return
         if not self._has_failed():
             self._refuse_strangers(optimizer)
-        self._adoption.take(optimizer)
+        self._adoption.hide(optimizer)
         self.last.applied()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After an optimizer has stepped: what its closure has exchanged is applied now."""
-        if self.last.is_open and self._concerns(optimizer) and not _broadcasting():
+        """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
+        if self._owns(optimizer):
+            self._adoption.show()
+        if self.last.is_open and self._concerns(optimizer) and not broadcasting():
             self.last.applied()
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -157,15 +161,3 @@ def _tell_of_clearing(optimizer: torch.optim.Optimizer, watch: StepWatch) -> Non
             watching.last.cleared()
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-def _broadcasting() -> bool:
-    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_code.co_name == "broadcast_optimizer_state":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

@@ -90,11 +90,13 @@ class Hyper:
     weight_decay: list[float]
     learning_rates: tuple[float, ...] = ()
     """Of the optimizer's parameter groups, where the adapter knows them."""
+    restored: bool = False
+    """Whether residuals and momentum were dropped before this step, since a state was loaded into the optimizer."""
 
     def digest(self) -> int:
         """64-bit digest of all values; of learning rates 6 digits, which unlike machines compute alike."""
         table = np.array([self.momentum, self.nesterov, self.weight_decay], dtype=np.float64)
-        rates = " ".join(f"{rate:.5e}" for rate in self.learning_rates).encode()
+        rates = " ".join(f"{rate:.5e}" for rate in self.learning_rates).encode() + b" restored" * self.restored
         return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
 
     @classmethod
