@@ -369,9 +369,10 @@ class Engine:
         self._extra_bytes = 0
         for result in self._results.values():
             result.deliver()
+        submitted = set(self._results)
         self._results.clear()
         if not self._sparse.settled:
-            found = self._sparse.settle(self.transport)
+            found = self._sparse.settle(self.transport, submitted)
             if found:
                 self._exclude(found)
         if not self._replicas_compared:

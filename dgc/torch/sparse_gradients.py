@@ -67,9 +67,15 @@ class SparseGradients:
             "parameter changes the way it is used"
         )
 
-    def settle(self, transport: Transport) -> set[int]:
-        """Once, after the first step: those that have a sparse gradient on any rank. Collective."""
+    def settle(self, transport: Transport, submitted: Collection[int]) -> set[int]:
+        """Once, after the first step: those that have a sparse gradient on any rank. Collective.
+
+        Args:
+            transport: connects the ranks.
+            submitted: indices of those that were exchanged, whose sparse gradients were made dense before.
+        """
         self.settled = True
-        mask = np.array([p.grad is not None and p.grad.is_sparse for p in self._parameters], np.float32)
+        sparse = [p.grad is not None and p.grad.is_sparse for p in self._parameters]
+        mask = np.array([s and i not in submitted for i, s in enumerate(sparse)], np.float32)
         transport.allreduce(mask, "max")
         return {int(i) for i in np.flatnonzero(mask)}

@@ -193,7 +193,7 @@ def a_closure_that_synchronizes():
         models = []
         for kind in ("dense", way):
             model = make_model()
-            optimizer, compression = distribute(kind, model, sgd(model, weight_decay=0.0), **(kind != "dense") * EXACT)
+            optimizer, compression = distribute(kind, model, sgd(model, weight_decay=0.0), **(EXACT if kind != "dense" else {}))
             for step in range(6):
 
                 def closure(step=step, model=model, optimizer=optimizer):
@@ -551,7 +551,7 @@ def schedulers_made_before_or_after_wrapping():
                 return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
 
             scheduler = schedule(base) if early else None
-            optimizer, compression = distribute(kind, model, base, **(kind != "dense") * EXACT)
+            optimizer, compression = distribute(kind, model, base, **(EXACT if kind != "dense" else {}))
             scheduler = scheduler or schedule(optimizer)
             train(optimizer, model, 12, after=lambda step, s=scheduler: quiet(s.step))
             models.append(model)
