@@ -18,9 +18,10 @@ from dgc.core.layout import make_layout
 from dgc.core.options import as_loss_scale
 from dgc.core.stats import Stats
 from dgc.core.transport import Transport
-from dgc.tensorflow.adoption import KERAS3, Adoption, family
+from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.names import common_names
+from dgc.tensorflow.optimizers import KERAS3, family
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
@@ -114,6 +115,18 @@ class Engine:
                     "gradients must stay: freeze or unfreeze variables before the first step, or build a new compressor"
                 )
             )
+
+    def take_momentum(self) -> None:
+        """Follow the momentum that the user has given the optimizer since the last step.
+
+        Raises:
+            ConfigError: it cannot be taken over, on all ranks.
+        """
+        try:
+            self.adoption.take()
+            self._refuse_sparse_momentum(self._kinds or ())
+        except ConfigError as error:
+            self.fail(error)
 
     def group(self, indices: Sequence[int]) -> Group:
         """The group of exactly these variables; made when it is asked for the first time.

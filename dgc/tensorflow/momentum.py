@@ -45,7 +45,8 @@ class FixedMomentum(Adoption):
             optimizer: the Keras optimizer whose learning rate counts.
         """
         self.optimizer = optimizer
-        self.active = False
+        self.active = self.taken = False
+        self.left_for = None
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
         self._kinds = list(regularizers)

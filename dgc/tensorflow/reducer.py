@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.errors import ConfigError, DGCError
-from dgc.tensorflow.adoption import learning_rate
+from dgc.core.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross
 from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.optimizers import learning_rate
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
@@ -95,7 +95,7 @@ class Reducer:
         for place, gradient in zip(places, gradients, strict=True):
             kinds[place] = _kind(gradient)
         if engine is not None:
-            self._retake_momentum(engine)
+            engine.take_momentum()
             engine.settle(kinds)
         if self.passes > 1 and SPARSE in kinds:
             raise ConfigError(
@@ -164,6 +164,8 @@ class Reducer:
                 return arrays, ACCUMULATED
         if engine is None or group is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
+        # A graph is not traced anew when the user assigns another momentum.
+        engine.take_momentum()
         follows = engine.adoption.velocity_has_learning_rate
         results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate, follows)  # type: ignore[list-item]
         return results, REFUSED if refused else APPLY
@@ -190,12 +192,6 @@ class Reducer:
         places = [engine.index_of(v) for v in variables]
         assert None not in places, "bind() has refused foreign variables"
         return [p for p in places if p is not None]
-
-    def _retake_momentum(self, engine: Engine) -> None:
-        try:
-            engine.adoption.take()
-        except DGCError as error:
-            engine.fail(error)
 
 
 def _kind(gradient: Gradient) -> str:

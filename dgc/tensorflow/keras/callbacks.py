@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.core.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import without_loss_scale
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
+from dgc.tensorflow.optimizers import without_loss_scale
 from dgc.tensorflow.tensors import raw_variable
 
 __all__ = [

@@ -5,6 +5,7 @@ Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from keras.src.utils import tracking
 
 from dgc.core.errors import ConfigError
 from dgc.tensorflow.adoption import momentum_config
-from dgc.tensorflow.crossing import ACCUMULATED, APPLY
+from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.settings import Settings
 
 PACKAGE = "dgc"
@@ -59,10 +61,10 @@ class _Distributed:
         if is_alone(settings.process_set) is not False:
             return
         steps = self.inner_optimizer.gradient_accumulation_steps
-        if steps:
+        if steps and settings.accumulation_steps is None:
             # Its own accumulation would follow the exchange: every small step would travel.
             settings.accumulate(steps)
-            self.inner_optimizer.gradient_accumulation_steps = None
+            hand_over(self.inner_optimizer)
         settings.adopt(self.inner_optimizer)
 
     @property
@@ -84,15 +86,12 @@ class _Distributed:
     @property
     def iterations(self) -> Any:
         """Steps that the user's optimizer has made."""
-        inner, taken = self.inner_optimizer, self._settings.accumulation_steps
-        return inner.iterations // taken if taken else inner.iterations
+        return self.inner_optimizer.iterations
 
     def _config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         adoption = None if self.compression is None else self.compression.adoption
         inner["config"] = momentum_config(inner["config"], adoption)
-        if self._settings.accumulation_steps:
-            inner["config"]["gradient_accumulation_steps"] = self._settings.accumulation_steps
         return {"name": self.name, "inner_optimizer": inner, "settings": self._settings.to_config()}  # type: ignore[attr-defined]
 
     @classmethod
@@ -106,8 +105,16 @@ class _Distributed:
         self._prepare()
         return self._settings.reducer.reduce(grads, variables, self.inner_optimizer)
 
-    def _count_pass(self) -> None:
-        self.inner_optimizer._iterations.assign_add(1)
+    def _build_inner(self) -> Any:
+        """Around whatever builds the user's optimizer."""
+        self._prepare()
+        if self._settings.accumulation_steps:
+            return no_accumulators(self.inner_optimizer)
+        return contextlib.nullcontext()
+
+    def _count_pass(self) -> int:
+        count_pass(self.inner_optimizer)
+        return 0
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
@@ -129,8 +136,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Make the user's optimizer's variables."""
         if self.built:
             return
-        self._prepare()
-        self.inner_optimizer.build(variables)
+        with self._build_inner():
+            self.inner_optimizer.build(variables)
         super().build(variables)
 
     @property
@@ -160,7 +167,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
-                lambda: _nothing(self._count_pass()),  # type: ignore[func-returns-value]
+                self._count_pass,
                 lambda: _nothing(inner.apply(reduced, variables)),
             )
         self._iterations.assign_add(1)
@@ -226,6 +233,12 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         settings.refuse_loss_scale()
         self._prepare()
 
+    @tracking.no_automatic_dependency_tracking
+    def build(self, variables: Any) -> None:
+        """Make the user's optimizer's variables, and those of the loss scale."""
+        with self._build_inner():
+            super().build(variables)
+
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value.
@@ -236,7 +249,6 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:  # type: ignore[has-type]
             with keras.name_scope(self.name, caller=self):
-                self._prepare()
                 self.build(variables)
             self.built = True
         grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
@@ -254,8 +266,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             self._stateful_handle_non_finite_grads()
             return 0
 
-        branches = {APPLY: finite, ACCUMULATED: lambda: _nothing(self._count_pass())}  # type: ignore[func-returns-value]
-        tf.switch_case(verdict, [branches[ACCUMULATED], branches[APPLY], overflow])
+        branches = {ACCUMULATED: self._count_pass, APPLY: finite, REFUSED: overflow}
+        tf.switch_case(verdict, branches)
 
     def get_config(self) -> dict[str, Any]:
         """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""
