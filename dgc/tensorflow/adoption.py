@@ -7,7 +7,9 @@ is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s mo
 
 from __future__ import annotations
 
-import weakref
+import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +20,13 @@ from dgc.core.bucket_step import Hyper
 from dgc.core.config import DGCConfig
 from dgc.core.errors import ConfigError
 from dgc.tensorflow.optimizers import (
+    LEGACY_V2,
     V1,
     clear_momentum,
     clipping,
     family,
     get_momentum,
+    is_cleared,
     is_sgd,
     learning_rate,
     momentum_slot,
@@ -31,9 +35,6 @@ from dgc.tensorflow.optimizers import (
 from dgc.tensorflow.tensors import raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]
-
-_emptied: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose momentum a compressor has taken; it stays 0 in them."""
 
 
 class Adoption:
@@ -75,7 +76,7 @@ class Adoption:
             )
         if self.active and clips and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, clips
-        if self.active and optimizer in _emptied and not get_momentum(optimizer)[0]:
+        if self.active and is_cleared(optimizer):
             raise ConfigError(
                 "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
                 "the compressor once, outside the training step"
@@ -124,14 +125,25 @@ class Adoption:
                 "set it before the compressor is built (momentum then stays in the optimizer), or clip with the "
                 "compressor's local_grad_clip_norm"
             )
-        if self.taken and momentum is None and nesterov is None:
+        momentum = self.momentum if momentum is None else momentum
+        nesterov = self.nesterov if nesterov is None else nesterov
+        if self.taken and (momentum, nesterov) == (self.momentum, self.nesterov) and is_cleared(self.optimizer):
             return
-        self.momentum = self.momentum if momentum is None else momentum
-        self.nesterov = self.nesterov if nesterov is None else nesterov
+        self.momentum, self.nesterov = momentum, nesterov
         clear_momentum(self.optimizer)
-        _emptied.add(self.optimizer)
         self.taken = True
         self._fill(len(self.hyper.momentum))
+        self._keep_config()
+
+    def follow(self, optimizer: Any) -> None:
+        """Watch Horovod's copy of the optimizer, which is the one that steps, instead of the user's own."""
+        copy = without_loss_scale(optimizer)
+        if self.taken and copy is not self.optimizer and is_sgd(copy):
+            if family(copy) == LEGACY_V2:
+                copy.momentum, copy.nesterov = self.momentum, self.nesterov
+                clear_momentum(copy)
+            self.optimizer = copy
+            self._keep_config()
 
     def cover(self, count: int) -> None:
         """Extend ``hyper`` to ``count`` variables."""
@@ -162,6 +174,12 @@ class Adoption:
                     absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
 
+    def _keep_config(self) -> None:
+        """Let the optimizer describe itself as the user made it, to whoever saves it."""
+        if family(self.optimizer) != V1:
+            # An instance's method: a class of its own would be saved with the model, and loaded without us.
+            self.optimizer.get_config = functools.partial(_own_config, self)
+
     def _fill(self, count: int) -> None:
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
@@ -171,6 +189,19 @@ class Adoption:
 
 def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
     """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
-    if adoption is None or not adoption.taken:
+    if adoption is None or not adoption.taken or "momentum" not in config:
         return config
     return {**config, "momentum": adoption.momentum, "nesterov": adoption.nesterov}
+
+
+def _own_config(adoption: Adoption) -> dict[str, Any]:
+    config = type(adoption.optimizer).get_config(adoption.optimizer)
+    # Horovod builds the optimizer that steps from what it reads here.
+    if not _horovod_is_copying():
+        return momentum_config(config, adoption)
+    return {**config, "momentum": 0.0, "nesterov": False} if family(adoption.optimizer) == LEGACY_V2 else config
+
+
+def _horovod_is_copying() -> bool:
+    caller = sys._getframe(2).f_code
+    return caller.co_filename.endswith(os.path.join("horovod", "_keras", "__init__.py"))

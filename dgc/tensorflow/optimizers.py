@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dgc.tensorflow.tensors import raw_variable
@@ -13,7 +14,7 @@ KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.comp
 
 _TAKEN = -0.0
 """What stands in the place of a momentum that was taken: it multiplies like 0, and a 0 that the user assigns later is
-another number. It also survives in a variable, where legacy Keras' older optimizers keep their options."""
+another number."""
 _NESTEROV_TAKEN = 0
 """The same for Nesterov; a user assigns a bool."""
 
@@ -71,7 +72,10 @@ def is_sgd(optimizer: Any) -> bool:
 
 
 def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:
-    """Momentum and Nesterov of an SGD; None where they are as :func:`clear_momentum` left them."""
+    """Momentum and Nesterov that an SGD holds; None where they are as :func:`clear_momentum` left them.
+
+    For legacy Keras' older optimizers, which keep both when they are cleared, always the values.
+    """
     if family(optimizer) == V1:
         value, nesterov = optimizer._momentum, optimizer._use_nesterov or None
     else:
@@ -80,22 +84,32 @@ def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:
         value = value()
     with tf.init_scope():
         momentum = float(value)
+    if family(optimizer) == LEGACY_V2:
+        # Its number becomes a float32 variable sooner or later.
+        return float(np.float32(momentum)), bool(nesterov)
     untouched = momentum == 0.0 and math.copysign(1.0, momentum) < 0
     nesterov = None if nesterov is None or type(nesterov) is int else bool(nesterov)
     return None if untouched else momentum, nesterov
 
 
+def is_cleared(optimizer: Any) -> bool:
+    """Whether :func:`clear_momentum` was called for this SGD, and nothing was assigned since."""
+    momentum = get_momentum(optimizer)[0]
+    if family(optimizer) == LEGACY_V2:
+        return bool(momentum) and not optimizer._momentum
+    return momentum is None
+
+
 def clear_momentum(optimizer: Any) -> None:
-    """Set momentum to 0, in a way that tells it from a 0 that the user assigns afterwards."""
+    """Make an SGD apply no momentum, in a way that tells it from a momentum of 0 that the user assigns afterwards."""
     kind = family(optimizer)
     if kind == V1:
         optimizer._momentum, optimizer._use_nesterov = _TAKEN, False
-        return
-    optimizer.momentum = _TAKEN
-    if kind == LEGACY_V2:
-        # This one decides by a flag of its own whether it makes slots.
+    elif kind == LEGACY_V2:
+        # It decides by a flag of its own whether it applies momentum, and saves the number in checkpoints.
         optimizer._momentum = False
-    optimizer.nesterov = _NESTEROV_TAKEN
+    else:
+        optimizer.momentum, optimizer.nesterov = _TAKEN, _NESTEROV_TAKEN
 
 
 def momentum_slot(optimizer: Any, variable: Any) -> Any:

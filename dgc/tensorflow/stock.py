@@ -124,6 +124,7 @@ class Stock:
                 )
             if gradient is not None:
                 kinds[index] = SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
+        engine.adoption.follow(call.optimizer)
         engine.take_momentum()
         engine.settle(kinds)
 

@@ -49,11 +49,58 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     return DistributedOptimizer(optimizer, settings, name=name)
 
 
+def _users(name: str) -> Any:
+    """An option of the user's optimizer, which scripts read from the optimizer that they compile with and set there."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name) if self._complete else None
+
+    def set_(self: Any, value: Any) -> None:
+        # Keras' constructor sets options of its own, which nobody asks for.
+        if self._complete:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The user's optimizer's ``{name}``.")
+
+
 class _Distributed:
     """What both distributed optimizers share."""
 
     inner_optimizer: Any
     _settings: Settings
+    _complete = False
+
+    weight_decay = _users("weight_decay")
+    clipnorm = _users("clipnorm")
+    clipvalue = _users("clipvalue")
+    global_clipnorm = _users("global_clipnorm")
+    ema_momentum = _users("ema_momentum")
+    ema_overwrite_frequency = _users("ema_overwrite_frequency")
+
+    @property
+    def momentum(self) -> Any:
+        """The user's own, wherever it is applied; a new one is followed from the next step on, 0 included."""
+        return self._own("momentum")
+
+    @momentum.setter
+    def momentum(self, value: Any) -> None:
+        self.inner_optimizer.momentum = value
+
+    @property
+    def nesterov(self) -> Any:
+        """The user's own, wherever it is applied; followed like the momentum."""
+        return self._own("nesterov")
+
+    @nesterov.setter
+    def nesterov(self, value: Any) -> None:
+        self.inner_optimizer.nesterov = value
+
+    def _own(self, name: str) -> Any:
+        adoption = None if self.compression is None else self.compression.adoption
+        if adoption is not None and adoption.taken:
+            adoption.take()
+            return getattr(adoption, name)
+        return getattr(self.inner_optimizer, name)
 
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
@@ -120,8 +167,6 @@ class _Distributed:
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """Exchanges gradients, then lets the user's optimizer apply them."""
-
-    _complete = False
 
     def __init__(self, inner_optimizer: Any, settings: Settings, name: str | None = None) -> None:
         """Hold ``inner_optimizer``; see :func:`wrap`."""
@@ -232,6 +277,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self._settings = settings
         settings.refuse_loss_scale()
         self._prepare()
+        self._complete = True
 
     @tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
