@@ -22,7 +22,7 @@ from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.names import common_names
 from dgc.tensorflow.optimizers import KERAS3, family
-from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+from dgc.tensorflow.tensors import describe, raw_variable, samples, unique_names
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
 """The kinds of gradient that a variable may have."""
@@ -60,6 +60,7 @@ class Engine:
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
+        self._seen: list[np.ndarray] = []
 
         def build() -> dict[str, str]:
             layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
@@ -237,6 +238,26 @@ class Engine:
             own = {name: saved["parameters"][name] for name in entry["names"]}
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
+
+    def remember(self) -> None:
+        """Note a few values of every variable, for :meth:`was_changed`."""
+        self._seen = [samples(v) for v in self.variables]
+
+    def was_changed(self) -> bool:
+        """Whether this rank's variables are others than at :meth:`remember`, which is forgotten."""
+        before, self._seen = self._seen, []
+        return any((a != samples(v)).any() for a, v in zip(before, self.variables, strict=False))
+
+    def begin_anew(self, forget: bool) -> None:
+        """Go on with variables that were broadcast; call it on all ranks.
+
+        Args:
+            forget: residuals and momentum belong to a run that was left, by loading another one.
+        """
+        for group in self._groups:
+            if forget:
+                group.forget()
+            group.compare_again()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""

@@ -135,6 +135,21 @@ class _Distributed:
         """Steps that the user's optimizer has made."""
         return self.inner_optimizer.iterations
 
+    def load_own_variables(self, store: Any) -> None:
+        """Load what was saved, also where only one side has momentum's variables: a single process keeps them."""
+        inner = self.inner_optimizer
+        lacking = len(self.variables) - len(store.keys())  # type: ignore[attr-defined]
+        slots = getattr(inner, "momentums", None) or []
+        if slots and lacking == len(slots):
+            for i, variable in enumerate(self.variables[: len(store.keys())]):  # type: ignore[attr-defined]
+                variable.assign(store[str(i)])
+            return
+        adoption = None if self.compression is None else self.compression.adoption
+        if not slots and lacking == -len(inner._trainable_variables) and adoption is not None and adoption.taken:
+            # They become u in the first step.
+            inner.momentums = inner.add_optimizer_variables(inner._trainable_variables, "momentum")
+        super().load_own_variables(store)  # type: ignore[misc]
+
     def _config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         adoption = None if self.compression is None else self.compression.adoption

@@ -188,5 +188,156 @@ def a_constraint_holds_after_every_pass():
     m.assert_close(ours, plain, 1e-5)
 
 
+# -- momentum that is changed in mid-training ------------------------------------------------------------------------
+
+
+def equal_to_dense_when(change, **options):
+    """Train 5 steps, let ``change`` do something to the optimizer, train 5 more; compare with a dense run.
+
+    The dense one is eager: Keras reads an optimizer's options only when it builds a graph.
+    """
+    results = []
+    for compression in (None, dgc.Compression.dgc(**m.SPARSITY_0)):
+        model = compiled(keras.optimizers.SGD(0.05, **options), compression, graph=compression is not None)
+        m.fit(model, 5)
+        change(model.optimizer)
+        m.fit(model, 5, first=5)
+        results.append(m.values(model))
+    m.assert_close(results[1], results[0], 1e-5)
+    return model
+
+
+@case
+def another_momentum_is_followed():
+    def lower(optimizer):
+        optimizer.momentum = 0.5
+
+    model = equal_to_dense_when(lower, momentum=0.9)
+    assert model.optimizer.compression.adoption.momentum == 0.5
+    assert own_config(model.optimizer)["momentum"] == 0.5
+
+
+@case
+def momentum_0_is_followed():
+    def drop(optimizer):
+        getattr(optimizer, "inner_optimizer", optimizer).momentum = 0
+
+    model = equal_to_dense_when(drop, momentum=0.9)
+    assert own_config(model.optimizer)["momentum"] == 0
+
+
+@case
+def nesterov_is_followed():
+    def leave(optimizer):
+        optimizer.nesterov = False
+
+    equal_to_dense_when(leave, momentum=0.9, nesterov=True)
+
+
+@case
+def a_tape_follows_the_momentum_of_its_optimizer():
+    found = []
+    for library, options in ((hvd, None), (dgc, m.SPARSITY_0)):
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        compression = dgc.Compression.none if options is None else dgc.Compression.dgc(optimizer=inner, **options)
+        model = m.make_model()
+        tape_loop(inner, library, compression, steps=5, model=model)
+        inner.momentum = 0.0
+        found.append(tape_loop(inner, library, compression, steps=5, model=model))
+    m.assert_close(found[1], found[0], 1e-5)
+
+
+# -- what leaves our optimizers, and what comes back ------------------------------------------------------------------
+
+
+def own_config(optimizer):
+    """The user's optimizer's part of a configuration."""
+    config = optimizer.get_config()
+    return config["inner"] if m.LEGACY else config["inner_optimizer"]["config"]
+
+
+@case
+def a_configuration_holds_the_user_s_own_momentum():
+    makers = [keras.optimizers.SGD]
+    if m.LEGACY:
+        makers.append(keras.optimizers.legacy.SGD)
+    for make in makers:
+        inner = make(0.05, momentum=0.75, nesterov=True)
+        dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+        config = inner.get_config()
+        assert abs(config["momentum"] - 0.75) < 1e-6
+        assert config["nesterov"] is True
+        again = make.from_config(config)
+        assert abs(float(again.momentum) - 0.75) < 1e-6
+        m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner), "has taken this optimizer's momentum")  # noqa: B023
+        model = compiled(make(0.05, momentum=0.75, nesterov=True), dgc.Compression.dgc(**m.SPARSE))
+        assert abs(own_config(model.optimizer)["momentum"] - 0.75) < 1e-6
+        assert own_config(model.optimizer)["nesterov"] is True
+
+
+@case
+def the_wrapper_shows_and_sets_the_user_s_options():
+    if m.LEGACY:
+        raise SkipCase("legacy Keras' wrapped optimizer is the user's own")
+    inner = keras.optimizers.SGD(0.05, momentum=0.75, nesterov=True, weight_decay=0.01)
+    optimizer = compiled(inner, dgc.Compression.dgc(**m.SPARSE)).optimizer
+    assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0.75, True, 0.01)
+    optimizer.weight_decay, optimizer.momentum = 0.02, 0.5
+    assert (optimizer.momentum, inner.weight_decay) == (0.5, 0.02)
+    assert not hasattr(compiled(keras.optimizers.Adam(), dgc.Compression.dgc()).optimizer, "momentum")
+
+
+@case
+def weights_that_only_the_root_loads_leave_nothing_of_the_abandoned_run():
+    model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    start = m.values(model)
+    again = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    def fit(first):
+        x, y = m.batch(first)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[again])
+
+    engine = None
+    for step in range(4):
+        fit(step)
+        engine = model.optimizer.compression.engine
+        v = engine.residual_norm()
+        assert v > 0
+    before = {n: e["v"].copy() for n, e in engine.state_dict()["parameters"].items() if "v" in e}
+    if hvd.rank() == 0:
+        model.set_weights(start)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append((engine.residual_norm(), [v.copy() for v in m.values(model)]))
+
+    x, y = m.batch(9)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert before
+    assert seen[0][0] == 0.0
+    assert all((a == b).all() for a, b in zip(seen[0][1], start, strict=True))
+    m.assert_replicas(m.values(model))
+    # A fit that goes on keeps what it has.
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert seen[1][0] > 0.0
+
+
+@case
+def replicas_are_compared_again_after_a_broadcast():
+    if hvd.size() == 1:
+        raise SkipCase("one rank has no replicas")
+    root = dgck.callbacks.BroadcastGlobalVariablesCallback
+    model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    m.fit(model, 3, callbacks=[root(0)])
+    weight = m.raw(model.trainable_variables)[0]
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            weight.assign_add(tf.ones_like(weight) * float(hvd.rank()))
+
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[root(0), Spoil()]), "do not train the same model")
+
+
 if __name__ == "__main__":
     run_cases()
