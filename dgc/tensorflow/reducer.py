@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -81,11 +82,13 @@ class Reducer:
             The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see :mod:`.crossing`).
 
         Raises:
+            ConfigError: the gradients are results of an exchange.
             DGCError: ranks or steps differ, or a rank failed.
         """
         gradients, variables = list(gradients), list(variables)
         self.compression.bind(variables, optimizer, self._process_set)
         engine = self.compression.engine
+        _refuse_results(gradients, engine)
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if engine is None and self.passes == 1:
@@ -102,7 +105,10 @@ class Reducer:
                 "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
                 "sparse_as_dense=True"
             )
-        return self._cross(engine, gradients, variables, places)
+        reduced, verdict = self._cross(engine, gradients, variables, places)
+        if engine is not None:
+            _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
+        return reduced, verdict
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -192,6 +198,22 @@ class Reducer:
         places = [engine.index_of(v) for v in variables]
         assert None not in places, "bind() has refused foreign variables"
         return [p for p in places if p is not None]
+
+
+_results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What exchanges have returned and somebody still holds, by identity."""
+
+
+def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> None:
+    if not any(g is not None and _results.get(id(g)) is g for g in gradients):
+        return
+    error = ConfigError(
+        "these gradients were exchanged already, by a DistributedGradientTape or another distributed optimizer, and "
+        "would be exchanged twice: wrap the tape or the optimizer, not both"
+    )
+    if engine is not None:
+        engine.fail(error)
+    raise error
 
 
 def _kind(gradient: Gradient) -> str:

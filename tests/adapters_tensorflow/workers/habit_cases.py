@@ -188,6 +188,57 @@ def a_constraint_holds_after_every_pass():
     m.assert_close(ours, plain, 1e-5)
 
 
+# -- one step, two exchanges -----------------------------------------------------------------------------------------
+
+
+def two_losses(inner, library, compression, steps=6):
+    """A persistent tape whose ``gradient()`` is asked for two losses."""
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+    for step in range(steps):
+        x, y = map(tf.constant, m.batch(step))
+        with tf.GradientTape(persistent=True) as tape:
+            first, second = m.loss_function(y, model(x)), tf.reduce_mean(model(x) ** 2)
+        tape = library.DistributedGradientTape(tape, compression=compression)
+        parts = [tape.gradient(loss, variables) for loss in (first, second)]
+        sums = [a + b for a, b in zip(*parts, strict=True)]
+        inner.apply_gradients(zip(sums, model.trainable_variables, strict=True))
+    return m.values(model)
+
+
+@case
+def two_gradients_of_one_tape_equal_dense_or_are_refused():
+    dense = two_losses(keras.optimizers.SGD(0.05, momentum=0.9), hvd, hvd.Compression.none)
+    compression = dgc.Compression.dgc(momentum=0, **m.SPARSITY_0)
+    m.assert_close(two_losses(keras.optimizers.SGD(0.05, momentum=0.9), dgc, compression), dense, 1e-5)
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSITY_0)
+    m.assert_raises(lambda: two_losses(inner, dgc, compression), "gradient() was called twice on one tape")
+
+
+@case
+def gradients_of_our_tape_in_our_optimizer_are_refused():
+    inner = keras.optimizers.SGD(0.05)
+    optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE))
+    compression = dgc.Compression.dgc(momentum=0, **m.SPARSE)
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = dgc.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    batch = list(map(tf.constant, m.batch(0)))
+    for run in (step, tf.function(step)):
+        m.assert_raises(lambda: run(*batch), "were exchanged already")  # noqa: B023
+    m.assert_raises(
+        lambda: dgck.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "at the same time"
+    )
+
+
 # -- momentum that is changed in mid-training ------------------------------------------------------------------------
 
 
