@@ -67,7 +67,7 @@ def cross(
 
 
 def _as_tensor(array: np.ndarray) -> tf.Tensor:
-    """The array as an eager tensor that shares its memory and keeps it alive; a copy where TensorFlow could not use it."""
+    """The array as an eager tensor that shares its memory and keeps it alive, or of a copy where it is not aligned."""
     if array.size == 0 or not array.flags.writeable or array.ctypes.data % ALIGNMENT:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
