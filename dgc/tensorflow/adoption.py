@@ -7,7 +7,9 @@ is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s mo
 
 from __future__ import annotations
 
-import weakref
+import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,46 +19,22 @@ import tensorflow as tf
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
+from dgc.tensorflow.optimizers import (
+    LEGACY_V2,
+    V1,
+    clear_momentum,
+    clipping,
+    family,
+    get_momentum,
+    is_cleared,
+    is_sgd,
+    learning_rate,
+    momentum_slot,
+    without_loss_scale,
+)
 from dgc.tensorflow.tensors import raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]
-
-_emptied: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose momentum a compressor has taken; it stays 0 in them."""
-
-KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
-
-
-def family(optimizer: Any) -> str | None:
-    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer."""
-    for cls in type(optimizer).__mro__:
-        module, name = cls.__module__, cls.__name__
-        if module.startswith("keras.src.optimizers") and name in ("Optimizer", "BaseOptimizer"):
-            return KERAS3
-        if module.startswith("tf_keras.src.optimizers") and name == "OptimizerV2":
-            return LEGACY_V2
-        if module.startswith("tf_keras.src.optimizers") and name in ("Optimizer", "_BaseOptimizer"):
-            return LEGACY
-        if module.startswith("tf_keras.src.mixed_precision") and name == "BaseLossScaleOptimizer":
-            return LEGACY
-    return V1 if isinstance(optimizer, tf.compat.v1.train.Optimizer) else None
-
-
-def learning_rate(optimizer: Any) -> Any:
-    """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
-    kind = family(optimizer)
-    if kind == LEGACY_V2:
-        return optimizer._decayed_lr(tf.float32)
-    if kind == LEGACY:
-        # Its `learning_rate` is the one of the step before when it follows a schedule.
-        rate = optimizer._learning_rate
-        return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
-    return optimizer.learning_rate
-
-
-def without_loss_scale(optimizer: Any) -> Any:
-    """The optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 class Adoption:
@@ -66,24 +44,39 @@ class Adoption:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
         active: whether anything is taken from the optimizer at all.
+        left_for: the clipping option for whose sake momentum stays in the optimizer; None if it does not.
         is_loss_scaled: whether a LossScaleOptimizer was given.
+        taken: whether momentum was adopted, whatever it is now.
         momentum, nesterov: what was adopted; 0 and False if nothing.
     """
 
     def __init__(self, optimizer: Any, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
+        An optimizer that clips keeps its momentum: its clipping is meant for gradients, and what the exchange returns
+        would be a velocity. The compressor then does plain error feedback.
+
         Args:
             optimizer: of Keras 3, legacy Keras or ``tf.compat.v1.train``; or None.
             config: ``momentum`` and ``nesterov`` that are not None are used instead of adopting.
 
         Raises:
-            ConfigError: momentum both given and in the optimizer.
+            ConfigError: momentum both given and in the optimizer, or given although the optimizer clips.
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
-        self.active = _is_sgd(optimizer) and config.momentum is None
-        if self.active and optimizer in _emptied and not _get_momentum(optimizer)[0]:
+        self.active = is_sgd(optimizer) and config.momentum is None
+        self.left_for: str | None = None
+        clips = clipping(optimizer)
+        if clips and config.momentum:
+            raise ConfigError(
+                f"the optimizer's {clips} would clip the velocity that momentum={config.momentum} of the compressor "
+                "makes, not the gradient: leave momentum to the optimizer (momentum=0 in the compressor), or clip with "
+                "the compressor's local_grad_clip_norm instead"
+            )
+        if self.active and clips and get_momentum(optimizer)[0]:
+            self.active, self.left_for = False, clips
+        if self.active and is_cleared(optimizer):
             raise ConfigError(
                 "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
                 "the compressor once, outside the training step"
@@ -91,43 +84,66 @@ class Adoption:
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
         self._config = config
+        self.taken = False
         self.take()
 
     @property
     def velocity_has_learning_rate(self) -> bool:
         """Whether u must follow changes of the learning rate."""
-        return self.active and bool(self.momentum) and family(self.optimizer) != V1
+        return self.taken and family(self.optimizer) != V1
 
     @property
     def rate_is_known(self) -> bool:
         """Whether :func:`learning_rate` works for the optimizer."""
-        return self.optimizer is not None and (
-            self.velocity_has_learning_rate or (family(self.optimizer) not in (None, V1))
-        )
+        return self.optimizer is not None and family(self.optimizer) not in (None, V1)
 
     def take(self) -> None:
         """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
 
+        Called in every step: what the user assigns in mid-training is followed, 0 included.
+
         Raises:
-            ConfigError: momentum both given and in the optimizer.
+            ConfigError: momentum both given and in the optimizer, or it clips what is a velocity now.
         """
-        if not _is_sgd(self.optimizer):
+        if not is_sgd(self.optimizer):
             return
-        momentum, nesterov = _get_momentum(self.optimizer)
-        if not momentum:
-            return
+        momentum, nesterov = get_momentum(self.optimizer)
         if not self.active:
-            if self._config.momentum:
+            if momentum and self._config.momentum:
                 raise ConfigError(
                     f"momentum would be applied twice: the compressor has momentum={self._config.momentum} and the "
                     f"optimizer has momentum={momentum}; leave momentum out of the compressor (it adopts the "
                     "optimizer's), or set the optimizer's to 0"
                 )
             return
-        self.momentum, self.nesterov = momentum, nesterov or self.nesterov
-        _clear_momentum(self.optimizer)
-        _emptied.add(self.optimizer)
+        if not (self.taken or momentum):
+            return
+        clips = clipping(self.optimizer)
+        if clips:
+            raise ConfigError(
+                f"the optimizer got {clips} after the compressor had taken its momentum, and would clip the velocity; "
+                "set it before the compressor is built (momentum then stays in the optimizer), or clip with the "
+                "compressor's local_grad_clip_norm"
+            )
+        momentum = self.momentum if momentum is None else momentum
+        nesterov = self.nesterov if nesterov is None else nesterov
+        if self.taken and (momentum, nesterov) == (self.momentum, self.nesterov) and is_cleared(self.optimizer):
+            return
+        self.momentum, self.nesterov = momentum, nesterov
+        clear_momentum(self.optimizer)
+        self.taken = True
         self._fill(len(self.hyper.momentum))
+        self._keep_config()
+
+    def follow(self, optimizer: Any) -> None:
+        """Watch Horovod's copy of the optimizer, which is the one that steps, instead of the user's own."""
+        copy = without_loss_scale(optimizer)
+        if self.taken and copy is not self.optimizer and is_sgd(copy):
+            if family(copy) == LEGACY_V2:
+                copy.momentum, copy.nesterov = self.momentum, self.nesterov
+                clear_momentum(copy)
+            self.optimizer = copy
+            self._keep_config()
 
     def cover(self, count: int) -> None:
         """Extend ``hyper`` to ``count`` variables."""
@@ -150,13 +166,19 @@ class Adoption:
             rate = float(learning_rate(self.optimizer)) if self.velocity_has_learning_rate else None
             factor = 1.0 if rate is None else -1.0 / rate if rate else 0.0
             for index, variable in enumerate(variables):
-                slot = _momentum_slot(self.optimizer, variable)
+                slot = momentum_slot(self.optimizer, variable)
                 if slot is None:
                     continue
                 values = np.asarray(slot)
                 if values.any():
                     absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
+
+    def _keep_config(self) -> None:
+        """Let the optimizer describe itself as the user made it, to whoever saves it."""
+        if family(self.optimizer) != V1:
+            # An instance's method: a class of its own would be saved with the model, and loaded without us.
+            self.optimizer.get_config = functools.partial(_own_config, self)
 
     def _fill(self, count: int) -> None:
         config = self._config
@@ -167,50 +189,19 @@ class Adoption:
 
 def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
     """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
-    if adoption is None or not adoption.momentum:
+    if adoption is None or not adoption.taken or "momentum" not in config:
         return config
     return {**config, "momentum": adoption.momentum, "nesterov": adoption.nesterov}
 
 
-def _is_sgd(optimizer: Any) -> bool:
-    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
-    if names & {("keras", "SGD"), ("tf_keras", "SGD")}:
-        return True
-    return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+def _own_config(adoption: Adoption) -> dict[str, Any]:
+    config = type(adoption.optimizer).get_config(adoption.optimizer)
+    # Horovod builds the optimizer that steps from what it reads here.
+    if not _horovod_is_copying():
+        return momentum_config(config, adoption)
+    return {**config, "momentum": 0.0, "nesterov": False} if family(adoption.optimizer) == LEGACY_V2 else config
 
 
-def _get_momentum(optimizer: Any) -> tuple[float, bool]:
-    if family(optimizer) == V1:
-        value, nesterov = optimizer._momentum, optimizer._use_nesterov
-    else:
-        value, nesterov = optimizer.momentum, optimizer.nesterov
-    if callable(value) and not isinstance(value, (tf.Variable, tf.Tensor)):
-        value = value()
-    with tf.init_scope():
-        return float(value), bool(nesterov)
-
-
-def _clear_momentum(optimizer: Any) -> None:
-    kind = family(optimizer)
-    if kind == V1:
-        optimizer._momentum, optimizer._use_nesterov = 0.0, False
-        return
-    optimizer.momentum = 0.0
-    if kind == LEGACY_V2:
-        # This one decides by a flag of its own whether it makes slots.
-        optimizer._momentum = False
-    optimizer.nesterov = False
-
-
-def _momentum_slot(optimizer: Any, variable: Any) -> Any:
-    kind, raw = family(optimizer), raw_variable(variable)
-    if kind in (LEGACY_V2, V1):
-        name = "momentum"
-        return optimizer.get_slot(raw, name) if name in optimizer.get_slot_names() else None
-    slots = getattr(optimizer, "momentums", None) or []
-    if kind == KERAS3:
-        known = {id(raw_variable(v)): m for v, m in zip(optimizer._trainable_variables, slots, strict=False)}
-        slot = known.get(id(raw))
-        return None if slot is None else raw_variable(slot)
-    place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
-    return None if place is None else slots[place]
+def _horovod_is_copying() -> bool:
+    caller = sys._getframe(2).f_code
+    return caller.co_filename.endswith(os.path.join("horovod", "_keras", "__init__.py"))

@@ -8,9 +8,9 @@ from typing import Any
 from dgc.adapter.compression import constructor
 from dgc.core.compressors.registry import compressor_names
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import family
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.optimizers import family
 
 
 class _Compression:

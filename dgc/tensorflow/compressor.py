@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,19 @@ import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import KERAS3, Adoption, family
+from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.engine import Engine, loss_scale_of
 from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
 from dgc.tensorflow.horovod_transport import make_transport
+from dgc.tensorflow.optimizers import KERAS3, family
 from dgc.tensorflow.tensors import raw_variable
 from dgc.transport.agreement import agree_or_raise
+
+_LEFT = (
+    "the optimizer has {}: its momentum stays in it, so that gradients are clipped before momentum as in dense "
+    "training, and the compressor does plain error feedback. For momentum correction leave the clipping out and pass "
+    "local_grad_clip_norm= to the compressor"
+)
 
 
 class _Ops:
@@ -99,6 +107,8 @@ class DGCCompressor(CompressorBase):
             return
         if is_alone(self.process_set(process_set)) is False:
             self._adoption = Adoption(optimizer, self.config)
+            if self._adoption.left_for and self.process_set(process_set).rank() == 0:
+                warnings.warn(_LEFT.format(self._adoption.left_for), stacklevel=2)
 
     def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
         """Attach to a model's variables; collective over the process set.

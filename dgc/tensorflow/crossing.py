@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.tensors import ALIGNMENT, raw_variable
 
 ACCUMULATED, APPLY, REFUSED = 0, 1, 2
 """What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
@@ -67,8 +67,8 @@ def cross(
 
 
 def _as_tensor(array: np.ndarray) -> tf.Tensor:
-    """The array as an eager tensor that shares its memory and keeps it alive."""
-    if array.size == 0 or not array.flags.writeable:
+    """The array as an eager tensor that shares its memory and keeps it alive, or of a copy where it is not aligned."""
+    if array.size == 0 or not array.flags.writeable or array.ctypes.data % ALIGNMENT:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 

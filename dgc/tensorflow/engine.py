@@ -17,10 +17,11 @@ from dgc.core.exchange.records import Stats
 from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.tensorflow.adoption import KERAS3, Adoption, family
+from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.names import common_names
-from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+from dgc.tensorflow.optimizers import KERAS3, family
+from dgc.tensorflow.tensors import describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import agree_or_raise, require_agreement
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
@@ -59,6 +60,7 @@ class Engine:
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
+        self._seen: list[np.ndarray] = []
 
         def build() -> dict[str, str]:
             layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
@@ -114,6 +116,18 @@ class Engine:
                     "gradients must stay: freeze or unfreeze variables before the first step, or build a new compressor"
                 )
             )
+
+    def take_momentum(self) -> None:
+        """Follow the momentum that the user has given the optimizer since the last step.
+
+        Raises:
+            ConfigError: it cannot be taken over, on all ranks.
+        """
+        try:
+            self.adoption.take()
+            self._refuse_sparse_momentum(self._kinds or ())
+        except ConfigError as error:
+            self.fail(error)
 
     def group(self, indices: Sequence[int]) -> Group:
         """The group of exactly these variables; made when it is asked for the first time.
@@ -228,6 +242,26 @@ class Engine:
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
         return any([group.discard_step() for group in self._groups])
+
+    def remember(self) -> None:
+        """Note a few values of every variable, for :meth:`was_changed`."""
+        self._seen = [samples(v) for v in self.variables]
+
+    def was_changed(self) -> bool:
+        """Whether this rank's variables are others than at :meth:`remember`, which is forgotten."""
+        before, self._seen = self._seen, []
+        return any((a != samples(v)).any() for a, v in zip(before, self.variables, strict=False))
+
+    def begin_anew(self, forget: bool) -> None:
+        """Go on with variables that were broadcast; call it on all ranks.
+
+        Args:
+            forget: residuals and momentum belong to a run that was left, by loading another one.
+        """
+        for group in self._groups:
+            if forget:
+                group.forget()
+            group.compare_again()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""

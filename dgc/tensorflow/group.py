@@ -147,6 +147,16 @@ class Group:
         self.exchange.state.momentum_buffer(self.indices.index(index))[...] = u
         self.rate = learning_rate
 
+    def compare_again(self) -> None:
+        """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
+        self._runs = min(self._runs, 1)
+
+    def forget(self) -> None:
+        """Empty residuals and momentum; the schedule and the statistics go on."""
+        for bucket in self.exchange.state.buckets:
+            bucket.u.fill(0)
+            bucket.v.fill(0)
+
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
         require_replicas(

@@ -25,6 +25,7 @@ from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
 from dgc.tensorflow.horovod_transport import make_transport
 from dgc.tensorflow.momentum_state import flat_state, shaped_state
+from dgc.tensorflow.optimizers import get_momentum, is_sgd
 from dgc.tensorflow.reducer import Gradient, Reducer
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 from dgc.transport.agreement import agree_or_raise
@@ -45,7 +46,8 @@ class FixedMomentum(Adoption):
             optimizer: the Keras optimizer whose learning rate counts.
         """
         self.optimizer = optimizer
-        self.active = False
+        self.active = self.taken = False
+        self.left_for = None
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
         self._kinds = list(regularizers)
@@ -54,7 +56,19 @@ class FixedMomentum(Adoption):
         self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
 
     def take(self) -> None:
-        """Nothing to take."""
+        """Nothing is taken.
+
+        Raises:
+            ConfigError: the optimizer was given a momentum beside the one that the compressor applies.
+        """
+        if is_sgd(self.optimizer) and get_momentum(self.optimizer)[0]:
+            raise ConfigError(
+                "DGCMomentum's momentum is its argument and stays; build a new optimizer for another one, and give it "
+                "the old one's state_dict()"
+            )
+
+    def follow(self, optimizer: Any) -> None:
+        """Nothing was taken."""
 
     def cover(self, count: int) -> None:
         """All variables are covered from the beginning."""

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import V1, family
 from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.optimizers import V1, family
 from dgc.tensorflow.settings import Settings, check_compression
 from dgc.tensorflow.tape import refuse_grouping
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from dgc.errors import ConfigError, DGCError
-from dgc.tensorflow.adoption import learning_rate
+from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross
 from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.group import Group
 from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.optimizers import learning_rate
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
@@ -81,11 +82,13 @@ class Reducer:
             The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see :mod:`.crossing`).
 
         Raises:
+            ConfigError: the gradients are results of an exchange.
             DGCError: ranks or steps differ, or a rank failed.
         """
         gradients, variables = list(gradients), list(variables)
         self.compression.bind(variables, optimizer, self._process_set)
         engine = self.compression.engine
+        _refuse_results(gradients, engine)
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if engine is None and self.passes == 1:
@@ -95,14 +98,17 @@ class Reducer:
         for place, gradient in zip(places, gradients, strict=True):
             kinds[place] = _kind(gradient)
         if engine is not None:
-            self._retake_momentum(engine)
+            engine.take_momentum()
             engine.settle(kinds)
         if self.passes > 1 and SPARSE in kinds:
             raise ConfigError(
                 "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
                 "sparse_as_dense=True"
             )
-        return self._cross(engine, gradients, variables, places)
+        reduced, verdict = self._cross(engine, gradients, variables, places)
+        if engine is not None:
+            _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
+        return reduced, verdict
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -164,6 +170,8 @@ class Reducer:
                 return arrays, ACCUMULATED
         if engine is None or group is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
+        # A graph is not traced anew when the user assigns another momentum.
+        engine.take_momentum()
         follows = engine.adoption.velocity_has_learning_rate
         results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate, follows)  # type: ignore[list-item]
         return results, REFUSED if refused else APPLY
@@ -191,11 +199,21 @@ class Reducer:
         assert None not in places, "bind() has refused foreign variables"
         return [p for p in places if p is not None]
 
-    def _retake_momentum(self, engine: Engine) -> None:
-        try:
-            engine.adoption.take()
-        except DGCError as error:
-            engine.fail(error)
+
+_results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""What exchanges have returned and somebody still holds, by identity."""
+
+
+def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> None:
+    if not any(g is not None and _results.get(id(g)) is g for g in gradients):
+        return
+    error = ConfigError(
+        "these gradients were exchanged already, by a DistributedGradientTape or another distributed optimizer, and "
+        "would be exchanged twice: wrap the tape or the optimizer, not both"
+    )
+    if engine is not None:
+        engine.fail(error)
+    raise error
 
 
 def _kind(gradient: Gradient) -> str:

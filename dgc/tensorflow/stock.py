@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from dgc.adapter.compressor import check_stand_in
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import family, learning_rate
 from dgc.tensorflow.crossing import APPLY, REFUSED, cross
 from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.group import Group
+from dgc.tensorflow.optimizers import family, learning_rate
 from dgc.tensorflow.tensors import raw_variable
 
 
@@ -124,7 +124,8 @@ class Stock:
                 )
             if gradient is not None:
                 kinds[index] = SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
-        engine.adoption.take()
+        engine.adoption.follow(call.optimizer)
+        engine.take_momentum()
         engine.settle(kinds)
 
     def _cross(self, members: Sequence[_Pending], stand_in: tf.Tensor) -> None:
@@ -141,6 +142,7 @@ class Stock:
             *gradients, sum_of_ones, probed = arrays[: count + 2]
             self._check(engine, group, own, probed, float(sum_of_ones[0]))
             parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
+            engine.take_momentum()
             follows = engine.adoption.velocity_has_learning_rate
             results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
             # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.

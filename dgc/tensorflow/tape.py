@@ -70,6 +70,7 @@ def DistributedGradientTape(
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
     distributed._dgc_reducer = reducer
     distributed._dgc_local = set()
+    distributed._dgc_seen = set()
     distributed._dgc_scale_local = scale_local_gradients
     return distributed
 
@@ -113,6 +114,7 @@ class _DistributedTape:
 
     _dgc_reducer: Reducer
     _dgc_local: set[int]
+    _dgc_seen: set[int]
     _dgc_scale_local: bool
 
     def register_local_source(self, source: Any) -> None:
@@ -140,6 +142,7 @@ class _DistributedTape:
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
         gradients = tf.nest.flatten(local, expand_composites=False)
         shared = [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._dgc_local]
+        self._refuse_momentum_twice({id(raw_variable(variables[i])) for i in shared})
         reduced, _ = self._dgc_reducer.reduce([gradients[i] for i in shared], [variables[i] for i in shared])
         results = list(gradients)
         for i, gradient in zip(shared, reduced, strict=True):
@@ -149,6 +152,24 @@ class _DistributedTape:
             for i in set(range(len(variables))) - set(shared):
                 results[i] = _divided(results[i], engine.transport.size)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
+
+    def _refuse_momentum_twice(self, chosen: set[int]) -> None:
+        """A second ``gradient()`` of a persistent tape is a second step of the momentum.
+
+        Raises:
+            ConfigError: the compressor applies momentum, and some of these variables had their gradients already.
+        """
+        compression = self._dgc_reducer.compression
+        again, engine = chosen & self._dgc_seen, compression.engine
+        self._dgc_seen |= chosen
+        if again and engine is not None and any(engine.adoption.hyper.momentum):
+            engine.fail(
+                ConfigError(
+                    "gradient() was called twice on one tape, and the momentum that was taken into the compressor "
+                    "would be applied in each call: compute the gradient of the sum of the losses in one call, or pass "
+                    "momentum=0 to the compressor to leave momentum in the optimizer"
+                )
+            )
 
 
 def _divided(gradient: Any, size: int) -> Any:

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import without_loss_scale
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
+from dgc.tensorflow.optimizers import without_loss_scale
 from dgc.tensorflow.tensors import raw_variable
 
 __all__ = [
@@ -54,14 +54,19 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local.add(id(raw_variable(var)))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast at once if the model is built.
+        """Broadcast at once if the model is built, and again if a rank has loaded another one since the last ``fit``.
+
+        In that case residuals and momentum of the compressor are emptied: they belong to the run that was left.
 
         Raises:
             ConfigError: ``compile(jit_compile=True)``, or a model without variables and ``steps_per_execution``.
         """
         _turn_off_xla(self.model)
+        was_loaded = self._was_loaded()
+        if was_loaded:
+            self.broadcast_done = False
         if getattr(self.model, "built", False) and self.model.variables:
-            self._broadcast()
+            self._broadcast(was_loaded)
         elif not self.broadcast_done and not is_alone() and _steps_per_execution(self.model) > 1:
             raise ConfigError(
                 "the model has no variables yet, so they can be broadcast only after its first batch, but "
@@ -74,7 +79,21 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if not self.broadcast_done:
             self._broadcast()
 
-    def _broadcast(self) -> None:
+    def on_train_end(self, logs: Any = None) -> None:
+        """Note what the model looks like, to see whether it is loaded before the next ``fit``."""
+        engine = _engine_of(self.model.optimizer)
+        if engine is not None:
+            engine.remember()
+
+    def _was_loaded(self) -> bool:
+        """Whether a rank's variables have changed since the last ``fit``; all ranks get the same answer."""
+        if is_alone():
+            return False
+        engine = _engine_of(self.model.optimizer)
+        own = tf.constant([int(engine is not None and engine.was_changed())], tf.int32)
+        return bool(np.asarray(import_horovod().allgather(own, name="dgc.loaded")).any())
+
+    def _broadcast(self, was_loaded: bool = False) -> None:
         if self.broadcast_done or is_alone():
             return
         optimizer = self.model.optimizer
@@ -90,6 +109,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
             _broadcast_in_order(list(self._to_send(_optimizer_variables(optimizer), of_model).values()), root, members)
         self.broadcast_done = True
+        engine = _engine_of(optimizer)
+        if engine is not None:
+            engine.begin_anew(was_loaded)
 
     def _to_send(self, variables: Any, known: dict[int, Any]) -> dict[int, Any]:
         chosen = {id(raw_variable(v)): raw_variable(v) for v in variables}
@@ -102,6 +124,12 @@ def _optimizer_variables(optimizer: Any) -> list[Any]:
     listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
     rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
+
+
+def _engine_of(optimizer: Any) -> Any:
+    """What the optimizer's compressor exchanges with; None without one, or before the first step."""
+    owners = (optimizer, without_loss_scale(optimizer))
+    return next((c.engine for c in (getattr(o, "compression", None) for o in owners) if c is not None), None)
 
 
 def _process_set_of(optimizer: Any) -> Any:

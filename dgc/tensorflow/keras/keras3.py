@@ -5,6 +5,7 @@ Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import momentum_config
-from dgc.tensorflow.crossing import ACCUMULATED, APPLY
+from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.settings import Settings
 
 PACKAGE = "dgc"
@@ -47,11 +49,58 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     return DistributedOptimizer(optimizer, settings, name=name)
 
 
+def _users(name: str) -> Any:
+    """An option of the user's optimizer, which scripts read from the optimizer that they compile with and set there."""
+
+    def get(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name) if self._complete else None
+
+    def set_(self: Any, value: Any) -> None:
+        # Keras' constructor sets options of its own, which nobody asks for.
+        if self._complete:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The user's optimizer's ``{name}``.")
+
+
 class _Distributed:
     """What both distributed optimizers share."""
 
     inner_optimizer: Any
     _settings: Settings
+    _complete = False
+
+    weight_decay = _users("weight_decay")
+    clipnorm = _users("clipnorm")
+    clipvalue = _users("clipvalue")
+    global_clipnorm = _users("global_clipnorm")
+    ema_momentum = _users("ema_momentum")
+    ema_overwrite_frequency = _users("ema_overwrite_frequency")
+
+    @property
+    def momentum(self) -> Any:
+        """The user's own, wherever it is applied; a new one is followed from the next step on, 0 included."""
+        return self._own("momentum")
+
+    @momentum.setter
+    def momentum(self, value: Any) -> None:
+        self.inner_optimizer.momentum = value
+
+    @property
+    def nesterov(self) -> Any:
+        """The user's own, wherever it is applied; followed like the momentum."""
+        return self._own("nesterov")
+
+    @nesterov.setter
+    def nesterov(self, value: Any) -> None:
+        self.inner_optimizer.nesterov = value
+
+    def _own(self, name: str) -> Any:
+        adoption = None if self.compression is None else self.compression.adoption
+        if adoption is not None and adoption.taken:
+            adoption.take()
+            return getattr(adoption, name)
+        return getattr(self.inner_optimizer, name)
 
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
@@ -59,10 +108,10 @@ class _Distributed:
         if is_alone(settings.process_set) is not False:
             return
         steps = self.inner_optimizer.gradient_accumulation_steps
-        if steps:
+        if steps and settings.accumulation_steps is None:
             # Its own accumulation would follow the exchange: every small step would travel.
             settings.accumulate(steps)
-            self.inner_optimizer.gradient_accumulation_steps = None
+            hand_over(self.inner_optimizer)
         settings.adopt(self.inner_optimizer)
 
     @property
@@ -84,15 +133,27 @@ class _Distributed:
     @property
     def iterations(self) -> Any:
         """Steps that the user's optimizer has made."""
-        inner, taken = self.inner_optimizer, self._settings.accumulation_steps
-        return inner.iterations // taken if taken else inner.iterations
+        return self.inner_optimizer.iterations
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load what was saved, also where only one side has momentum's variables: a single process keeps them."""
+        inner = self.inner_optimizer
+        lacking = len(self.variables) - len(store.keys())  # type: ignore[attr-defined]
+        slots = getattr(inner, "momentums", None) or []
+        if slots and lacking == len(slots):
+            for i, variable in enumerate(self.variables[: len(store.keys())]):  # type: ignore[attr-defined]
+                variable.assign(store[str(i)])
+            return
+        adoption = None if self.compression is None else self.compression.adoption
+        if not slots and lacking == -len(inner._trainable_variables) and adoption is not None and adoption.taken:
+            # They become u in the first step.
+            inner.momentums = inner.add_optimizer_variables(inner._trainable_variables, "momentum")
+        super().load_own_variables(store)  # type: ignore[misc]
 
     def _config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         adoption = None if self.compression is None else self.compression.adoption
         inner["config"] = momentum_config(inner["config"], adoption)
-        if self._settings.accumulation_steps:
-            inner["config"]["gradient_accumulation_steps"] = self._settings.accumulation_steps
         return {"name": self.name, "inner_optimizer": inner, "settings": self._settings.to_config()}  # type: ignore[attr-defined]
 
     @classmethod
@@ -106,15 +167,21 @@ class _Distributed:
         self._prepare()
         return self._settings.reducer.reduce(grads, variables, self.inner_optimizer)
 
-    def _count_pass(self) -> None:
-        self.inner_optimizer._iterations.assign_add(1)
+    def _build_inner(self) -> Any:
+        """Around whatever builds the user's optimizer."""
+        self._prepare()
+        if self._settings.accumulation_steps:
+            return no_accumulators(self.inner_optimizer)
+        return contextlib.nullcontext()
+
+    def _count_pass(self) -> int:
+        count_pass(self.inner_optimizer)
+        return 0
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """Exchanges gradients, then lets the user's optimizer apply them."""
-
-    _complete = False
 
     def __init__(self, inner_optimizer: Any, settings: Settings, name: str | None = None) -> None:
         """Hold ``inner_optimizer``; see :func:`wrap`."""
@@ -129,8 +196,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Make the user's optimizer's variables."""
         if self.built:
             return
-        self._prepare()
-        self.inner_optimizer.build(variables)
+        with self._build_inner():
+            self.inner_optimizer.build(variables)
         super().build(variables)
 
     @property
@@ -160,7 +227,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
-                lambda: _nothing(self._count_pass()),  # type: ignore[func-returns-value]
+                self._count_pass,
                 lambda: _nothing(inner.apply(reduced, variables)),
             )
         self._iterations.assign_add(1)
@@ -225,6 +292,13 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self._settings = settings
         settings.refuse_loss_scale()
         self._prepare()
+        self._complete = True
+
+    @tracking.no_automatic_dependency_tracking
+    def build(self, variables: Any) -> None:
+        """Make the user's optimizer's variables, and those of the loss scale."""
+        with self._build_inner():
+            super().build(variables)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -236,7 +310,6 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:  # type: ignore[has-type]
             with keras.name_scope(self.name, caller=self):
-                self._prepare()
                 self.build(variables)
             self.built = True
         grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
@@ -254,8 +327,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             self._stateful_handle_non_finite_grads()
             return 0
 
-        branches = {APPLY: finite, ACCUMULATED: lambda: _nothing(self._count_pass())}  # type: ignore[func-returns-value]
-        tf.switch_case(verdict, [branches[ACCUMULATED], branches[APPLY], overflow])
+        branches = {ACCUMULATED: self._count_pass, APPLY: finite, REFUSED: overflow}
+        tf.switch_case(verdict, branches)
 
     def get_config(self) -> dict[str, Any]:
         """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""

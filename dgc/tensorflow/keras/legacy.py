@@ -13,9 +13,10 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import LEGACY_V2, family, momentum_config
+from dgc.tensorflow.adoption import momentum_config
 from dgc.tensorflow.crossing import ACCUMULATED
 from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.optimizers import LEGACY_V2, family
 from dgc.tensorflow.settings import Settings
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, family
 from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.optimizers import KERAS3, LEGACY, LEGACY_V2, family
 from dgc.tensorflow.settings import Settings, check_compression
 from dgc.tensorflow.tape import refuse_grouping
 

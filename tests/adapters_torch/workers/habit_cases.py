@@ -193,7 +193,9 @@ def a_closure_that_synchronizes():
         models = []
         for kind in ("dense", way):
             model = make_model()
-            optimizer, compression = distribute(kind, model, sgd(model, weight_decay=0.0), **(EXACT if kind != "dense" else {}))
+            optimizer, compression = distribute(
+                kind, model, sgd(model, weight_decay=0.0), **(EXACT if kind != "dense" else {})
+            )
             for step in range(6):
 
                 def closure(step=step, model=model, optimizer=optimizer):

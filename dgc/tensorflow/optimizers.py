@@ -1,0 +1,127 @@
+"""What the optimizers of Keras 3, legacy Keras and ``tf.compat.v1`` are asked, and where each keeps the answer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.tensorflow.tensors import raw_variable
+
+KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
+
+_TAKEN = -0.0
+"""What stands in the place of a momentum that was taken: it multiplies like 0, and a 0 that the user assigns later is
+another number."""
+_NESTEROV_TAKEN = 0
+"""The same for Nesterov; a user assigns a bool."""
+
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+def family(optimizer: Any) -> str | None:
+    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer."""
+    for cls in type(optimizer).__mro__:
+        module, name = cls.__module__, cls.__name__
+        if module.startswith("keras.src.optimizers") and name in ("Optimizer", "BaseOptimizer"):
+            return KERAS3
+        if module.startswith("tf_keras.src.optimizers") and name == "OptimizerV2":
+            return LEGACY_V2
+        if module.startswith("tf_keras.src.optimizers") and name in ("Optimizer", "_BaseOptimizer"):
+            return LEGACY
+        if module.startswith("tf_keras.src.mixed_precision") and name == "BaseLossScaleOptimizer":
+            return LEGACY
+    return V1 if isinstance(optimizer, tf.compat.v1.train.Optimizer) else None
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
+    kind = family(optimizer)
+    if kind == LEGACY_V2:
+        return optimizer._decayed_lr(tf.float32)
+    if kind == LEGACY:
+        # Its `learning_rate` is the one of the step before when it follows a schedule.
+        rate = optimizer._learning_rate
+        return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
+    return optimizer.learning_rate
+
+
+def without_loss_scale(optimizer: Any) -> Any:
+    """The optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def clipping(optimizer: Any) -> str | None:
+    """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
+    for name in _CLIPPING:
+        value = getattr(optimizer, name, None)
+        # Keras takes a threshold of 0 for none.
+        if isinstance(value, (int, float)) and value > 0:
+            return f"{name}={value}"
+    return None
+
+
+def is_sgd(optimizer: Any) -> bool:
+    """Whether the optimizer's momentum is one that the compressor can apply."""
+    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
+    if names & {("keras", "SGD"), ("tf_keras", "SGD")}:
+        return True
+    return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+
+
+def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:
+    """Momentum and Nesterov that an SGD holds; None where they are as :func:`clear_momentum` left them.
+
+    For legacy Keras' older optimizers, which keep both when they are cleared, always the values.
+    """
+    if family(optimizer) == V1:
+        value, nesterov = optimizer._momentum, optimizer._use_nesterov or None
+    else:
+        value, nesterov = optimizer.momentum, optimizer.nesterov
+    if callable(value) and not isinstance(value, (tf.Variable, tf.Tensor)):
+        value = value()
+    with tf.init_scope():
+        momentum = float(value)
+    if family(optimizer) == LEGACY_V2:
+        # Its number becomes a float32 variable sooner or later.
+        return float(np.float32(momentum)), bool(nesterov)
+    untouched = momentum == 0.0 and math.copysign(1.0, momentum) < 0
+    nesterov = None if nesterov is None or type(nesterov) is int else bool(nesterov)
+    return None if untouched else momentum, nesterov
+
+
+def is_cleared(optimizer: Any) -> bool:
+    """Whether :func:`clear_momentum` was called for this SGD, and nothing was assigned since."""
+    momentum = get_momentum(optimizer)[0]
+    if family(optimizer) == LEGACY_V2:
+        return bool(momentum) and not optimizer._momentum
+    return momentum is None
+
+
+def clear_momentum(optimizer: Any) -> None:
+    """Make an SGD apply no momentum, in a way that tells it from a momentum of 0 that the user assigns afterwards."""
+    kind = family(optimizer)
+    if kind == V1:
+        optimizer._momentum, optimizer._use_nesterov = _TAKEN, False
+    elif kind == LEGACY_V2:
+        # It decides by a flag of its own whether it applies momentum, and saves the number in checkpoints.
+        optimizer._momentum = False
+    else:
+        optimizer.momentum, optimizer.nesterov = _TAKEN, _NESTEROV_TAKEN
+
+
+def momentum_slot(optimizer: Any, variable: Any) -> Any:
+    """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
+    kind, raw = family(optimizer), raw_variable(variable)
+    if kind in (LEGACY_V2, V1):
+        name = "momentum"
+        return optimizer.get_slot(raw, name) if name in optimizer.get_slot_names() else None
+    slots = getattr(optimizer, "momentums", None) or []
+    if kind == KERAS3:
+        known = {id(raw_variable(v)): m for v, m in zip(optimizer._trainable_variables, slots, strict=False)}
+        slot = known.get(id(raw))
+        return None if slot is None else raw_variable(slot)
+    place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
+    return None if place is None else slots[place]

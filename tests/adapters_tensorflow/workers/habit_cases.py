@@ -1,0 +1,394 @@
+"""What scripts for plain Keras and dense Horovod do with their optimizers, on real ranks, in both Kerases."""
+
+import warnings
+
+import horovod.tensorflow as hvd
+import models as m
+import tensorflow as tf
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+keras = m.keras
+# Low enough to act in every step.
+CLIPPING = ({"clipnorm": 0.05}, {"clipvalue": 0.002}, {"global_clipnorm": 0.1})
+RATES = ([6, 12], [0.05, 0.01, 0.08])
+
+
+def schedule():
+    return keras.optimizers.schedules.PiecewiseConstantDecay(*RATES)
+
+
+def compiled(inner, compression=None, *, wrapped=True, graph=False):
+    """Eager unless ``graph``: so short a training takes less time than building its graph."""
+    model = m.make_model()
+    optimizer = dgck.DistributedOptimizer(inner, compression=compression) if wrapped else inner
+    model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=not graph)
+    return model
+
+
+def fitted(inner, compression=None, *, steps=15, rank=None, wrapped=True, graph=False):
+    model = compiled(inner, compression, wrapped=wrapped, graph=graph)
+    m.fit(model, steps, rank=rank)
+    return model
+
+
+def tape_loop(inner, library, compression, steps=10, model=None):
+    """A custom loop in a graph; ``library`` wraps the tape."""
+    model = model or m.make_model()
+    variables = m.raw(model.trainable_variables)
+
+    @tf.function
+    def one_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = library.DistributedGradientTape(tape, compression=compression)
+        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+    for step in range(steps):
+        one_step(*map(tf.constant, m.batch(step)))
+    return m.values(model)
+
+
+# -- clipping in the optimizer ---------------------------------------------------------------------------------------
+
+
+@case
+def clipping_in_the_optimizer_equals_dense():
+    plain = m.values(fitted(keras.optimizers.SGD(schedule(), momentum=0.9)))
+    for clip, nesterov, graph in zip(CLIPPING, (False, True, False), (True, False, False), strict=True):
+        options = {"momentum": 0.9, "nesterov": nesterov, **clip}
+        dense = m.values(fitted(keras.optimizers.SGD(schedule(), **options)))
+        assert any(abs(a - b).max() > 1e-2 for a, b in zip(dense, plain, strict=True)), "nothing was clipped"
+        compression = dgc.Compression.dgc(**m.SPARSITY_0)
+        model = fitted(keras.optimizers.SGD(schedule(), **options), compression, graph=graph)
+        m.assert_close(m.values(model), dense, 1e-5)
+        assert compression.stats.steps == 15
+
+
+@case
+def clipping_behind_a_tape_equals_dense():
+    def optimizer():
+        return keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.05)
+
+    dense = tape_loop(optimizer(), hvd, hvd.Compression.none)
+    inner = optimizer()
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSITY_0)
+    m.assert_close(tape_loop(inner, dgc, compression), dense, 1e-5)
+    inner, model = optimizer(), m.make_model()
+    compression = dgc.Compression.dgc(m.raw(model.trainable_variables), optimizer=inner, **m.SPARSITY_0)
+    m.assert_close(tape_loop(inner, hvd, compression, model=model), dense, 1e-5)
+
+
+@case
+def clipping_keeps_replicas_alike_and_is_said_once_on_rank_0():
+    for clip in CLIPPING:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compression = dgc.Compression.dgc(**m.SPARSE)
+            model = fitted(keras.optimizers.SGD(0.05, momentum=0.9, **clip), compression, steps=20)
+        m.assert_replicas(m.values(model))
+        assert compression.stats.total.density < 0.012
+        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
+        assert len(said) == (hvd.rank() == 0), said
+        assert all(next(iter(clip)) in text for text in said)
+
+
+@case
+def clipping_without_momentum_in_the_optimizer_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = compiled(keras.optimizers.SGD(0.05, clipnorm=0.05), dgc.Compression.dgc(**m.SPARSE))
+        compiled(keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.05), dgc.Compression.dgc(momentum=0))
+    m.fit(model, 3)
+
+
+@case
+def clipping_of_a_velocity_is_refused():
+    for optimizer in (keras.optimizers.SGD(0.05, clipnorm=1.0), keras.optimizers.Adam(0.05, clipvalue=1.0)):
+        m.assert_raises(
+            lambda: compiled(optimizer, dgc.Compression.dgc(momentum=0.9)),  # noqa: B023
+            "would clip the velocity",
+            "local_grad_clip_norm",
+        )
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    model = fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
+    inner.clipnorm = 0.5
+    m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would clip the velocity")
+
+
+# -- Keras' own gradient accumulation --------------------------------------------------------------------------------
+
+ACCUMULATING = {
+    "sgd": lambda **o: keras.optimizers.SGD(schedule(), momentum=0.9, **o),
+    "clipped": lambda **o: keras.optimizers.SGD(schedule(), momentum=0.9, clipnorm=0.05, **o),
+    "adam": lambda **o: keras.optimizers.Adam(schedule(), **o),
+    "adamw": lambda **o: keras.optimizers.AdamW(0.01, weight_decay=0.01, **o),
+    "adamax": lambda **o: keras.optimizers.Adamax(0.01, **o),
+    "nadam": lambda **o: keras.optimizers.Nadam(0.01, **o),
+    "average": lambda **o: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.8, **o),
+    "overwriting": lambda **o: keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3, **o
+    ),
+}
+
+
+def refuse_legacy():
+    if m.LEGACY:
+        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
+
+
+@case
+def accumulating_optimizers_equal_plain_keras():
+    refuse_legacy()
+    for name, make in ACCUMULATING.items():
+        # The same data on all ranks, so that Keras alone is a dense run.
+        plain = fitted(make(gradient_accumulation_steps=3), wrapped=False, rank=0)
+        compression = dgc.Compression.dgc(**m.SPARSITY_0)
+        model = fitted(make(gradient_accumulation_steps=3), compression, rank=0, graph=name == "overwriting")
+        try:
+            m.assert_close(m.values(model), m.values(plain), 1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert compression.stats.steps == 5
+        assert int(model.optimizer.iterations) == int(plain.optimizer.iterations) == 5
+        assert model.optimizer.get_config()["inner_optimizer"]["config"]["gradient_accumulation_steps"] == 3
+        sums = [v.path for v in model.optimizer.variables if "accumulator" in v.path]
+        assert not sums, sums
+
+
+@case
+def accumulating_replicas_stay_alike():
+    refuse_legacy()
+    for make in (ACCUMULATING["nadam"], ACCUMULATING["overwriting"]):
+        compression = dgc.Compression.dgc(**m.SPARSE)
+        model = fitted(make(gradient_accumulation_steps=2), compression, steps=20, graph=True)
+        m.assert_replicas(m.values(model))
+        assert compression.stats.steps == 10
+
+
+@case
+def a_constraint_holds_after_every_pass():
+    refuse_legacy()
+
+    def trained(inner, **arguments):
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm())
+        model = keras.Sequential([layer])
+        model.build((None, 20))
+        optimizer = dgck.DistributedOptimizer(inner, **arguments) if arguments else inner
+        model.compile(optimizer=optimizer, loss=m.loss_function)
+        m.fit(model, 10, rank=0)
+        return m.values(model)
+
+    make = ACCUMULATING["overwriting"]
+    plain = trained(make(gradient_accumulation_steps=2))
+    ours = trained(make(gradient_accumulation_steps=2), compression=dgc.Compression.dgc(**m.SPARSITY_0))
+    m.assert_close(ours, plain, 1e-5)
+
+
+# -- one step, two exchanges -----------------------------------------------------------------------------------------
+
+
+def two_losses(inner, library, compression, steps=6):
+    """A persistent tape whose ``gradient()`` is asked for two losses."""
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+    for step in range(steps):
+        x, y = map(tf.constant, m.batch(step))
+        with tf.GradientTape(persistent=True) as tape:
+            first, second = m.loss_function(y, model(x)), tf.reduce_mean(model(x) ** 2)
+        tape = library.DistributedGradientTape(tape, compression=compression)
+        parts = [tape.gradient(loss, variables) for loss in (first, second)]
+        sums = [a + b for a, b in zip(*parts, strict=True)]
+        inner.apply_gradients(zip(sums, model.trainable_variables, strict=True))
+    return m.values(model)
+
+
+@case
+def two_gradients_of_one_tape_equal_dense_or_are_refused():
+    dense = two_losses(keras.optimizers.SGD(0.05, momentum=0.9), hvd, hvd.Compression.none)
+    compression = dgc.Compression.dgc(momentum=0, **m.SPARSITY_0)
+    m.assert_close(two_losses(keras.optimizers.SGD(0.05, momentum=0.9), dgc, compression), dense, 1e-5)
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSITY_0)
+    m.assert_raises(lambda: two_losses(inner, dgc, compression), "gradient() was called twice on one tape")
+
+
+@case
+def gradients_of_our_tape_in_our_optimizer_are_refused():
+    inner = keras.optimizers.SGD(0.05)
+    optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE))
+    compression = dgc.Compression.dgc(momentum=0, **m.SPARSE)
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = dgc.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    batch = list(map(tf.constant, m.batch(0)))
+    for run in (step, tf.function(step)):
+        m.assert_raises(lambda: run(*batch), "were exchanged already")  # noqa: B023
+    m.assert_raises(
+        lambda: dgck.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "at the same time"
+    )
+
+
+# -- momentum that is changed in mid-training ------------------------------------------------------------------------
+
+
+def equal_to_dense_when(change, **options):
+    """Train 5 steps, let ``change`` do something to the optimizer, train 5 more; compare with a dense run.
+
+    The dense one is eager: Keras reads an optimizer's options only when it builds a graph.
+    """
+    results = []
+    for compression in (None, dgc.Compression.dgc(**m.SPARSITY_0)):
+        model = compiled(keras.optimizers.SGD(0.05, **options), compression, graph=compression is not None)
+        m.fit(model, 5)
+        change(model.optimizer)
+        m.fit(model, 5, first=5)
+        results.append(m.values(model))
+    m.assert_close(results[1], results[0], 1e-5)
+    return model
+
+
+@case
+def another_momentum_is_followed():
+    def lower(optimizer):
+        optimizer.momentum = 0.5
+
+    model = equal_to_dense_when(lower, momentum=0.9)
+    assert model.optimizer.compression.adoption.momentum == 0.5
+    assert own_config(model.optimizer)["momentum"] == 0.5
+
+
+@case
+def momentum_0_is_followed():
+    def drop(optimizer):
+        getattr(optimizer, "inner_optimizer", optimizer).momentum = 0
+
+    model = equal_to_dense_when(drop, momentum=0.9)
+    assert own_config(model.optimizer)["momentum"] == 0
+
+
+@case
+def nesterov_is_followed():
+    def leave(optimizer):
+        optimizer.nesterov = False
+
+    equal_to_dense_when(leave, momentum=0.9, nesterov=True)
+
+
+@case
+def a_tape_follows_the_momentum_of_its_optimizer():
+    found = []
+    for library, options in ((hvd, None), (dgc, m.SPARSITY_0)):
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        compression = dgc.Compression.none if options is None else dgc.Compression.dgc(optimizer=inner, **options)
+        model = m.make_model()
+        tape_loop(inner, library, compression, steps=5, model=model)
+        inner.momentum = 0.0
+        found.append(tape_loop(inner, library, compression, steps=5, model=model))
+    m.assert_close(found[1], found[0], 1e-5)
+
+
+# -- what leaves our optimizers, and what comes back ------------------------------------------------------------------
+
+
+def own_config(optimizer):
+    """The user's optimizer's part of a configuration."""
+    config = optimizer.get_config()
+    return config["inner"] if m.LEGACY else config["inner_optimizer"]["config"]
+
+
+@case
+def a_configuration_holds_the_user_s_own_momentum():
+    makers = [keras.optimizers.SGD]
+    if m.LEGACY:
+        makers.append(keras.optimizers.legacy.SGD)
+    for make in makers:
+        inner = make(0.05, momentum=0.75, nesterov=True)
+        dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+        config = inner.get_config()
+        assert abs(config["momentum"] - 0.75) < 1e-6
+        assert config["nesterov"] is True
+        again = make.from_config(config)
+        assert abs(float(again.momentum) - 0.75) < 1e-6
+        m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner), "has taken this optimizer's momentum")  # noqa: B023
+        model = compiled(make(0.05, momentum=0.75, nesterov=True), dgc.Compression.dgc(**m.SPARSE))
+        assert abs(own_config(model.optimizer)["momentum"] - 0.75) < 1e-6
+        assert own_config(model.optimizer)["nesterov"] is True
+
+
+@case
+def the_wrapper_shows_and_sets_the_user_s_options():
+    if m.LEGACY:
+        raise SkipCase("legacy Keras' wrapped optimizer is the user's own")
+    inner = keras.optimizers.SGD(0.05, momentum=0.75, nesterov=True, weight_decay=0.01)
+    optimizer = compiled(inner, dgc.Compression.dgc(**m.SPARSE)).optimizer
+    assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0.75, True, 0.01)
+    optimizer.weight_decay, optimizer.momentum = 0.02, 0.5
+    assert (optimizer.momentum, inner.weight_decay) == (0.5, 0.02)
+    assert not hasattr(compiled(keras.optimizers.Adam(), dgc.Compression.dgc()).optimizer, "momentum")
+
+
+@case
+def weights_that_only_the_root_loads_leave_nothing_of_the_abandoned_run():
+    model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    start = m.values(model)
+    again = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    def fit(first):
+        x, y = m.batch(first)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[again])
+
+    engine = None
+    for step in range(4):
+        fit(step)
+        engine = model.optimizer.compression.engine
+        v = engine.residual_norm()
+        assert v > 0
+    before = {n: e["v"].copy() for n, e in engine.state_dict()["parameters"].items() if "v" in e}
+    if hvd.rank() == 0:
+        model.set_weights(start)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append((engine.residual_norm(), [v.copy() for v in m.values(model)]))
+
+    x, y = m.batch(9)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert before
+    assert seen[0][0] == 0.0
+    assert all((a == b).all() for a, b in zip(seen[0][1], start, strict=True))
+    m.assert_replicas(m.values(model))
+    # A fit that goes on keeps what it has.
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert seen[1][0] > 0.0
+
+
+@case
+def replicas_are_compared_again_after_a_broadcast():
+    if hvd.size() == 1:
+        raise SkipCase("one rank has no replicas")
+    root = dgck.callbacks.BroadcastGlobalVariablesCallback
+    model = compiled(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    m.fit(model, 3, callbacks=[root(0)])
+    weight = m.raw(model.trainable_variables)[0]
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            weight.assign_add(tf.ones_like(weight) * float(hvd.rank()))
+
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[root(0), Spoil()]), "do not train the same model")
+
+
+if __name__ == "__main__":
+    run_cases()
