@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import json
 import os
@@ -88,11 +89,13 @@ def _limit_threads_of_tensorflow() -> None:
 
 
 def _initialise_horovod() -> None:
-    for name in ("horovod.torch", "horovod.tensorflow"):
-        if name in sys.modules:
+    """Once for each framework whose adapter the workers have asked for so far."""
+    for framework in ("torch", "tensorflow"):
+        if any(f"{package}.{framework}" in sys.modules for package in ("dgc", "horovod")):
+            horovod = importlib.import_module(f"horovod.{framework}")
             # Not again: that would register Horovod's exit handler again, and move it before the package's own.
-            if not sys.modules[name].is_initialized():
-                sys.modules[name].init()
+            if not horovod.is_initialized():
+                horovod.init()
 
 
 @contextlib.contextmanager
