@@ -7,6 +7,7 @@ and stays until another one comes; then all that a test might have left behind i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -18,7 +19,7 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,25 @@ def _initialise_horovod() -> None:
                 horovod.init()
 
 
+def order_exit_handlers() -> None:
+    """The Horovod that was initialised first, TensorFlow's if both were, shuts down last: it finalizes MPI.
+
+    Exit handlers run last in, first out, and every ``hvd.init()`` of a worker has added Horovod's once more. The
+    package's own is first.
+    """
+    for framework in ("tensorflow", "torch"):
+        if f"horovod.{framework}.mpi_ops" in sys.modules:
+            _move_to_front(sys.modules[f"horovod.{framework}.mpi_ops"]._basics.shutdown)
+    package = sys.modules.get("dgc.transport.mpi_exit")
+    if package is not None and package._farewells:
+        _move_to_front(package.leave)
+
+
+def _move_to_front(handler: Callable[[], None]) -> None:
+    atexit.unregister(handler)
+    atexit.register(handler)
+
+
 @contextlib.contextmanager
 def _written_to(folder: Path) -> Iterator[None]:
     """Send stdout and stderr to the request's files, that of libraries and of ``faulthandler`` too."""
@@ -140,6 +160,7 @@ def main() -> None:
         with _written_to(Path(request["folder"])):
             good = server.serve(request)
         say({"number": request["number"], "good": good})
+    order_exit_handlers()
 
 
 if __name__ == "__main__":
