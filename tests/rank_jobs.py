@@ -15,6 +15,7 @@ the same results. A case that fails, hangs or ends a rank takes its job with it,
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import json
 import secrets
@@ -88,6 +89,7 @@ class Job:
         self.history: list[str] = []
         self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
         self._requests = 0
+        self._gone = False
         self._sockets: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
         self._buffers = dict.fromkeys(range(kind.size), b"")
@@ -195,6 +197,10 @@ class Job:
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
+        if self._gone:
+            # The launcher notices, and ends the others; a signal in the middle of that crashes it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
         if self._process.poll() is None:
             kill_tree(self._process)
         return self._process.returncode
@@ -239,6 +245,7 @@ class Job:
         except OSError:
             data = b""
         if not data:
+            self._gone = True
             return False
         self._buffers[rank] += data
         line, newline, rest = self._buffers[rank].partition(b"\n")

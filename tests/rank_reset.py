@@ -28,8 +28,12 @@ class Beginning:
         self._hook = sys.excepthook
         self._warnings = list(warnings.filters)
 
-    def restore(self) -> None:
-        """Put everything back. Collective where a worker has added process sets, so to be called on all ranks."""
+    def restore(self, folder: Path) -> None:
+        """Put everything back. Collective where a worker has added process sets, so to be called on all ranks.
+
+        Args:
+            folder: of the worker that ran; it and the modules beside it are forgotten.
+        """
         reports = os.environ["DGC_TEST_REPORTS"]
         os.environ.clear()
         os.environ.update(self._environment, DGC_TEST_REPORTS=reports)
@@ -37,7 +41,7 @@ class Beginning:
         sys.path[:] = self._path
         sys.excepthook = self._hook
         self._restore_warnings()
-        _forget_test_modules()
+        _forget_modules(folder)
         gc.enable()
         gc.collect()
         random.seed(0)
@@ -64,11 +68,13 @@ class Beginning:
                         value.cache_clear()
 
 
-def _forget_test_modules() -> None:
+def _forget_modules(folder: Path) -> None:
     """Workers and what they share: two folders have modules of one name, and modules may keep state."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if name not in KEPT_MODULES and path is not None and Path(path).is_relative_to(TESTS):
+        if name in KEPT_MODULES or path is None:
+            continue
+        if Path(path).is_relative_to(TESTS) or Path(path).is_relative_to(folder):
             del sys.modules[name]
 
 

@@ -33,6 +33,7 @@ class Server:
     def __init__(self, beginning: Beginning) -> None:
         self._beginning = beginning
         self._worker: Path | None = None
+        self._folder = Path(__file__).parent
 
     def serve(self, request: dict[str, Any]) -> bool:
         """Run one request; returns whether it ended well on this rank."""
@@ -76,7 +77,8 @@ class Server:
 
     def _begin(self, path: Path, args: list[str]) -> None:
         worker_tools.forget_cases()
-        self._beginning.restore()
+        self._beginning.restore(self._folder)
+        self._folder = path.parent
         sys.argv = [str(path), *args]
         sys.path.insert(0, str(path.parent))
 

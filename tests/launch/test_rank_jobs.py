@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
@@ -121,7 +122,7 @@ def runs(pid):
         ("fails_on_rank_1", r"failed on rank 1:(.|\n)*one is too many"),
         ("fails_on_rank_1_while_the_other_waits", r"one is too many(.|\n)*not finish on ranks \[0\](.|\n)*other_waits"),
         ("hangs_on_rank_0", r"did not finish on ranks \[0\](.|\n)*timed out(.|\n)*in hangs_on_rank_0"),
-        ("ends_rank_1", r"did not finish on ranks \[0, 1\](.|\n)*in ends_rank_1"),
+        ("ends_rank_1", r"did not finish on ranks \[0, 1\](.|\n)*non-zero exit code"),
         ("leaves_rank_1", r"did not finish on ranks \[1\]"),
         ("unknown", r"unknown"),
     ],
@@ -144,7 +145,9 @@ def test_good_cases_share_their_ranks_which_stand_still_in_between(own, worker):
         own(worker, 2).check("is_skipped")
     assert values(own, worker, "passes") == first
     assert [size for _, size in first] == [2, 2]
-    assert {psutil.Process(pid).status() for pid, _ in first} == {psutil.STATUS_STOPPED}
+    # On a busy machine the signal takes its time; the test's own limit ends this loop.
+    while {psutil.Process(pid).status() for pid, _ in first} != {psutil.STATUS_STOPPED}:
+        time.sleep(0.05)
 
 
 def test_a_worker_finds_nothing_of_the_one_before(own, tmp_path):
