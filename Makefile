@@ -31,7 +31,7 @@ export OMPI_MCA_mpi_yield_when_idle := 1
 export OMPI_MCA_btl_vader_single_copy_mechanism := none
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo demo-tensorflow test lint format clean
+.PHONY: help setup demo demo-tensorflow test test-quick lint format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ demo-tensorflow: setup ## the demonstration on TensorFlow
 
 test: setup ## the whole test suite, with the slowest tests listed
 	$(BIN)/python -m pytest --durations=25
+
+test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
+	$(BIN)/python -m pytest tests/core tests/contract --durations=10
 
 lint: setup ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

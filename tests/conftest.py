@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from rank_jobs import Ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -37,3 +38,11 @@ def pytest_runtestloop(session):
             timeout=600,
             check=False,
         )
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Real ranks that live as long as the session; see ``rank_jobs``."""
+    living = Ranks()
+    yield living
+    living.close()

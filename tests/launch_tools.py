@@ -1,21 +1,24 @@
 """Start real multi-rank jobs from tests, and read back what each rank found.
 
 A worker is a script of its own, by convention in ``tests/**/workers/``. It imports ``worker_tools`` and either calls
-``report(value)``, or holds many small cases that share one launch, since starting ranks takes seconds::
+``report(value)``, or holds many small cases. Starting ranks takes seconds, so the fixture ``ranks`` (``rank_jobs``)
+hands them to ranks that live as long as the session::
 
     # workers/sums.py                                   # test_sums.py
-    from worker_tools import case, run_cases            from launch_tools import case_names, run_cases
+    from worker_tools import case, run_cases            from launch_tools import case_names
                                                         WORKER = Path(__file__).parent / "workers" / "sums.py"
     @case
     def two_and_two():                                  @pytest.fixture(scope="module")
-        assert ...                                      def cases():
-                                                            return run_cases(2, WORKER, launcher="mpirun")
+        assert ...                                      def cases(ranks):
+                                                            return ranks(WORKER, 2)
     if __name__ == "__main__":
         run_cases()                                     @pytest.mark.parametrize("name", case_names(WORKER))
                                                         def test_sums(cases, name):
                                                             cases.check(name)
 
-Ranks report through files, not through stdout: launchers cut and mix the lines of several ranks.
+What ends a rank, or needs one that nothing has touched, is launched by itself: :func:`run_cases` for a worker,
+:func:`run_mpi` for any script. Ranks report through files, not through stdout: launchers cut and mix the lines of
+several ranks.
 """
 
 from __future__ import annotations
@@ -88,6 +91,15 @@ def missing(launcher: str) -> str | None:
     return None
 
 
+def require(launcher: str) -> None:
+    """Skip the calling test unless ``launcher`` is installed."""
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    lacking = missing(launcher)
+    if lacking is not None:
+        pytest.skip(lacking)
+
+
 def run_mpi(
     np: int,
     script: Path | str,
@@ -113,15 +125,14 @@ def run_mpi(
     Raises:
         LaunchError: the job failed or took too long, and ``check`` is set.
     """
-    if launcher not in LAUNCHERS:
-        raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
-    lacking = missing(launcher)
-    if lacking is not None:
-        pytest.skip(lacking)
+    require(launcher)
     with tempfile.TemporaryDirectory(prefix="dgc-launch-") as folder:
-        path = _script_path(script, Path(folder))
-        command = [*_launch_command(launcher, np), sys.executable, str(path), *map(str, args)]
-        result = _run(command, np, Path(folder), _environment(Path(folder), timeout, env), timeout)
+        path = script_path(script, Path(folder))
+        command = [*launch_command(launcher, np), sys.executable, str(path), *map(str, args)]
+        # A little before we kill it, each rank writes where it hangs. As a time of the machine's clock, since ranks
+        # on a busy machine start much later than their launcher.
+        moments = {"DGC_TEST_REPORTS": folder, "DGC_TEST_DUMP_AT": str(time.monotonic() + timeout * 0.9)}
+        result = _run(command, np, Path(folder), environment_for({**moments, **(env or {})}), timeout)
     if check and (result.returncode != 0 or result.timed_out):
         raise LaunchError(result.explain())
     return result
@@ -160,7 +171,11 @@ def run_cases(np: int, script: Path, *args: Any, launcher: str = "mpirun", **opt
         launcher: as for :func:`run_mpi`.
         options: ``timeout`` and ``env`` of :func:`run_mpi`.
     """
-    result = run_mpi(np, script, *args, launcher=launcher, check=False, **options)
+    return results_of(run_mpi(np, script, *args, launcher=launcher, check=False, **options))
+
+
+def results_of(result: Result) -> CaseResults:
+    """Sort what the ranks of a job reported by case."""
     by_case: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, reports in enumerate(result.reports):
         for entry in reports:
@@ -184,7 +199,8 @@ def _search_path() -> str:
     return f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-def _launch_command(launcher: str, np: int) -> list[str]:
+def launch_command(launcher: str, np: int) -> list[str]:
+    """What starts ``np`` ranks, up to the program that they run."""
     if launcher == "single":
         if np != 1:
             raise ValueError(f"without a launcher there is one rank, got np={np}")
@@ -199,7 +215,8 @@ def _program(name: str) -> str:
     return shutil.which(name, path=_search_path()) or name
 
 
-def _environment(folder: Path, timeout: float, extra: Mapping[str, str] | None) -> dict[str, str]:
+def environment_for(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a launcher, and of its ranks."""
     # What the caller has set for Horovod, this package or Keras is not what a test asked for; and a test process that
     # runs under a launcher itself must not hand its rank on. Ranks share the place where compiled kernels are kept.
     foreign = ("OMPI_COMM_WORLD_", "PMIX_", "HOROVOD_", "DGC_", "NUMBA_", "TF_USE_LEGACY_KERAS")
@@ -216,18 +233,15 @@ def _environment(folder: Path, timeout: float, extra: Mapping[str, str] | None) 
         "OMPI_MCA_mpi_yield_when_idle": "1",
         # Containers often forbid to read another process' memory; Open MPI would write a warning per rank.
         "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
-        "DGC_TEST_REPORTS": str(folder),
-        # A little before we kill it, each rank writes where it hangs. As a time of the machine's clock, since ranks
-        # on a busy machine start much later than their launcher.
-        "DGC_TEST_DUMP_AT": str(time.monotonic() + timeout * 0.9),
     }
     if (BIN / "orted").exists():
         # Open MPI from a wheel does not know where it was unpacked, and only its launcher tells it.
         environment["OPAL_PREFIX"] = str(BIN.parent)
-    return environment | dict(extra or {})
+    return environment | dict(extra)
 
 
-def _script_path(script: Path | str, folder: Path) -> Path:
+def script_path(script: Path | str, folder: Path) -> Path:
+    """Where a script lies; one given as its source is written into ``folder``."""
     if isinstance(script, Path):
         return script
     if "\n" not in script:
@@ -256,10 +270,10 @@ def _run(command: list[str], np: int, folder: Path, environment: dict[str, str],
             returncode = None
         finally:
             if process.returncode is None:
-                _kill_tree(process)
+                kill_tree(process)
     return Result(
         returncode=process.returncode,
-        reports=[_read_reports(folder / f"rank{rank}.jsonl") for rank in range(np)],
+        reports=[read_reports(folder / f"rank{rank}.jsonl") for rank in range(np)],
         stdout=(folder / "stdout").read_text(errors="replace"),
         stderr=(folder / "stderr").read_text(errors="replace"),
         seconds=time.monotonic() - start,
@@ -268,7 +282,7 @@ def _run(command: list[str], np: int, folder: Path, environment: dict[str, str],
     )
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """End a launcher and all that it started, also what moved to a session of its own (horovodrun's ranks do)."""
     try:
         started = psutil.Process(process.pid).children(recursive=True)
@@ -290,7 +304,8 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(alive, timeout=5)
 
 
-def _read_reports(path: Path) -> list[Any]:
+def read_reports(path: Path) -> list[Any]:
+    """What one rank has reported, as far as it came."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines()

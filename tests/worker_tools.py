@@ -51,17 +51,28 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_cases() -> None:
     """Run all cases, or those named on the command line, and report each one's outcome on this rank."""
-    names = [name for name in sys.argv[1:] if name in _cases] or list(_cases)
-    for name in names:
-        report({"case": name, "outcome": "started"})
-        try:
-            _cases[name]()
-        except SkipCase as reason:
-            report({"case": name, "outcome": "skipped", "reason": str(reason)})
-        except Exception:
-            report({"case": name, "outcome": "failed", "traceback": traceback.format_exc()})
-        else:
-            report({"case": name, "outcome": "passed"})
+    for name in [name for name in sys.argv[1:] if name in _cases] or list(_cases):
+        run_case(name)
+
+
+def run_case(name: str) -> bool:
+    """Run one case, report its outcome on this rank, and return whether it passed or was skipped."""
+    report({"case": name, "outcome": "started"})
+    try:
+        _cases[name]()
+    except SkipCase as reason:
+        report({"case": name, "outcome": "skipped", "reason": str(reason)})
+    except Exception:
+        report({"case": name, "outcome": "failed", "traceback": traceback.format_exc()})
+        return False
+    else:
+        report({"case": name, "outcome": "passed"})
+    return True
+
+
+def forget_cases() -> None:
+    """Before another worker is imported into this process."""
+    _cases.clear()
 
 
 def _dump_where_it_hangs() -> None:

@@ -1,26 +1,18 @@
 """DGCMomentum: on real ranks against Paddle's algorithm and against PyTorch's, in both Keras, and on one process."""
 
-import os
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, TESTS, case_names, run_cases, run_mpi
+from launch_tools import case_names
+from rank_jobs import FLAVOURS
 
-HERE = Path(__file__).parent / "workers"
-WORKER, ALIKE, MIXED = (HERE / f"{n}_cases.py" for n in ("dgc_momentum", "momentum_alike", "momentum_mixed"))
-# Paddle's algorithm in NumPy stands with the tests of PyTorch's optimizer.
-PATHS = [REPOSITORY, TESTS, HERE, TESTS / "adapters_torch" / "workers"]
-QUIET = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": os.pathsep.join(map(str, [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])),
-}
-FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
+WORKERS = Path(__file__).parent / "workers"
+WORKER, ALIKE, MIXED = (WORKERS / f"{n}_cases.py" for n in ("dgc_momentum", "momentum_alike", "momentum_mixed"))
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
-def cases(request):
-    return run_cases(2, WORKER, launcher="horovodrun", timeout=400, env={**QUIET, **FLAVOURS[request.param]})
+def cases(request, ranks):
+    return ranks(WORKER, 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi
@@ -30,16 +22,15 @@ def test_on_two_ranks(cases, name):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_pytorch_and_tensorflow_give_the_same_parameters(ranks):
-    cases = run_cases(ranks, ALIKE, launcher="horovodrun", timeout=300, env=QUIET)
-    for name in case_names(ALIKE):
-        cases.check(name)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", case_names(ALIKE))
+def test_pytorch_and_tensorflow_give_the_same_parameters(ranks, size, name):
+    ranks(ALIKE, size).check(name)
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
-def mixed(request):
-    return run_cases(2, MIXED, launcher="horovodrun", timeout=200, env={**QUIET, **FLAVOURS[request.param]})
+def mixed(request, ranks):
+    return ranks(MIXED, 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi
@@ -49,8 +40,10 @@ def test_mixed_precision_on_two_ranks(mixed, name):
 
 
 ONE_PROCESS = """
+import sys
 import warnings
 
+sys.path.insert(0, sys.argv[1])
 import momentum_models as mm
 from worker_tools import report
 
@@ -67,7 +60,7 @@ report([[str(w.message) for w in caught if w.category is RuntimeWarning], optimi
 
 
 @pytest.mark.mpi
-def test_one_process_trains_dense_with_a_warning():
-    warned, step = run_mpi(1, ONE_PROCESS, launcher="single", env=QUIET).values[0]
+def test_one_process_trains_dense_with_a_warning(ranks):
+    warned, step = ranks.run(ONE_PROCESS, 1, WORKERS, launcher="single").values[0]
     assert warned == ["DGCMomentum with one process compresses nothing"]
     assert step == 6

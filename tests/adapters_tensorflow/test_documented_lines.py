@@ -1,7 +1,6 @@
 """The TensorFlow lines that docs/from-paddle.md shows, completed with a small model, on two ranks."""
 
 import pytest
-from launch_tools import run_mpi
 
 pytest.importorskip("tensorflow")
 
@@ -42,5 +41,5 @@ report([steps, int(model.optimizer.iterations), same])
 
 
 @pytest.mark.mpi
-def test_paddles_lines():
-    assert run_mpi(2, LINES, launcher="horovodrun").values == [[3, 1, True]] * 2
+def test_paddles_lines(ranks):
+    assert ranks.run(LINES, 2).values == [[3, 1, True]] * 2

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names
 
 WORKERS = Path(__file__).parent / "workers"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 ALONE = """
 import sys
@@ -32,9 +31,8 @@ report("done")
 
 
 @pytest.fixture(scope="module")
-def three_ranks():
-    environment = {**QUIET, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    return run_cases(3, WORKERS / "process_set_cases.py", launcher="horovodrun", timeout=200, env=environment)
+def three_ranks(ranks):
+    return ranks(WORKERS / "process_set_cases.py", 3)
 
 
 @pytest.mark.mpi
@@ -43,6 +41,6 @@ def test_process_sets(three_ranks, name):
     three_ranks.check(name)
 
 
-def test_a_single_process_keeps_its_momentum_and_exchanges_nothing():
-    result = run_mpi(1, ALONE, WORKERS, launcher="single", timeout=150, env=QUIET)
+def test_a_single_process_keeps_its_momentum_and_exchanges_nothing(ranks):
+    result = ranks.run(ALONE, 1, WORKERS, launcher="single")
     assert result.values == ["done"]

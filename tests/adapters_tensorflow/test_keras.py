@@ -3,17 +3,15 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
+from rank_jobs import FLAVOURS
 
 WORKERS = Path(__file__).parent / "workers"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
-def cases(request):
-    environment = {**QUIET, **FLAVOURS[request.param]}
-    return run_cases(2, WORKERS / "keras_cases.py", launcher="horovodrun", timeout=500, env=environment)
+def cases(request, ranks):
+    return ranks(WORKERS / "keras_cases.py", 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi
@@ -23,9 +21,8 @@ def test_on_two_ranks(cases, name):
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
-def mixed(request):
-    environment = {**QUIET, **FLAVOURS[request.param]}
-    return run_cases(2, WORKERS / "mixed_cases.py", launcher="horovodrun", timeout=200, env=environment)
+def mixed(request, ranks):
+    return ranks(WORKERS / "mixed_cases.py", 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import run_cases
 
 WORKER = Path(__file__).parent / "workers" / "same_core_cases.py"
 
 
 @pytest.mark.mpi
-def test_both_adapters_select_the_same_entries():
-    cases = run_cases(2, WORKER, launcher="horovodrun", timeout=200, env={"TF_CPP_MIN_LOG_LEVEL": "2"})
-    cases.check("the_same_gradients_select_the_same_indices_and_leave_the_same_residuals")
+def test_both_adapters_select_the_same_entries(ranks):
+    ranks(WORKER, 2).check("the_same_gradients_select_the_same_indices_and_leave_the_same_residuals")

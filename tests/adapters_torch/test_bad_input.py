@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names, run_mpi
 
 WORKER = Path(__file__).parent / "workers" / "bad_input_cases.py"
 
 
 @pytest.fixture(scope="module")
-def cases():
-    return run_cases(2, WORKER, launcher="horovodrun", timeout=120)
+def cases(ranks):
+    return ranks(WORKER, 2)
 
 
 @pytest.mark.mpi
@@ -96,9 +96,9 @@ report([text, linear.weight.sum().item()])
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
-def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(launcher):
-    result = run_mpi(2, DENSIFIED.format(workers=str(WORKER.parent)), launcher=launcher, timeout=200)
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(ranks, launcher):
+    result = ranks.run(DENSIFIED.format(workers=str(WORKER.parent)), 2, launcher=launcher)
     (text, own), other = result.values
     assert other == [text, own]
     assert text.startswith("rank 1 failed in step 2: 'embedding' had sparse gradients"), text

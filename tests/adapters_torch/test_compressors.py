@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from documented import own_names
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
 
 WORKER = Path(__file__).parent / "workers" / "compressor_cases.py"
 
 
 @pytest.fixture(scope="module")
-def cases():
-    return run_cases(2, WORKER, launcher="horovodrun", timeout=300)
+def cases(ranks):
+    return ranks(WORKER, 2)
 
 
 @pytest.mark.mpi

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names, run_mpi
 
 pytest.importorskip("torch")
 
@@ -14,16 +14,14 @@ AGREEMENT = WORKER.with_name("dgc_momentum_agreement_cases.py")
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request):
-    return run_cases(request.param, WORKER, launcher="horovodrun", timeout=300)
+def cases(request, ranks):
+    return ranks(WORKER, request.param)
 
 
-@pytest.fixture(
-    scope="module", params=[(2, "horovodrun"), (3, "horovodrun"), (2, "gloo")], ids=lambda p: f"{p[0]} {p[1]}"
-)
-def agreement(request):
-    ranks, launcher = request.param
-    return run_cases(ranks, AGREEMENT, launcher=launcher)
+@pytest.fixture(scope="module", params=[(2, "mpirun"), (3, "mpirun"), (2, "gloo")], ids=lambda p: f"{p[0]} {p[1]}")
+def agreement(request, ranks):
+    size, launcher = request.param
+    return ranks(AGREEMENT, size, launcher=launcher)
 
 
 @pytest.mark.mpi
@@ -39,11 +37,9 @@ def test_ranks_that_disagree(agreement, name):
 
 
 @pytest.mark.mpi
-def test_without_mpi():
-    names = ("entries_sent_follow_the_rampup", "resume_continues_bit_for_bit")
-    cases = run_cases(2, WORKER, *names, launcher="gloo", timeout=120)
-    for name in names:
-        cases.check(name)
+@pytest.mark.parametrize("name", ["entries_sent_follow_the_rampup", "resume_continues_bit_for_bit"])
+def test_without_mpi(ranks, name):
+    ranks(WORKER, 2, launcher="gloo").check(name)
 
 
 ONE_PROCESS = """
@@ -69,8 +65,8 @@ report([(own - other).abs().max().item(), [str(w.message) for w in caught], opti
 
 
 @pytest.mark.mpi
-def test_one_process_trains_dense_with_a_warning():
-    difference, warned, step = run_mpi(1, ONE_PROCESS, launcher="single").values[0]
+def test_one_process_trains_dense_with_a_warning(ranks):
+    difference, warned, step = ranks.run(ONE_PROCESS, 1, launcher="single").values[0]
     assert difference <= 1e-6
     assert warned == ["DGCMomentum with one process compresses nothing"]
     assert step == 6

@@ -1,7 +1,6 @@
 """The lines that docs/from-paddle.md and docs/from-bagua.md show, completed with a small model, on two ranks."""
 
 import pytest
-from launch_tools import run_mpi
 
 pytest.importorskip("torch")
 
@@ -62,10 +61,10 @@ def test_the_line_that_declares_an_optimizer():
 
 
 @pytest.mark.mpi
-def test_paddles_lines():
-    assert run_mpi(2, PADDLE, launcher="horovodrun").values == [[3, True]] * 2
+def test_paddles_lines(ranks):
+    assert ranks.run(PADDLE, 2).values == [[3, True]] * 2
 
 
 @pytest.mark.mpi
-def test_baguas_lines():
-    assert run_mpi(2, BAGUA, launcher="horovodrun").values == [[1, 4]] * 2
+def test_baguas_lines(ranks):
+    assert ranks.run(BAGUA, 2).values == [[1, 4]] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters_torch.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
 
 from dgc.torch.fuse import fuse_optimizer
 from dgc.torch.fuse.seam import StepSeam, resolve
@@ -16,9 +16,9 @@ WORKER = Path(__file__).parent / "workers" / "fuse_cases.py"
 
 
 @pytest.fixture(scope="module", params=[(1, "single"), (2, "mpirun")], ids=["one process", "two ranks"])
-def cases(request):
-    ranks, launcher = request.param
-    return run_cases(ranks, WORKER, launcher=launcher)
+def cases(request, ranks):
+    size, launcher = request.param
+    return ranks(WORKER, size, launcher=launcher)
 
 
 @pytest.mark.mpi

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
 
 WORKER = Path(__file__).parent / "workers" / "equality_cases.py"
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request):
-    return run_cases(
-        request.param, WORKER, launcher="horovodrun", timeout=400, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    )
+def cases(request, ranks):
+    return ranks(WORKER, request.param)
 
 
 @pytest.mark.mpi

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names, run_mpi
 
 pytest.importorskip("torch")
 
@@ -14,9 +14,9 @@ LAUNCHES = [("mpirun", 3), ("horovodrun", 2), ("gloo", 3)]
 
 
 @pytest.fixture(scope="module", params=LAUNCHES, ids=lambda launch: f"{launch[0]}_{launch[1]}")
-def cases(request):
+def cases(request, ranks):
     launcher, size = request.param
-    return run_cases(size, WORKER, launcher, launcher=launcher)
+    return ranks(WORKER, size, launcher, launcher=launcher)
 
 
 @pytest.mark.mpi
@@ -76,7 +76,7 @@ def test_all_ranks_fall_back_together_with_one_warning(name):
 
 
 @pytest.mark.mpi
-def test_one_process():
+def test_one_process(ranks):
     source = """
 import horovod.torch as hvd
 hvd.init()
@@ -90,7 +90,7 @@ for choice in ("auto", "horovod"):
     transport.allgather(np.array([1, 2], np.uint8), out)
     report([transport.rank, transport.size, array, out])
 """
-    result = run_mpi(1, source, launcher="single")
+    result = ranks.run(source, 1, launcher="single")
     assert result.reports == [[[0, 1, [1, 1, 1], [[1, 2]]]] * 2]
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, case_names, run_cases, run_mpi
+from launch_tools import REPOSITORY, case_names, run_mpi
 
 pytest.importorskip("torch")
 
@@ -14,32 +14,31 @@ STATE = WORKERS / "zero_state_cases.py"
 ERRORS = WORKERS / "zero_error_cases.py"
 RECOVERY = WORKERS / "zero_recovery_cases.py"
 COMPOSITION = WORKERS / "zero_dgc_cases.py"
-ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def sharding(request):
-    return run_cases(request.param, SHARDING, timeout=400, env=ENVIRONMENT)
+def sharding(request, ranks):
+    return ranks(SHARDING, request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def state(request):
-    return run_cases(request.param, STATE, timeout=300, env=ENVIRONMENT)
+def state(request, ranks):
+    return ranks(STATE, request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def errors(request):
-    return run_cases(request.param, ERRORS, timeout=200, env=ENVIRONMENT)
+def errors(request, ranks):
+    return ranks(ERRORS, request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def recovery(request):
-    return run_cases(request.param, RECOVERY, timeout=200, env=ENVIRONMENT)
+def recovery(request, ranks):
+    return ranks(RECOVERY, request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def composition(request):
-    return run_cases(request.param, COMPOSITION, launcher="horovodrun", timeout=400, env=ENVIRONMENT)
+def composition(request, ranks):
+    return ranks(COMPOSITION, request.param)
 
 
 @pytest.mark.mpi
@@ -73,16 +72,12 @@ def test_composition(composition, name):
 
 
 @pytest.mark.mpi
-def test_without_mpi():
+@pytest.mark.parametrize(
+    "name", ["same_bits_when_trainability_changes", "few_changes_travel_as_entries_and_many_whole", "bucket_views"]
+)
+def test_without_mpi(ranks, name):
     """Gloo: everything goes through Horovod's own collectives."""
-    names = (
-        "same_bits_when_trainability_changes",
-        "few_changes_travel_as_entries_and_many_whole",
-        "bucket_views",
-    )
-    cases = run_cases(2, SHARDING, *names, launcher="gloo", timeout=200)
-    for name in names:
-        cases.check(name)
+    ranks(SHARDING, 2, launcher="gloo").check(name)
 
 
 JOINED = """
@@ -143,9 +138,9 @@ def test_a_rank_that_names_no_set_does_not_wait_for_ranks_of_another():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_checkpoints_through_a_file_and_another_number_of_ranks(before, after, tmp_path):
-    run_mpi(before, STATE, "save", tmp_path)
-    assert run_mpi(after, STATE, "continue", tmp_path).reports == [["adam", "adamw", "sgd"]] * after
+def test_checkpoints_through_a_file_and_another_number_of_ranks(ranks, before, after, tmp_path):
+    ranks.run(STATE, before, "save", tmp_path)
+    assert ranks.run(STATE, after, "continue", tmp_path).reports == [["adam", "adamw", "sgd"]] * after
 
 
 ONE_PROCESS = """
@@ -169,8 +164,8 @@ report([torch.equal(own, other), len(plain.state)])
 
 
 @pytest.mark.mpi
-def test_one_process_is_the_plain_optimizer():
-    assert run_mpi(1, ONE_PROCESS, launcher="single").values == [[True, 1]]
+def test_one_process_is_the_plain_optimizer(ranks):
+    assert ranks.run(ONE_PROCESS, 1, launcher="single").values == [[True, 1]]
 
 
 @pytest.mark.mpi

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names, run_mpi
 
 from dgc.errors import TransportError
 from dgc.transport.mpi import MPITransport
@@ -14,8 +14,8 @@ WORKER = Path(__file__).parent / "workers" / "mpi_cases.py"
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4], ids="{}_ranks".format)
-def cases(request):
-    return run_cases(request.param, WORKER, launcher="mpirun")
+def cases(request, ranks):
+    return ranks(WORKER, request.param)
 
 
 @pytest.mark.mpi

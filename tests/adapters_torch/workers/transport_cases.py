@@ -18,6 +18,8 @@ from dgc.transport.horovod import GATHER_BYTES, SMALL_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 
+FRESH = "reads its launcher from the command line, and shuts Horovod down in the end"
+
 LAUNCHER = sys.argv[1]
 ON_MPI = LAUNCHER != "gloo"
 

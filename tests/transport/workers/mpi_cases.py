@@ -13,6 +13,8 @@ from dgc.transport.agreement import agree_or_raise, require_agreement
 from dgc.transport.checks import REDUCTIONS
 from dgc.transport.mpi import CHUNK_BYTES, SMALL_BYTES, MPITransport, why_unusable
 
+FRESH = "finalizes MPI in the end"
+
 RANK, SIZE = launch_rank(), launch_size()
 
 # Around every change of method: one round, one chunk, several chunks, chunks that P does not divide.

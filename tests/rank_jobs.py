@@ -1,0 +1,435 @@
+"""Ranks that live as long as the test session: the fixture ``ranks`` hands them cases and scripts.
+
+Starting processes, importing frameworks and initialising MPI is what multi-rank tests would spend their time on. So
+there is one job for each framework, number of ranks, launcher and environment, started when a test first asks for it::
+
+    ranks(WORKER, 4).check("name of a case")              a case of a worker, on 4 ranks started by mpirun
+    ranks(WORKER, 2, launcher="gloo")                     ... on ranks without MPI
+    ranks.run(SOURCE, 2).values                           a script, with what it reports
+
+Between workers, and around each script, the ranks are put back into their first state (``rank_reset``). A worker for
+which that is not enough declares why, as in ``FRESH = "shuts Horovod down"``; it then gets a launch of its own, with
+the same results. A case that fails, hangs or ends a rank takes its job with it, and the next case gets a new one.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import json
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from launch_tools import (
+    DEFAULT_TIMEOUT,
+    REPOSITORY,
+    CaseResults,
+    LaunchError,
+    Result,
+    environment_for,
+    kill_tree,
+    launch_command,
+    read_reports,
+    require,
+    results_of,
+    run_cases,
+    run_mpi,
+    script_path,
+)
+
+SERVER = Path(__file__).with_name("rank_server.py")
+
+LIVING = 4
+"""Most jobs at a time. Ranks of TensorFlow take 0.7 GB each; the job that was not used for the longest time ends."""
+
+PATIENCE = 20.0
+"""Seconds that ranks get to end a case after another rank has failed or ended in it: they may wait for it for ever."""
+
+START_SECONDS = 180.0
+END_SECONDS = 60.0
+
+ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "TF_USE_LEGACY_KERAS": "0"}
+
+FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
+"""Environments for Keras 3 and for legacy Keras."""
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells jobs apart."""
+
+    framework: str
+    size: int
+    launcher: str
+    env: tuple[tuple[str, str], ...]
+
+
+class Job:
+    """Living ranks. They are stopped between requests, because Horovod's threads would go on talking to each other."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.size = kind.size
+        self.history: list[str] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
+        self._requests = 0
+        self._gone = False
+        self._sockets: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
+        self._buffers = dict.fromkeys(range(kind.size), b"")
+        command = [*launch_command(kind.launcher, kind.size), sys.executable, str(SERVER)]
+        self._command = " ".join(command)
+        key = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            own = {
+                "DGC_TEST_PORT": str(listener.getsockname()[1]),
+                "DGC_TEST_KEY": key,
+                "DGC_TEST_FRAMEWORK": kind.framework,
+            }
+            root = Path(self._folder.name)
+            # Files, not pipes: a forgotten grandchild that keeps a pipe open would keep us reading.
+            with (root / "stdout").open("wb") as stdout, (root / "stderr").open("wb") as stderr:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment_for({**ENVIRONMENT, **dict(kind.env), **own}),
+                    cwd=REPOSITORY,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
+                )
+            try:
+                self._welcome(listener, key)
+            except BaseException:
+                self.kill()
+                self._folder.cleanup()
+                raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return list(self._pids.values())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return bool(self._sockets)
+
+    def run(self, script: Path | str, args: list[str], case: str | None, timeout: float) -> tuple[Result, bool]:
+        """Run one case or one script on all ranks; returns what came of it, and whether all ranks ended it well."""
+        self._requests += 1
+        folder = Path(self._folder.name) / str(self._requests)
+        folder.mkdir()
+        path = script_path(script, folder)
+        start = time.monotonic()
+        request = {"number": self._requests, "worker": str(path), "args": args, "case": case, "folder": str(folder)}
+        line = (json.dumps(request) + "\n").encode()
+        try:
+            self._signal(signal.SIGCONT)
+            for connection in self._sockets.values():
+                connection.sendall(line)
+            good, timed_out = self._wait(timeout)
+        except OSError:
+            good, timed_out = False, False
+        except BaseException:
+            self.kill()
+            raise
+        ending = None
+        if good:
+            self._signal(signal.SIGSTOP)
+        else:
+            ending = self.kill()
+        result = Result(
+            returncode=0 if good else ending or 1,
+            reports=[read_reports(folder / f"rank{rank}.jsonl") for rank in range(self.size)],
+            stdout=self._written(folder, "stdout", good),
+            stderr=self._written(folder, "stderr", good),
+            seconds=time.monotonic() - start,
+            timed_out=timed_out,
+            command=f"{self._command} {path.name} {case or ''}".rstrip() + self._before(),
+        )
+        self.history.append(f"{path.name} {case or ''}".rstrip())
+        if not good:
+            self._folder.cleanup()
+        return result, good
+
+    def end(self) -> None:
+        """Let all ranks leave together, as a script does that has ended.
+
+        Raises:
+            LaunchError: they did not.
+        """
+        if not self.alive:
+            return
+        self._signal(signal.SIGCONT)
+        for connection in self._sockets.values():
+            connection.sendall(b"{}\n")
+        try:
+            returncode: int | None = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        stderr = self._written(Path(self._folder.name), "stderr", good=True)
+        self.kill()
+        self._folder.cleanup()
+        if returncode != 0:
+            ending = "did not end" if returncode is None else f"ended with {returncode}"
+            raise LaunchError(f"`{self._command}` {ending}{self._before()}\n{stderr[-8000:]}")
+
+    def kill(self) -> int | None:
+        """End all processes of the job."""
+        for connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+        if self._gone:
+            # The launcher notices, and ends the others; a signal in the middle of that crashes it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        if self._process.poll() is None:
+            kill_tree(self._process)
+        return self._process.returncode
+
+    def _welcome(self, listener: socket.socket, key: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        listener.settimeout(0.2)
+        while len(self._sockets) < self.size:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                written = self._written(Path(self._folder.name), "stderr", good=True)
+                raise LaunchError(f"`{self._command}` did not start its ranks\n{written[-8000:]}")
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(30)
+            hello = json.loads(connection.makefile().readline() or "{}")
+            if hello.get("key") == key:
+                self._sockets[hello["rank"]] = connection
+                self._pids[hello["rank"]] = hello["pid"]
+
+    def _wait(self, timeout: float) -> tuple[bool, bool]:
+        """Wait until all ranks are done; returns whether all are, and well, and whether time ran out first."""
+        deadline = time.monotonic() + timeout
+        waiting, good, limit = set(self._sockets), True, deadline
+        while waiting and time.monotonic() < limit:
+            ready, _, _ = select.select([self._sockets[r] for r in waiting], [], [], min(1.0, timeout))
+            for rank in [r for r in waiting if self._sockets[r] in ready]:
+                answer = self._answer(rank)
+                if answer is not None:
+                    waiting.discard(rank)
+                    if not answer:
+                        good, limit = False, min(deadline, time.monotonic() + PATIENCE)
+        for rank in waiting:
+            self._ask_where(rank)
+        return good and not waiting, bool(waiting) and good
+
+    def _answer(self, rank: int) -> bool | None:
+        """Whether this rank ended the request well; None before it has said so. A rank that is gone did not."""
+        try:
+            data = self._sockets[rank].recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._gone = True
+            return False
+        self._buffers[rank] += data
+        line, newline, rest = self._buffers[rank].partition(b"\n")
+        if not newline:
+            return None
+        self._buffers[rank] = rest
+        return bool(json.loads(line)["good"])
+
+    def _ask_where(self, rank: int) -> None:
+        """Let a rank write the stacks of its threads."""
+        try:
+            psutil.Process(self._pids[rank]).send_signal(signal.SIGUSR1)
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.5)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            try:
+                psutil.Process(pid).send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def _written(self, folder: Path, name: str, good: bool) -> str:
+        """What the ranks wrote to stdout or stderr, and if they went down, what the launcher has to say."""
+        parts = [path.read_text(errors="replace") for path in sorted(folder.glob(f"{name}*"))]
+        if not good:
+            parts.append((Path(self._folder.name) / name).read_text(errors="replace"))
+        return "".join(parts)
+
+    def _before(self) -> str:
+        ran = ", ".join(self.history[-10:])
+        return f" (after {len(self.history)} others: {ran})" if ran else ""
+
+
+def _end_with_parent() -> None:
+    """A test process that is killed leaves no ranks behind: the kernel then ends the launcher."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        _LIBC.prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+@dataclass
+class Cases:
+    """The cases of a worker on one number of ranks; each runs when a test asks for it."""
+
+    ranks: Ranks
+    worker: Path
+    kind: Kind
+    timeout: float
+    fresh: bool
+    args: tuple[Any, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    _launched: CaseResults | None = None
+
+    def check(self, name: str) -> None:
+        """Fail the test unless case ``name`` passes on every rank; skip it if a rank skips it."""
+        if not self.fresh:
+            result, _ = self.ranks.job(self.kind).run(self.worker, list(map(str, self.args)), name, self.timeout)
+            results_of(result).check(name)
+            return
+        if self._launched is None:
+            options = {"launcher": self.kind.launcher, "timeout": self.timeout, "env": self.env}
+            self._launched = run_cases(self.kind.size, self.worker, *self.args, **options)
+        self._launched.check(name)
+
+
+class Ranks:
+    """The fixture ``ranks``: all living jobs of the session."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Kind, Job] = {}
+        self._errors: list[str] = []
+
+    def __call__(
+        self,
+        worker: Path,
+        n: int,
+        *args: Any,
+        launcher: str = "mpirun",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        fresh: bool = False,
+    ) -> Cases:
+        """The cases of a worker on ``n`` ranks.
+
+        Args:
+            worker: a file of cases; with a constant ``FRESH`` it gets a launch of its own.
+            n: number of ranks.
+            args: ``sys.argv[1:]`` of a fresh worker.
+            launcher: "mpirun", "gloo", "horovodrun" or "single", see ``launch_tools.run_mpi``.
+            env: added to the environment; jobs with different ones are different jobs.
+            timeout: seconds for each case; for a fresh worker, for all of them.
+            fresh: launch it by itself, and all cases at once, when the first result is asked for.
+        """
+        require(launcher)
+        fresh = fresh or bool(args) or _wants_fresh(worker.read_text())
+        return Cases(
+            self,
+            worker,
+            _kind(worker.read_text(), n, launcher, env),
+            timeout or (3 if fresh else 1) * DEFAULT_TIMEOUT,
+            fresh,
+            args,
+            env or {},
+        )
+
+    def run(
+        self,
+        script: Path | str,
+        n: int,
+        *args: Any,
+        launcher: str = "mpirun",
+        env: Mapping[str, str] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        check: bool = True,
+    ) -> Result:
+        """Run a script, or its source, on living ranks; otherwise as ``launch_tools.run_mpi``.
+
+        Raises:
+            LaunchError: a rank failed, ended or hung, and ``check`` is set.
+        """
+        require(launcher)
+        source = script.read_text() if isinstance(script, Path) else script
+        if _wants_fresh(source):
+            return run_mpi(n, script, *args, launcher=launcher, env=env, timeout=timeout, check=check)
+        job = self.job(_kind(source, n, launcher, env))
+        result, good = job.run(script, list(map(str, args)), None, timeout)
+        if check and not good:
+            raise LaunchError(result.explain())
+        return result
+
+    def job(self, kind: Kind) -> Job:
+        """The living job of this kind, started if there is none."""
+        job = self._jobs.pop(kind, None)
+        if job is None or not job.alive:
+            self._end_all_but(LIVING - 1)
+            job = Job(kind)
+        self._jobs[kind] = job
+        return job
+
+    def close(self) -> None:
+        """End all jobs.
+
+        Raises:
+            LaunchError: now or earlier, a job did not end well.
+        """
+        self._end_all_but(0)
+        if self._errors:
+            raise LaunchError("\n".join(self._errors))
+
+    def _end_all_but(self, count: int) -> None:
+        while len(self._jobs) > count:
+            # Dictionaries keep their order: the first one is the one that was not used for the longest time.
+            job = self._jobs.pop(next(iter(self._jobs)))
+            try:
+                job.end()
+            except (LaunchError, OSError) as error:
+                job.kill()
+                # Not an error of the test that needs the place.
+                self._errors.append(str(error))
+
+
+def _kind(source: str, n: int, launcher: str, env: Mapping[str, str] | None) -> Kind:
+    framework = _framework(source)
+    settings = {**(TENSORFLOW if framework == "tensorflow" else {}), **(env or {})}
+    return Kind(framework, n, launcher, tuple(sorted(settings.items())))
+
+
+@cache
+def _framework(source: str) -> str:
+    """What a script imports, without running it. TensorFlow's ranks also take scripts that import both."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update(node.module.split("."))
+    return next((name for name in ("tensorflow", "torch") if name in names), "none")
+
+
+@cache
+def _wants_fresh(source: str) -> bool:
+    return any(
+        isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "FRESH" for t in node.targets)
+        for node in ast.parse(source).body
+    )

@@ -1,0 +1,169 @@
+"""What a rank runs that lives as long as the test session: it takes cases from ``rank_jobs`` until told to end.
+
+Each request is one line of JSON from a socket: a worker and one of its cases, or a script; the folder for what this
+rank reports and writes; a number, which is given back when it is done. A worker is imported under its own name, once,
+and stays until another one comes; then all that a test might have left behind is put back (``rank_reset``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import worker_tools
+from rank_reset import Beginning
+
+
+class Server:
+    """Runs what the test process asks for on this rank."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        self._beginning = beginning
+        self._worker: Path | None = None
+        self._folder = Path(__file__).parent
+
+    def serve(self, request: dict[str, Any]) -> bool:
+        """Run one request; returns whether it ended well on this rank."""
+        worker, case = Path(request["worker"]), request["case"]
+        if case is None:
+            self._worker = None
+            return self._run_script(worker, request["args"])
+        if worker != self._worker and not self._import(worker, case):
+            return False
+        return worker_tools.run_case(case)
+
+    def _import(self, path: Path, case: str) -> bool:
+        self._worker = None
+        try:
+            self._begin(path, [])
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            _initialise_horovod()
+        except Exception:
+            text = f"importing {path.name} failed\n{traceback.format_exc()}"
+            worker_tools.report({"case": case, "outcome": "failed", "traceback": text})
+            return False
+        self._worker = path
+        return True
+
+    def _run_script(self, path: Path, args: list[str]) -> bool:
+        server = sys.modules["__main__"]
+        try:
+            self._begin(path, args)
+            # Under the name that a script has, also for pickle.
+            module = sys.modules["__main__"] = types.ModuleType("__main__")
+            module.__file__ = str(path)
+            exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), module.__dict__)
+        except Exception:
+            traceback.print_exc()
+            return False
+        finally:
+            sys.modules["__main__"] = server
+        return True
+
+    def _begin(self, path: Path, args: list[str]) -> None:
+        worker_tools.forget_cases()
+        self._beginning.restore(self._folder)
+        self._folder = path.parent
+        sys.argv = [str(path), *args]
+        sys.path.insert(0, str(path.parent))
+
+
+def _limit_threads_of_tensorflow() -> None:
+    """One thread for each rank, chosen before the first worker computes: later TensorFlow refuses to."""
+    import tensorflow
+
+    tensorflow.config.threading.set_intra_op_parallelism_threads(1)
+    tensorflow.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def _initialise_horovod() -> None:
+    """Once for each framework whose adapter the workers have asked for so far."""
+    for framework in ("torch", "tensorflow"):
+        if any(f"{package}.{framework}" in sys.modules for package in ("dgc", "horovod")):
+            horovod = importlib.import_module(f"horovod.{framework}")
+            # Not again: that would register Horovod's exit handler again, and move it before the package's own.
+            if not horovod.is_initialized():
+                horovod.init()
+
+
+def order_exit_handlers() -> None:
+    """The Horovod that was initialised first, TensorFlow's if both were, shuts down last: it finalizes MPI.
+
+    Exit handlers run last in, first out, and every ``hvd.init()`` of a worker has added Horovod's once more. The
+    package's own is first.
+    """
+    for framework in ("tensorflow", "torch"):
+        if f"horovod.{framework}.mpi_ops" in sys.modules:
+            _move_to_front(sys.modules[f"horovod.{framework}.mpi_ops"]._basics.shutdown)
+    package = sys.modules.get("dgc.transport.mpi_exit")
+    if package is not None and package._farewells:
+        _move_to_front(package.leave)
+
+
+def _move_to_front(handler: Callable[[], None]) -> None:
+    atexit.unregister(handler)
+    atexit.register(handler)
+
+
+@contextlib.contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    """Send stdout and stderr to the request's files, that of libraries and of ``faulthandler`` too."""
+    usual = {1: os.dup(1), 2: os.dup(2)}
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / f"{name}{worker_tools.launch_rank()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, copy in usual.items():
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def main() -> None:
+    """Take requests until "end", or until the test process is gone; then leave as a script does that has ended."""
+    if os.environ["DGC_TEST_FRAMEWORK"] == "tensorflow":
+        _limit_threads_of_tensorflow()
+    # The test process asks with this signal where a rank hangs.
+    faulthandler.register(signal.SIGUSR1)
+    connection = socket.create_connection(("127.0.0.1", int(os.environ["DGC_TEST_PORT"])), timeout=60)
+    connection.settimeout(None)
+    stream = connection.makefile("rw")
+
+    def say(message: dict[str, Any]) -> None:
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+
+    say({"key": os.environ["DGC_TEST_KEY"], "rank": worker_tools.launch_rank(), "pid": os.getpid()})
+    server = Server(Beginning())
+    for line in stream:
+        request = json.loads(line)
+        if "worker" not in request:
+            break
+        os.environ["DGC_TEST_REPORTS"] = request["folder"]
+        with _written_to(Path(request["folder"])):
+            good = server.serve(request)
+        say({"number": request["number"], "good": good})
+    order_exit_handlers()
+
+
+if __name__ == "__main__":
+    main()
