@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
+from launch_tools import case_names, run_mpi
+from rank_jobs import FLAVOURS
 
 WORKERS = Path(__file__).parent / "workers"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
-def habits(request):
-    environment = {**QUIET, **FLAVOURS[request.param]}
-    return run_cases(2, WORKERS / "habit_cases.py", launcher="horovodrun", timeout=500, env=environment)
+def habits(ranks, request):
+    return ranks(WORKERS / "habit_cases.py", 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi

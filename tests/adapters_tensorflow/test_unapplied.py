@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
+from rank_jobs import FLAVOURS
 
 WORKER = Path(__file__).parent / "workers" / "unapplied_cases.py"
 
 
 @pytest.fixture(scope="module")
-def cases():
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    return run_cases(2, WORKER, launcher="horovodrun", timeout=400, env=env)
+def cases(ranks):
+    return ranks(WORKER, 2, env=FLAVOURS["keras3"])
 
 
 @pytest.mark.mpi

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases
+from launch_tools import case_names
 
 WORKER = Path(__file__).parent / "workers" / "habit_cases.py"
 
 
 @pytest.fixture(scope="module", params=["mpirun", "gloo"])
-def cases(request):
-    return run_cases(2, WORKER, launcher=request.param, timeout=400)
+def cases(ranks, request):
+    return ranks(WORKER, 2, launcher=request.param)
 
 
 @pytest.mark.mpi
