@@ -17,7 +17,7 @@ failed=0
     "$python" -c "import cupy, numpy; print('cupy', cupy.__version__, 'numpy', numpy.__version__)"
 } >"$out/gpu-machine.txt" 2>&1
 
-"$python" -c "from dgc.core.kernels.gpu import device_count; assert device_count() > 0" || {
+"$python" -c "from dgc.core.kernels.gpu.cupy_runtime import device_count; assert device_count() > 0" || {
     echo "no CUDA device that CuPy can use" >&2
     exit 2
 }
