@@ -1,15 +1,80 @@
-"""``Compression.<name>`` of every registered compressor, the same in all frameworks."""
+"""``Compression``, the same in all frameworks, and what the wrappers refuse."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.horovod import Horovod
 from dgc.core.compressors.registry import compressor_class, compressor_names
+from dgc.core.config.checks import require_compressor, require_integer, require_number
 from dgc.core.config.composite import WRAPPERS
+from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError
+
+
+class CompressionBase(abc.ABC):
+    """What ``compression=`` takes: Horovod's ``none`` and ``fp16``, and a constructor for each compressor of ours."""
+
+    def __init__(self, horovod: Horovod) -> None:
+        """Serve one framework."""
+        self._horovod = horovod
+
+    @property
+    def none(self) -> Any:
+        """Horovod's: gradients travel as they are."""
+        return self._horovod.module(initialized=False).Compression.none
+
+    @property
+    def fp16(self) -> Any:
+        """Horovod's: gradients travel as float16."""
+        return self._horovod.module(initialized=False).Compression.fp16
+
+    @abc.abstractmethod
+    def dgc(self, parameters: Any = None, /, optimizer: Any = None, **options: Any) -> Any:
+        """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
+
+        With options alone a wrapper binds the rest (way B); for stock Horovod's wrappers give the tensors and the
+        optimizer (way A, all ranks together).
+
+        Args:
+            parameters: the tensors to compress.
+            optimizer: whose tensors are compressed, and whose options are taken over.
+            **options: ``momentum, nesterov, weight_decay`` (None: see ``optimizer``; 0 if there is none to adopt),
+                ``momentum_masking=True``, ``sparsity=0.999`` (a number or a list walked through during ramp-up),
+                ``rampup_begin_step=0``, ``rampup_step=1``, ``local_grad_clip_norm=None``, ``clip_scope="tensor"``,
+                ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="uint16"``, ``values="float16"``,
+                ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
+                framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``, ``discardable=False``
+                (True: a step that was exchanged and not applied can be taken back wholly; costs the memory of
+                residuals and momentum once more).
+
+        Raises:
+            TypeError: an unknown option; the message lists the valid ones.
+            ConfigError: an option out of range, momentum applied twice, or Horovod not initialised.
+            LayoutError: ranks disagree about the tensors.
+
+        Source: Lin et al. 2018, arXiv 1712.01887.
+        """
+
+    @abc.abstractmethod
+    def _make(self, *args: Any, **options: Any) -> Any:
+        """Make a compressor from (algorithm, tensors, optimizer), ``members=`` of a wrapper, and options."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``Compression.<name>(...)`` of every other compressor, with the arguments of :meth:`dgc` and its own options.
+
+        Raises:
+            AttributeError: there is no such compressor; the message lists those there are.
+        """
+        return constructor(name, self, self._make)
+
+    def __dir__(self) -> list[str]:
+        return ["none", "fp16", *compressor_names(), *WRAPPERS]
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +118,113 @@ def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
     build.__name__ = build.__qualname__ = name
     build.__doc__ = _WRAPPER_TEXTS[name]
     return build
+
+
+def checked_tensors(value: Any, algorithm: str, advice: str) -> list[Any]:
+    """The list of what a compressor is given to compress.
+
+    Args:
+        value: the argument.
+        algorithm: the compressor's name, for the error.
+        advice: what to pass.
+
+    Raises:
+        ConfigError: it is no list of anything, or an empty one.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(
+            f"Compression.{algorithm} was given {value!r} to compress; pass {advice}, and options by their names: "
+            f"Compression.{algorithm}(sparsity=0.999)"
+        )
+    tensors = list(value)
+    if not tensors:
+        raise ConfigError(f"Compression.{algorithm} was given nothing to compress: pass {advice}")
+    return tensors
+
+
+def require_momentum_source(optimizer: Any, config: DGCConfig, given: str) -> None:
+    """Refuse tensors without the optimizer whose options the compressor would adopt.
+
+    Args:
+        optimizer: the argument of this name.
+        config: the compressor's options.
+        given: the name of the argument that came alone.
+
+    Raises:
+        ConfigError: there is neither an optimizer nor a momentum.
+    """
+    if optimizer is None and config.momentum is None:
+        raise ConfigError(
+            f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
+            "momentum=0 for plain error feedback"
+        )
+
+
+def check_compression(compression: Any, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
+    """Refuse what cannot be a compressor for this framework, and a compressor in the place of another argument.
+
+    Args:
+        compression: the argument of this name.
+        own: the framework's compressors.
+        package: where to take one from.
+        texts: other arguments, which are texts.
+
+    Raises:
+        ConfigError: the message says what to pass.
+    """
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}; it takes a text. Pass the compressor by its name: compression=...")
+    require_compressor(compression)
+    if isinstance(compression, CompressorBase) and not isinstance(compression, own):
+        raise ConfigError(f"the compressor is one of another framework; take it from {package}.Compression")
+
+
+def refuse_grouping(num_groups: Any, groups: Any) -> None:
+    """``groups`` is Horovod's way to send several gradients together; the core has its own.
+
+    Raises:
+        ConfigError: one of them is set.
+    """
+    if num_groups or groups is not None:
+        raise ConfigError(
+            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
+            "(bucket_bytes= of the compressor sets their size)"
+        )
+
+
+def refuse_adasum(op: Any, horovod: Horovod) -> None:
+    """Adasum needs whole gradients.
+
+    Raises:
+        ConfigError: ``op`` is Adasum.
+    """
+    if op is not None and not isinstance(op, str) and op == horovod.module(initialized=False).Adasum:
+        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+
+
+def check_passes(passes: Any) -> None:
+    """Look at ``backward_passes_per_step``.
+
+    Raises:
+        ConfigError: it is no whole number >= 1.
+    """
+    require_integer("backward_passes_per_step", passes, 1)
+
+
+def check_predivide(factor: Any, op_name: str) -> None:
+    """Look at ``gradient_predivide_factor``, which has no effect: results are divided once, in float32.
+
+    Args:
+        factor: the argument.
+        op_name: "average" or "sum".
+
+    Raises:
+        ConfigError: it is no number > 0, or another one than 1 where nothing is divided.
+    """
+    require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
+    if factor != 1.0 and op_name == "sum":
+        raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
 
 
 _WRAPPER_TEXTS = {

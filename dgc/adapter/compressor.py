@@ -1,15 +1,20 @@
-"""What a compressor is in every framework: options, the bound engine, its state and its statistics."""
+"""What a compressor is in every framework: options, binding, the bound engine's state and statistics."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
+from dgc.adapter.engine import EMPTY, EngineBase, is_empty
+from dgc.adapter.horovod import Horovod, same_set
 from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state.state import resized
 from dgc.core.transport import Transport
@@ -23,47 +28,36 @@ INACTIVE = {"inactive": True, "rank": 0, "size": 1}
 """The state of a compressor in a job of one process, which exchanges nothing."""
 
 
-class BoundEngine(Protocol):
-    """What an adapter's engine offers to :class:`CompressorBase`."""
-
-    transport: Transport
-
-    @property
-    def stats(self) -> Stats: ...  # noqa: D102
-
-    @property
-    def exchange(self) -> Exchange: ...  # noqa: D102
-
-    def residual_norm(self) -> float: ...  # noqa: D102
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...  # noqa: D102
-
-    def reset(self) -> None: ...  # noqa: D102
-
-    def discard_step(self) -> bool: ...  # noqa: D102
-
-    def abandon(self) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
+EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase:
-    """Options and state of one compressor; an adapter adds how it meets its framework.
+class CompressorBase(Generic[EngineT]):
+    """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
         config: the validated options.
+        generation: raised by every reset and load: what was gathered for a step of an earlier one is to be forgotten.
     """
 
-    def __init__(self, options: dict[str, Any], ops: Any, algorithm: str = "dgc", members: Any = None) -> None:
+    works_alone: ClassVar[bool] = False
+    """Whether it has an engine in a job of one process too, because nobody else would apply its momentum."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        horovod: Horovod | None,
+        algorithm: str = "dgc",
+        members: Any = None,
+        read_loss_scale: Callable[[Any], LossScale] = as_loss_scale,
+    ) -> None:
         """Check the options.
 
         Args:
             options: keyword options of ``Compression.dgc``, or of the compressor that ``algorithm`` names.
-            ops: has Horovod's reduce ops ``Average`` and ``Sum`` as attributes; only asked when ``op`` is not a name.
+            horovod: the framework's; None for a compressor that is never bound, and whose ``op`` is a name.
             algorithm: the compressor's name in the registry, or that of a wrapper.
             members: of a wrapper: key -> compressor or None.
+            read_loss_scale: makes what the core asks of the option ``loss_scale``.
 
         Raises:
             TypeError: an option is unknown.
@@ -72,9 +66,9 @@ class CompressorBase:
         self.given_options = dict(options) if members is None else {**options, "members": members}
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
-        self._ops = ops
+        self._horovod = horovod
         self._op_was_given = "op" in options
-        options["op"] = op_name(options.get("op", "average"), ops)
+        options["op"] = self._op_name(options.get("op", "average"))
         try:
             self.config: DGCConfig = (
                 make_wrapper_config(algorithm, members, options)
@@ -83,7 +77,16 @@ class CompressorBase:
             )
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
-        self._engine: Any = None
+        self._loss_scale = read_loss_scale(self._adapter.get("loss_scale", 1.0))
+        self._engine: EngineT | None = None
+        self._members: Any = None
+        self._is_bound = False
+        self._pending: tuple[Any, bool] | None = None
+        self.generation = 0
+
+    def was_given(self, option: str) -> bool:
+        """Whether ``transport``, ``loss_scale`` or ``process_set`` was among the options."""
+        return option in self._adapter
 
     def use_op(self, op: Any) -> None:
         """Take the reduce op of the wrapper that is about to bind this compressor.
@@ -91,13 +94,127 @@ class CompressorBase:
         Raises:
             ConfigError: the compressor was given another one, or it is neither Average nor Sum.
         """
-        name = op_name(op, self._ops)
+        name = self.op_of(op)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
                 f"the compressor was told op={self.config.op}, the optimizer op={name}; pass the same to both, or "
                 "leave it out of the compressor"
             )
         self.config = dataclasses.replace(self.config, op=name)
+
+    def op_of(self, op: Any = None) -> str:
+        """The name of the wrapper's reduce op; the compressor's own where the wrapper was given none.
+
+        Raises:
+            ConfigError: it is neither Average nor Sum.
+        """
+        return self.config.op if op is None else self._op_name(op)
+
+    def _op_name(self, op: Any) -> str:
+        if self._horovod is not None:
+            return self._horovod.op_name(op)
+        return str(op).lower()
+
+    # -- binding -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> EngineT | None:
+        """The bound engine; None before ``bind``, with one process, or outside the process set."""
+        return self._engine
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the compressor belongs to a model already."""
+        return self._is_bound
+
+    def process_set(self, other: Any = None) -> Any:
+        """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
+
+        Raises:
+            ConfigError: they are two different ones.
+        """
+        assert self._horovod is not None
+        return self._horovod.chosen_set(self._adapter.get("process_set"), other)
+
+    def _make_transport(self, choice: Any, members: Any) -> Transport:
+        """The adapter's: a transport among the ranks of ``members``. Collective."""
+        raise NotImplementedError
+
+    def _bind(
+        self,
+        process_set: Any,
+        open_engine: Callable[[Transport, Any], EngineT],
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The part of ``bind`` that all frameworks share; collective over the process set.
+
+        Args:
+            process_set: of the wrapper; None if it names none.
+            open_engine: makes the engine from a transport and the process set; where it raises, it has closed whatever
+                it opened but the transport.
+            undo: gives back what was taken from the optimizer.
+
+        Raises:
+            DGCError: nothing of the attempt remains then, so that a second one is like a first one.
+        """
+        assert not self._is_bound
+        assert self._horovod is not None
+        transport: Transport | None = None
+        choice = self._adapter.get("transport", "auto")
+        try:
+            self._horovod.require_ready()
+            members = self.process_set(process_set)
+            if self.works_alone or (members.included() and members.size() > 1):
+                transport = self._make_transport(choice, self._horovod.member_set(members))
+                self._engine = open_engine(transport, members)
+                self._members = members
+                self._load_pending()
+            elif self._pending is not None:
+                (state, _), self._pending = self._pending, None
+                _warn_of_dropped(state)
+        except BaseException:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            if transport is not None and isinstance(choice, str):  # one that the user brought is the user's
+                transport.close()
+            undo()
+            raise
+        self._is_bound = True
+
+    def _load_pending(self) -> None:
+        """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
+        pending = self._pending
+        load = lambda: {"step": "none loaded"} if pending is None else self._load(*pending)  # noqa: E731
+        advice = "Call load_state_dict() on every rank or on none."
+        assert self._engine is not None
+        agree_or_raise(self._engine.transport, load, "states", LayoutError, advice)
+        self._pending = None
+
+    def _exchanging(self, missing: str) -> EngineT | None:
+        """The engine, for what Horovod calls; None where there is nobody to exchange with.
+
+        Args:
+            missing: what the compressor was not given, and what to do.
+
+        Raises:
+            ConfigError: the compressor is bound to no model.
+        """
+        if self._engine is None and not self._is_bound:
+            raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
+        return self._engine
+
+    def require_same_set(self, theirs: Any) -> None:
+        """Compare the process set of Horovod's own wrapper with the one that the engine was opened for.
+
+        Raises:
+            ConfigError: they differ. On this rank alone: the ranks outside the wrapper's set will never exchange.
+        """
+        if not same_set(theirs, self._members):
+            raise ConfigError(
+                "Horovod's wrapper was given another process set than the compressor; pass the same one to both: "
+                "Compression.dgc(..., process_set=...)"
+            )
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -116,18 +233,28 @@ class CompressorBase:
 
         Empty with one process or outside the process set, where nothing is compressed.
         """
-        return self._engine.exchange.describe() if self._engine is not None else {}
+        return self._engine.describe() if self._engine is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.
 
+        Before the compressor is bound: what was loaded, or an empty state (so with ``resize=True``).
+
         Raises:
             LayoutError: called in the middle of a step.
         """
-        return self._engine.state_dict() if self._engine is not None else dict(INACTIVE)
+        if self._engine is not None:
+            return self._engine.state_dict()
+        if self._is_bound:
+            return dict(INACTIVE)
+        state, resize = self._pending or (EMPTY, False)
+        return copy.deepcopy(EMPTY if resize else dict(state))
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
         """Continue from a saved state; call it on all ranks.
+
+        Before the compressor is bound to a model the state is kept, and loaded when it is. An empty state, of a
+        compressor that had not exchanged anything, resets.
 
         Args:
             state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks' states.
@@ -136,11 +263,20 @@ class CompressorBase:
         Raises:
             LayoutError: the state belongs to another model, rank or number of ranks, on this rank or another, or the
                 ranks' states are of different steps.
+
+        Warns:
+            RuntimeWarning: this process has nobody to exchange with, so residuals and momentum are dropped.
         """
         if self._engine is not None:
             self._engine.abandon()  # the transport belongs to a step until it is over
             advice = "Load a state on every rank, each its own."
             agree_or_raise(self._engine.transport, lambda: self._load(state, resize), "states", LayoutError, advice)
+            self.generation += 1
+        elif self._is_bound:
+            _warn_of_dropped(state)
+        else:
+            self._require_states(state, resize)
+            self._pending = state, resize
 
     def _load(self, state: Any, resize: bool) -> dict[str, Any]:
         """Take over a state without asking anybody.
@@ -148,28 +284,34 @@ class CompressorBase:
         Returns:
             What all ranks must have in common.
         """
+        assert self._engine is not None
+        states = self._require_states(state, resize)
+        if is_empty(states[0]) or (resize and states[0].get("inactive")):
+            self._engine.reset()
+            return {"step": 0, "empty": True}
         if not resize:
-            if not isinstance(state, dict):
-                raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
-            if state.get("inactive"):
+            if states[0].get("inactive"):
                 raise LayoutError(
                     "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
                     "resize=True to start with empty residuals"
                 )
-            self._engine.load_state_dict(state)
-            return {"step": state["step"]}
-        states = [state] if isinstance(state, dict) else list(state)
+            self._engine.load_state_dict(states[0])
+            return {"step": states[0]["step"], "empty": False}
         transport = self._engine.transport
-        if states[0].get("inactive"):
-            self._engine.reset()
-            return {"step": 0}
         if len(states) != states[0]["size"]:
             raise LayoutError(
                 f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
             )
         own = resized(states, transport.rank, transport.size, self.config.rampup_begin_step)
         self._engine.load_state_dict({**own, "rank": transport.rank, "size": transport.size})
-        return {"step": own["step"]}
+        return {"step": own["step"], "empty": False}
+
+    def _require_states(self, state: Any, resize: bool) -> list[Any]:
+        if isinstance(state, Mapping):
+            return [state]
+        if not resize or not len(state):
+            raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
+        return list(state)
 
     def discard_step(self) -> bool:
         """Take back the latest step, which was exchanged and shall not be applied; call it on all ranks.
@@ -195,6 +337,8 @@ class CompressorBase:
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
+        self._pending = None
+        self.generation += 1
         if self._engine is not None:
             self._engine.reset()
 
@@ -204,44 +348,11 @@ class CompressorBase:
             self._engine.close()
 
 
-def check_stand_in(value: float, *, op: str, size: int) -> None:
-    """Look at what Horovod made of a 1.0 from every rank: it betrays another op, and ranks that have joined.
-
-    Args:
-        value: the reduced stand-in.
-        op: "average" or "sum", what the compressor was told.
-        size: number of ranks.
-
-    Raises:
-        ConfigError: Horovod does something else than the compressor.
-    """
-    expected = float(size) if op == "sum" else 1.0
-    if abs(value - expected) < 1e-3:
-        return
-    if op == "average" and abs(value - size) < 1e-3:
-        raise ConfigError(
-            "Horovod sums the gradients (op=hvd.Sum) but the compressor averages; pass the same op to both: "
-            "Compression.dgc(..., op=hvd.Sum)"
+def _warn_of_dropped(state: Any) -> None:
+    states = [state] if isinstance(state, Mapping) else list(state)
+    if not all(is_empty(s) or s.get("inactive") for s in states):
+        warnings.warn(
+            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
+            RuntimeWarning,
+            stacklevel=3,
         )
-    if op == "sum" and abs(value - 1.0) < 1e-3:
-        raise ConfigError("the compressor was told op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
-    raise ConfigError(
-        f"the ranks' stand-ins reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the op "
-        "is not one the compressor supports; give every rank the same number of batches (repeat or drop some) instead "
-        "of hvd.join()"
-    )
-
-
-def op_name(op: Any, ops: Any) -> str:
-    """Horovod's reduce op, or its name, as the core calls it.
-
-    Raises:
-        ConfigError: neither Average nor Sum.
-    """
-    if isinstance(op, str):
-        return op.lower()
-    if op == ops.Average:
-        return "average"
-    if op == ops.Sum:
-        return "sum"
-    raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")

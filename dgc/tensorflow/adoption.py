@@ -30,6 +30,7 @@ from dgc.tensorflow.optimizers import (
     is_sgd,
     learning_rate,
     momentum_slot,
+    restore_momentum,
     without_loss_scale,
 )
 from dgc.tensorflow.tensors import raw_variable
@@ -134,6 +135,14 @@ class Adoption:
         self.taken = True
         self._fill(len(self.hyper.momentum))
         self._keep_config()
+
+    def undo(self) -> None:
+        """Give the optimizer back what was taken from it, for a construction that failed."""
+        if not self.taken:
+            return
+        restore_momentum(self.optimizer, self.momentum, self.nesterov)
+        vars(self.optimizer).pop("get_config", None)
+        self.taken, self.momentum, self.nesterov = False, 0.0, False
 
     def follow(self, optimizer: Any) -> None:
         """Watch Horovod's copy of the optimizer, which is the one that steps, instead of the user's own."""

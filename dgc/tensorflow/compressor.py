@@ -11,14 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.engine import Engine, loss_scale_of
-from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
+from dgc.tensorflow.horovod import HOROVOD, is_alone
 from dgc.tensorflow.horovod_transport import make_transport
 from dgc.tensorflow.optimizers import KERAS3, family
 from dgc.tensorflow.tensors import raw_variable
-from dgc.transport.agreement import agree_or_raise
 
 _LEFT = (
     "the optimizer has {}: its momentum stays in it, so that gradients are clipped before momentum as in dense "
@@ -27,14 +27,7 @@ _LEFT = (
 )
 
 
-class _Ops:
-    """Horovod's reduce ops, looked up only when somebody asks."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_horovod(initialized=False), name)
-
-
-class DGCCompressor(CompressorBase):
+class DGCCompressor(CompressorBase[Engine]):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
@@ -49,25 +42,14 @@ class DGCCompressor(CompressorBase):
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        super().__init__(options, _Ops(), algorithm, members)
-        self._loss_scale = loss_scale_of(self._adapter.get("loss_scale", 1.0))
+        super().__init__(options, HOROVOD, algorithm, members, loss_scale_of)
         self._adoption: Adoption | None = None
-        self._bound_to: list[Any] | None = None
-        self._pending_state: tuple[Any, bool] | None = None
+        self._optimizer: Any = None
+        self._bound_to: list[Any] = []
         self._way: str | None = None
         self._stock: Any = None
 
     # -- binding -------------------------------------------------------------------------------------------------
-
-    @property
-    def knows_loss_scale(self) -> bool:
-        """Whether ``loss_scale=`` was given."""
-        return "loss_scale" in self._adapter
-
-    @property
-    def engine(self) -> Engine | None:
-        """The bound engine; None before :meth:`bind`, with one process, or outside the process set."""
-        return self._engine
 
     @property
     def adoption(self) -> Adoption | None:
@@ -75,24 +57,14 @@ class DGCCompressor(CompressorBase):
         return self._adoption
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the compressor belongs to a model already."""
-        return self._bound_to is not None
-
-    def process_set(self, other: Any = None) -> Any:
-        """The process set of the exchange: the option's or ``other``, which must not contradict each other.
-
-        Raises:
-            ConfigError: two different ones.
-        """
-        own = self._adapter.get("process_set")
-        hvd = import_horovod(initialized=False)
-        if other is not None and own is not None and other is not own and other is not hvd.global_process_set:
-            raise ConfigError("the compressor and the wrapper name different process sets; give it in one place")
-        return own or other or hvd.global_process_set
+    def optimizer(self) -> Any:
+        """The optimizer that was last given to :meth:`adopt`; None if none was."""
+        return self._optimizer
 
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
         """Take the momentum out of the optimizer, before it makes its variables. Talks to nobody.
+
+        After a binding that failed, None stands for the optimizer that got its momentum back.
 
         Raises:
             ConfigError: momentum would be applied twice, or another optimizer was adopted before.
@@ -105,6 +77,7 @@ class DGCCompressor(CompressorBase):
                 )
             self._adoption.take()
             return
+        self._optimizer = optimizer = self._optimizer if optimizer is None else optimizer
         if is_alone(self.process_set(process_set)) is False:
             self._adoption = Adoption(optimizer, self.config)
             if self._adoption.left_for and self.process_set(process_set).rank() == 0:
@@ -123,25 +96,27 @@ class DGCCompressor(CompressorBase):
             LayoutError: ranks disagree about the variables.
         """
         ours = [raw_variable(v) for v in variables]
-        if self._bound_to is not None:
+        if self._is_bound:
             self._require_same_model(ours)
             return
-        import_horovod()
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
-        if not tf.compat.v1.executing_eagerly_outside_functions():
-            raise ConfigError(
-                "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
-            )
-        chosen = self.process_set(process_set)
+        HOROVOD.require_ready()
+        _refuse_sessions()
+
+        def open_engine(transport: Transport, members: Any) -> Engine:
+            self.adopt(optimizer, process_set)
+            assert self._adoption is not None
+            return Engine(list(variables), self.config, transport, self._adoption, self._loss_scale)
+
+        self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
-        if is_alone(chosen):
-            return
-        self.adopt(optimizer, process_set)
-        assert self._adoption is not None
-        transport = make_transport(self._adapter.get("transport", "auto"), member_set(chosen))
-        self._engine = Engine(list(variables), self.config, transport, self._adoption, self._loss_scale)
-        self._load_pending()
+
+    def _make_transport(self, choice: Any, members: Any) -> Transport:
+        return make_transport(choice, members)
+
+    def _give_back(self) -> None:
+        adoption, self._adoption = self._adoption, None
+        if adoption is not None:
+            adoption.undo()
 
     def use_way(self, way: str) -> None:
         """Remember who drives this compressor: Horovod's own classes, a tape or a distributed optimizer.
@@ -156,26 +131,17 @@ class DGCCompressor(CompressorBase):
             )
         self._way = way
 
-    def load_state_dict(self, state: Any, resize: bool = False) -> None:
-        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
-
-        Args:
-            state: what ``state_dict`` returned on this rank; with ``resize=True`` a list of all old ranks' states.
-            resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
-
-        Raises:
-            LayoutError: the state belongs to another model, rank or number of ranks.
-        """
-        if self._bound_to is None:
-            self._pending_state = (state, resize)
-            return
-        super().load_state_dict(state, resize)
-
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by stock Horovod while it builds a graph: see :class:`dgc.tensorflow.stock.Stock`."""
+        engine = self._exchanging(
+            "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
+            "dgc.tensorflow, which bind them"
+        )
+        if engine is None:
+            return tensor, None  # Horovod traces its call, but there is nobody to exchange with
         if self._stock is None:
             from dgc.tensorflow.stock import Stock
 
@@ -199,15 +165,7 @@ class DGCCompressor(CompressorBase):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _load_pending(self) -> None:
-        """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
-        pending, self._pending_state = self._pending_state, None
-        advice = "Call load_state_dict() on every rank or on none."
-        load = lambda: {"step": "none loaded"} if pending is None else self._load(*pending)  # noqa: E731
-        agree_or_raise(self._engine.transport, load, "states", LayoutError, advice)
-
     def _require_same_model(self, ours: list[Any]) -> None:
-        assert self._bound_to is not None
         known = {id(v) for v in self._bound_to}
         foreign = [v for v in ours if id(v) not in known]
         if not foreign:
@@ -219,6 +177,13 @@ class DGCCompressor(CompressorBase):
         if self._engine is not None:
             self._engine.fail(error)
         raise error
+
+
+def _refuse_sessions() -> None:
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ConfigError(
+            "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
+        )
 
 
 def _refuse_stock_keras3() -> None:

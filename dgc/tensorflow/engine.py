@@ -6,15 +6,15 @@ Every variable has one index: its place among the variables that the compressor 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from dgc.adapter.engine import EngineBase
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.exchange.records import Stats
-from dgc.core.state.layout import make_layout
+from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Adoption
@@ -22,13 +22,13 @@ from dgc.tensorflow.group import Group
 from dgc.tensorflow.names import common_names
 from dgc.tensorflow.optimizers import KERAS3, family
 from dgc.tensorflow.tensors import describe, raw_variable, samples, unique_names
-from dgc.transport.agreement import agree_or_raise, require_agreement
+from dgc.transport.agreement import require_agreement
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
 """The kinds of gradient that a variable may have."""
 
 
-class Engine:
+class Engine(EngineBase):
     """Variables, adopted momentum, and the exchanges of one compressor. Construction is collective.
 
     Attributes:
@@ -37,6 +37,13 @@ class Engine:
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
     """
+
+    what = "variables"
+    advice = (
+        "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make as "
+        "many on every rank, or give them names."
+    )
+    adoption: Adoption
 
     def __init__(
         self,
@@ -51,10 +58,9 @@ class Engine:
         Raises:
             DGCError: variables, shapes, types or options differ between ranks, or construction failed on a rank.
         """
+        super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
-        self.transport = transport
         self.adoption = adoption
-        self._config = config
         self._loss_scale = loss_scale
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
@@ -62,22 +68,14 @@ class Engine:
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
 
-        def build() -> dict[str, str]:
+        def build() -> Layout:
             layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
             adoption.cover(len(self.variables))
-            options = zip(adoption.hyper.momentum, adoption.hyper.nesterov, adoption.hyper.weight_decay, strict=True)
-            return {
-                name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
-                for (name, text), (m, n, w) in zip(layout.describe().items(), options, strict=True)
-            }
+            return layout
 
-        agree_or_raise(transport, config.describe, "options of the compressor")
+        self._agree_on_options()
         self.names = common_names(transport, unique_names(variables))
-        advice = (
-            "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make "
-            "as many on every rank, or give them names."
-        )
-        agree_or_raise(transport, build, "variables", LayoutError, advice)
+        self._agree_on_tensors(build)
 
     # -- which gradients there are -------------------------------------------------------------------------------
 
@@ -156,6 +154,7 @@ class Engine:
             self._loss_scale,
         )
         self._groups.append(made)
+        self._exchanges.append(made.exchange)
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots(made)
         return made
@@ -164,7 +163,7 @@ class Engine:
         """Whether a step must bring the variables' values along, for weight decay."""
         return any(self.adoption.hyper.weight_decay)
 
-    def fail(self, error: DGCError) -> None:
+    def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
 
         Raises:
@@ -177,47 +176,13 @@ class Engine:
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
-    @property
-    def stats(self) -> Stats:
-        """The counters of all groups together."""
-        groups = [g.exchange.stats for g in self._groups]
-        if len(groups) == 1:
-            return groups[0]
-        joined = Stats()
-        for stats in groups:
-            joined.steps = max(joined.steps, stats.steps)
-            joined.refused_steps = max(joined.refused_steps, stats.refused_steps)
-            joined.last.add(stats.last)
-            joined.total.add(stats.total)
-        return joined
-
-    def residual_norm(self) -> float:
-        """L2 norm of all residuals of this rank."""
-        return float(np.sqrt(sum(g.exchange.state.residual_norm() ** 2 for g in self._groups)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: that of :meth:`dgc.core.exchange.exchange.Exchange.state_dict`, of all groups in one.
-
-        Raises:
-            LayoutError: called in the middle of a step.
-        """
-        states = [g.exchange.state_dict() for g in self._groups]
-        place = {"rank": self.transport.rank, "size": self.transport.size}
-        if not states:
-            return {"format": 1, "step": 0, "parameters": {}, "groups": [], **place}
-        parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
+    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         groups = [
             {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self._groups, states, strict=True)
         ]
-        names = {"kinds": list(self._kinds or ()), "names": self.names}
-        return {**states[0], "parameters": parameters, "groups": groups, **names}
+        return {"groups": groups, "kinds": list(self._kinds or ()), "names": self.names}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a state of this rank; call it on all ranks.
-
-        Raises:
-            LayoutError: it belongs to another model, rank or number of ranks.
-        """
+    def _take_state(self, saved: dict[str, Any]) -> None:
         saved = self._renamed(saved)
         names = {name: i for i, name in enumerate(self.names)}
         unknown = [name for name in saved["parameters"] if name not in names]
@@ -263,22 +228,9 @@ class Engine:
                 group.forget()
             group.compare_again()
 
-    def reset(self) -> None:
-        """Forget residuals, momentum, the step and the statistics."""
+    def _clear(self) -> None:
         for group in self._groups:
-            group.exchange.reset()
             group.rate = None
-
-    def abandon(self) -> None:
-        """Leave a step behind that an exception or an error ended; call it on all ranks."""
-        for group in self._groups:
-            group.exchange.abandon()
-
-    def close(self) -> None:
-        """End the communication threads and the transport."""
-        for group in self._groups:
-            group.exchange.close()
-        self.transport.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 

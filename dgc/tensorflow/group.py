@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -90,12 +90,7 @@ class Group:
         if self._runs == 1:
             self._compare_replicas()
         self._runs += 1
-        self.exchange.hyper = Hyper(
-            [hyper.momentum[i] for i in self.indices],
-            [hyper.nesterov[i] for i in self.indices],
-            [hyper.weight_decay[i] for i in self.indices],
-            () if learning_rate is None else (learning_rate,),
-        )
+        self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
         self.exchange.unapplied.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -134,7 +129,7 @@ class Group:
             self.rate = self._rate_before
         return taken
 
-    def fail(self, error: DGCError) -> None:
+    def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it.
 
         Raises:

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from dgc.core.transport import Transport
 from dgc.errors import TransportError
-from dgc.tensorflow.horovod import gather_bytes, gather_values, import_horovod, member_set
-from dgc.transport.choice import choose_transport
+from dgc.tensorflow.horovod import HOROVOD, gather_bytes, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 
 
@@ -22,7 +21,7 @@ class HorovodTransport(HorovodTransportBase):
     """
 
     def __init__(self, process_set: Any = None, name_prefix: str = "dgc") -> None:
-        """Collective over nobody; every member must make its transports in the same order.
+        """Agree on names. Collective over the ranks of ``process_set``.
 
         Args:
             process_set: a ``hvd.ProcessSet``, or None for all ranks.
@@ -30,10 +29,11 @@ class HorovodTransport(HorovodTransportBase):
 
         Raises:
             ConfigError: Horovod is not ready, or this process is not in ``process_set``.
+            TransportError: Horovod's collective failed.
         """
         self._hvd = import_horovod()
         self._process_set = member_set(process_set)
-        self._prefix = f"{name_prefix}.{self._process_set.process_set_id}"
+        self._prefix = HOROVOD.unique_name(f"{name_prefix}.transport", self._process_set)
         super().__init__(self._process_set.rank(), self._process_set.size())
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
@@ -58,6 +58,5 @@ class HorovodTransport(HorovodTransportBase):
 
 
 def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:
-    """Make the transport for a group of ranks: see :func:`dgc.transport.choice.choose_transport`."""
-    hvd = import_horovod()
-    return choose_transport(choice, hvd, member_set(process_set), gather_values, HorovodTransport)
+    """Make the transport for a group of ranks: see :meth:`dgc.adapter.horovod.Horovod.make_transport`."""
+    return HOROVOD.make_transport(choice, process_set, HorovodTransport)

@@ -6,7 +6,6 @@ The optimizers in :mod:`dgc.tensorflow.keras` add how each Keras calls them.
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,15 +14,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
 from dgc.core.exchange.records import Hyper
 from dgc.core.state.layout import travels_dense
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.horovod import import_horovod, is_alone, member_set
-from dgc.tensorflow.horovod_transport import make_transport
+from dgc.tensorflow.horovod import is_alone
 from dgc.tensorflow.momentum_state import flat_state, shaped_state
 from dgc.tensorflow.optimizers import get_momentum, is_sgd
 from dgc.tensorflow.reducer import Gradient, Reducer
@@ -54,6 +54,9 @@ class FixedMomentum(Adoption):
         decays = [0.0 if r is None else float(r.regularization_coeff) for r in regularizers]
         count = len(decays)
         self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
+
+    def undo(self) -> None:
+        """Nothing was taken."""
 
     def take(self) -> None:
         """Nothing is taken.
@@ -88,6 +91,8 @@ class MomentumCompressor(DGCCompressor):
     Attributes:
         options: Paddle's arguments.
     """
+
+    works_alone = True
 
     def __init__(
         self,
@@ -133,14 +138,18 @@ class MomentumCompressor(DGCCompressor):
             LayoutError: ranks disagree about the variables, or other variables than before.
         """
         ours = [raw_variable(v) for v in variables]
-        if self._bound_to is not None:
+        if self._is_bound:
             self._require_same_model(ours)
             return
-        import_horovod()
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
-        transport = make_transport(self._adapter["transport"], member_set(self.process_set(process_set)))
-        names = unique_names(list(variables))
+
+        def open_engine(transport: Transport, members: Any) -> Engine:
+            return self._open_engine(list(variables), optimizer, transport)
+
+        self._bind(process_set, open_engine, self._give_back)
+        self._bound_to = ours
+
+    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport) -> Engine:
+        names = unique_names(variables)
 
         def build() -> dict[str, Any]:
             self.options.check_ranks(transport.size)
@@ -149,7 +158,7 @@ class MomentumCompressor(DGCCompressor):
             return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
-        described = [describe(n, v) for n, v in zip(names, ours, strict=True)]
+        described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
         config = self.options.to_config(described)
         self._compressed = {i for i, parameter in enumerate(described) if not travels_dense(parameter, config)}
         self._shapes = {parameter.name: parameter.shape for parameter in described}
@@ -157,11 +166,8 @@ class MomentumCompressor(DGCCompressor):
             # Paddle refuses to run then; a script shall be tried out without a launcher.
             warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
-        adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
-        self._adoption = adoption
-        self._engine = Engine(list(variables), config, transport, adoption, 1.0)
-        self._bound_to = ours
-        self._load_pending()
+        self._adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
+        return Engine(variables, config, transport, self._adoption, 1.0)
 
     def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.
@@ -170,6 +176,7 @@ class MomentumCompressor(DGCCompressor):
             ConfigError: a sparse gradient of a compressed variable. All ranks get it.
         """
         engine = self._engine
+        assert engine is not None
         result = list(gradients)
         for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if not isinstance(gradient, tf.IndexedSlices):
@@ -188,9 +195,9 @@ class MomentumCompressor(DGCCompressor):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's u, v and step, u and v in the variables' shapes; empty before the first step."""
+        """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
         if self._engine is None:
-            return {}
+            return super().state_dict()
         return shaped_state(self._engine.state_dict(), self._shapes)
 
     def _load(self, state: Any, resize: bool) -> dict[str, Any]:
@@ -200,7 +207,10 @@ class MomentumCompressor(DGCCompressor):
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is no array.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        assert self._engine is not None
+        states = self._require_states(state, resize)
+        if is_empty(states[0]):
+            return super()._load(states[0], resize)
         wide = {
             name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
             for name, v in zip(self._engine.names, self._engine.variables, strict=True)

@@ -7,11 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
-from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.horovod import HOROVOD, is_alone
 from dgc.tensorflow.optimizers import V1, family
 from dgc.tensorflow.settings import Settings, check_compression
-from dgc.tensorflow.tape import refuse_grouping
 
 
 def DistributedOptimizer(
@@ -40,7 +41,7 @@ def DistributedOptimizer(
     Raises:
         ConfigError: arguments that do not fit together, or momentum applied twice.
     """
-    hvd = import_horovod(initialized=False)
+    HOROVOD.module(initialized=False)
     check_compression(compression, name=name, device_dense=device_dense, device_sparse=device_sparse)
     if family(optimizer) != V1:
         # Keras takes a second to import, and whoever gets here has it.
@@ -61,14 +62,16 @@ def DistributedOptimizer(
             scale_local_gradients=scale_local_gradients,
         )
     refuse_grouping(num_groups, groups)
-    if op is not None and op == hvd.Adasum:
-        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+    refuse_adasum(op, HOROVOD)
+    check_passes(backward_passes_per_step)
     if backward_passes_per_step != 1:
         raise ConfigError(
             "backward_passes_per_step > 1 is not supported for optimizers of tf.compat.v1.train; use a Keras optimizer"
         )
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
+    if isinstance(compression, DGCCompressor):
+        check_predivide(gradient_predivide_factor, compression.op_of(op))
     settings = Settings(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
     if is_alone(process_set) is False:
         settings.adopt(optimizer)

@@ -112,6 +112,21 @@ def clear_momentum(optimizer: Any) -> None:
         optimizer.momentum, optimizer.nesterov = _TAKEN, _NESTEROV_TAKEN
 
 
+def restore_momentum(optimizer: Any, momentum: float, nesterov: bool) -> None:
+    """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
+    kind = family(optimizer)
+    if kind == V1:
+        optimizer._momentum, optimizer._use_nesterov = momentum, nesterov
+        return
+    if kind == LEGACY_V2:
+        optimizer._momentum = bool(momentum)
+        return
+    optimizer.momentum, optimizer.nesterov = momentum, nesterov
+    if kind == KERAS3 and momentum and optimizer.built and not getattr(optimizer, "momentums", None):
+        with tf.init_scope():
+            optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
+
+
 def momentum_slot(optimizer: Any, variable: Any) -> Any:
     """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
     kind, raw = family(optimizer), raw_variable(variable)

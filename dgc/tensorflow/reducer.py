@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.compression import check_passes
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross
@@ -53,8 +54,7 @@ class Reducer:
         Raises:
             ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
         """
-        if not isinstance(passes, int) or passes < 1:
-            raise ConfigError(f"backward_passes_per_step is {passes!r}; allowed: a whole number >= 1")
+        check_passes(passes)
         self.compression = compression
         self.passes = passes
         self._sparse_as_dense = sparse_as_dense
@@ -62,6 +62,7 @@ class Reducer:
         self._factor = 1.0 / passes if average_passes else 1.0
         self._sums: list[np.ndarray] = []
         self._passed = 0
+        self._generation = compression.generation
         compression.use_way(user)
         if op is not None:
             compression.use_op(op)
@@ -178,6 +179,9 @@ class Reducer:
 
     def _accumulate(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Add up gradients on this rank; after the last pass ``_passed`` is 0 again and the sums are complete."""
+        if self._generation != self.compression.generation:
+            # After an error in the midst of the passes the ranks may have come to different ones; all begin anew.
+            self._generation, self._passed = self.compression.generation, 0
         if not self._sums:
             self._sums = [np.zeros(a.shape, np.float64 if a.dtype == np.float64 else np.float32) for a in arrays]
         if self._passed == 0:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc.adapter.compressor import CompressorBase
-from dgc.core.config.checks import require_compressor
+from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.dense import DenseReducer
@@ -15,21 +14,8 @@ _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 def check_compression(compression: Any, **texts: Any) -> None:
-    """Refuse what cannot be a compressor for TensorFlow, and a compressor in the place of another argument.
-
-    Args:
-        compression: the argument of this name.
-        texts: the arguments before it, which are texts.
-
-    Raises:
-        ConfigError: the message says what to pass.
-    """
-    for name, value in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{name} is {value!r}; it takes a text. Pass the compressor by its name: compression=...")
-    require_compressor(compression)
-    if isinstance(compression, CompressorBase) and not isinstance(compression, DGCCompressor):
-        raise ConfigError("the compressor is one of another framework; take it from dgc.tensorflow.Compression")
+    """:func:`dgc.adapter.compression.check_compression` for TensorFlow."""
+    compression_of.check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
 
 
 class Settings:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.compressor import check_stand_in
+from dgc.adapter.horovod import check_stand_in
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.crossing import APPLY, REFUSED, cross
 from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
@@ -40,11 +40,12 @@ class _Pending:
 
 @dataclass
 class _Call:
-    """What the frames above tell about Horovod's call: variables and gradients in the same order, and the optimizer."""
+    """What the frames above tell about Horovod's call; variables and gradients are in the same order."""
 
     variables: list[Any]
     gradients: list[Any]
     optimizer: Any
+    process_set: Any
 
 
 class Stock:
@@ -61,11 +62,13 @@ class Stock:
         """Remember a gradient; Horovod reduces a one-element stand-in.
 
         Raises:
-            ConfigError: the compressor is bound to no model, or the caller is no Horovod class for TensorFlow.
+            ConfigError: another process set than the compressor's, or the caller is no Horovod class for TensorFlow.
             LayoutError: a gradient of a variable that the compressor was not built for.
         """
         engine = self._engine()
         call = _horovods_call()
+        if call.process_set is not None:
+            self._compressor.require_same_set(call.process_set)
         place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
         if place is None:
             raise ConfigError(
@@ -105,11 +108,7 @@ class Stock:
 
     def _engine(self) -> Engine:
         engine = self._compressor.engine
-        if engine is None:
-            raise ConfigError(
-                "Compression.dgc(...) was given no variables: pass model.trainable_variables of a built model and "
-                "optimizer=, or use the wrappers of dgc.tensorflow, which bind them"
-            )
+        assert engine is not None, "the compressor has refused to be called unbound"
         return engine
 
     def _settle(self, engine: Engine, call: _Call) -> None:
@@ -178,11 +177,13 @@ _PROBED = 16
 def _horovods_call() -> _Call:
     """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above."""
     frame: FrameType | None = sys._getframe(2)
-    variables = gradients = owner = None
+    variables = gradients = owner = process_set = None
     for _ in range(60):
         if frame is None:
             break
         found = frame.f_locals
+        if process_set is None and frame.f_globals.get("__name__") == "horovod.tensorflow":
+            process_set = found.get("process_set")
         if variables is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
             variables, gradients = list(found["vars"]), list(found["grads"])
         candidate = found.get("self")
@@ -194,4 +195,4 @@ def _horovods_call() -> _Call:
             "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
             "those, or the wrappers of dgc.tensorflow"
         )
-    return _Call(variables, gradients, owner)
+    return _Call(variables, gradients, owner, process_set)

@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.reducer import Reducer
 from dgc.tensorflow.settings import check_compression
 from dgc.tensorflow.tensors import raw_variable
@@ -56,6 +57,10 @@ def DistributedGradientTape(
             scale_local_gradients=scale_local_gradients,
         )
     refuse_grouping(num_groups, groups)
+    refuse_adasum(op, HOROVOD)
+    check_predivide(gradient_predivide_factor, compression.op_of(op))
+    if compression.adoption is None and compression.optimizer is not None:
+        compression.adopt(None, process_set)  # it was given back when a binding failed
     if compression.adoption is None and compression.config.momentum is None and not is_alone(process_set):
         raise ConfigError(
             "a tape does not know the optimizer: pass it to the compressor, Compression.dgc(optimizer=optimizer), so "
@@ -89,23 +94,10 @@ def _check_optimizer(compression: DGCCompressor) -> None:
             "the optimizer accumulates gradients (gradient_accumulation_steps), but behind a tape its momentum would "
             "be applied to each of them; use dgc.tensorflow.DistributedOptimizer, or accumulate them yourself"
         )
-    if adoption.is_loss_scaled and not compression.knows_loss_scale:
+    if adoption.is_loss_scaled and not compression.was_given("loss_scale"):
         raise ConfigError(
             "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
             "loss_scale=optimizer to the compressor"
-        )
-
-
-def refuse_grouping(num_groups: Any, groups: Any) -> None:
-    """``groups`` is Horovod's way to send several gradients together; the core has its own.
-
-    Raises:
-        ConfigError: one of them is set.
-    """
-    if num_groups or groups is not None:
-        raise ConfigError(
-            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
-            "(bucket_bytes= of the compressor sets their size)"
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import secrets
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,13 +136,6 @@ def load_checkpoint(
 
     _on_all_ranks(transport, read, "read the checkpoint")
     main, states = loaded["main"], loaded["states"]
-    if size == 1 and len(states) > 1:
-        warnings.warn(
-            f"one process compresses nothing: what the {len(states)} ranks had not sent yet, and their "
-            "momentum, are dropped",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     model.load_state_dict(main["model"])
     optimizer.load_state_dict(main["optimizer"])
     if len(states) == size:
@@ -163,7 +155,7 @@ def _idle_transport(compression: DGCCompressor, what: str) -> Transport | None:
     engine = compression.engine
     if engine is None:
         return None
-    engine.exchange.require_between_steps(what)
+    engine.require_between_steps(what)
     return engine.transport
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dgc.adapter.compressor import CompressorBase, check_stand_in
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.horovod import check_stand_in
+from dgc.core.config.checks import as_loss_scale
+from dgc.core.exchange.exchange import LossScale
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import give_up_step, has_begun, import_horovod, is_averaged
+from dgc.torch.horovod import HOROVOD, give_up_step, has_begun, is_averaged
 from dgc.torch.owner import announce_owner, find_owner
 from dgc.torch.saved_state import require_own_options
 from dgc.torch.stand_in import StandIn
@@ -21,14 +24,7 @@ from dgc.torch.transports import make_transport
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-class _Ops:
-    """Horovod's reduce ops, looked up when they are needed."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_horovod(initialized=False), name)
-
-
-class DGCCompressor(CompressorBase):
+class DGCCompressor(CompressorBase[Engine]):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock ``hvd.DistributedOptimizer(compression=...)``, which calls :meth:`compress` and
@@ -43,9 +39,7 @@ class DGCCompressor(CompressorBase):
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        super().__init__(options, _Ops(), algorithm, members)
-        self._bound = False
-        self._engine: Engine | None = None
+        super().__init__(options, HOROVOD, algorithm, members, _loss_scale_of)
         self._deferred: DGCError | None = None
         self._giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
         self._last_found = 0
@@ -56,7 +50,7 @@ class DGCCompressor(CompressorBase):
     def bind(
         self,
         named_parameters: NamedParameters,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None = None,
         process_set: Any = None,
         given: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -72,48 +66,36 @@ class DGCCompressor(CompressorBase):
             ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
             LayoutError: ranks disagree about the parameters.
         """
-        if self._bound:
+        if self._is_bound:
             raise ConfigError(
                 "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
                 "each model and optimizer"
             )
-        hvd = import_horovod()
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
-        chosen = self._adapter.get("process_set") or process_set or hvd.global_process_set
-        if process_set is not None and chosen is not process_set:
-            raise ConfigError("the compressor and the optimizer name different process sets; give it in one place")
-        self._bound = True
-        if not chosen.included() or chosen.size() == 1:
-            return
-        transport = make_transport(self._adapter.get("transport", "auto"), chosen)
-        try:
-            self._engine = Engine(
-                lambda: _layout_of(named_parameters, optimizer, given),
+        named = list(named_parameters)
+
+        def open_engine(transport: Transport, members: Any) -> Engine:
+            engine = Engine(
+                lambda: _layout_of(named, optimizer, given),
                 self.config,
                 transport,
                 optimizer=optimizer,
-                loss_scale=self._adapter.get("loss_scale", 1.0),
+                loss_scale=self._loss_scale,
             )
-        except BaseException:
-            transport.close()
-            raise
-        self._process_set = chosen
-        self._engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
-        stand_in = StandIn(hvd, transport, chosen, self._engine.count_bytes)
-        self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
-        if given is None and optimizer is not None:
+            try:
+                stand_in = StandIn(HOROVOD.module(), transport, members, engine.count_bytes)
+            except BaseException:
+                engine.close()
+                raise
+            engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
+            engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
+            return engine
+
+        self._bind(process_set, open_engine)
+        if self._engine is not None and given is None and optimizer is not None:
             announce_owner(optimizer, self._engine.steps)
 
-    @property
-    def engine(self) -> Engine | None:
-        """The bound engine; None before :meth:`bind`, with one process, or outside the process set."""
-        return self._engine
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the compressor belongs to a model already."""
-        return self._bound
+    def _make_transport(self, choice: Any, members: Any) -> Transport:
+        return make_transport(choice, members)
 
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
@@ -125,29 +107,28 @@ class DGCCompressor(CompressorBase):
         Raises:
             ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
         """
-        if self._engine is None and self._bound:
+        engine = self._exchanging(
+            "parameters: pass model.named_parameters() and optimizer=, or use dgc.torch.DistributedOptimizer, which "
+            "binds them"
+        )
+        if engine is None:
             return tensor, None  # a process set of one rank: Horovod calls, but there is nobody to exchange with
-        if self._engine is None:
-            raise ConfigError(
-                f"Compression.{self.config.algorithm}(...) was given no parameters: pass model.named_parameters() and "
-                "optimizer=, or use dgc.torch.DistributedOptimizer, which binds them"
-            )
         if isinstance(tensor, torch.nn.Parameter):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
-        if self._is_exchanged(self._engine):
+        if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             stand_in = torch.ones(1)
-            self._engine.stats.add_sent(stand_in.nbytes)
+            engine.stats.add_sent(stand_in.nbytes)
             return stand_in, tensor
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._deferred is None and not self._giving_up:
             try:
-                self._submit(self._engine, tensor, result)
+                self._submit(engine, tensor, result)
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error
         stand_in = torch.ones(1)
-        self._engine.count_bytes(stand_in.nbytes)
+        engine.count_bytes(stand_in.nbytes)
         return stand_in, result
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -201,7 +182,8 @@ class DGCCompressor(CompressorBase):
         if not self._owner_checked:
             engine.steps.owner = find_owner(self)
             self._owner_checked = True
-            _check_owner(engine, self._process_set)
+            self.require_same_set(getattr(engine.steps.owner, "process_set", self._members))
+            _refuse_densified(engine)
         index = self._locate(engine, tensor)
         if index is None:
             engine.fail(
@@ -249,19 +231,17 @@ def _layout_of(
     return chosen
 
 
-def _check_owner(engine: Engine, process_set: Any) -> None:
-    owner = engine.steps.owner
-    theirs = getattr(owner, "process_set", process_set)
-    if getattr(theirs, "process_set_id", None) != getattr(process_set, "process_set_id", None):
-        # Raised here alone: the ranks outside the optimizer's set will never exchange.
-        raise ConfigError(
-            "hvd.DistributedOptimizer was given another process_set than the compressor; pass the same one to both: "
-            "Compression.dgc(..., process_set=...)"
-        )
-    if getattr(owner, "sparse_as_dense", False):
+def _refuse_densified(engine: Engine) -> None:
+    if getattr(engine.steps.owner, "sparse_as_dense", False):
         engine.fail(
             ConfigError(
                 "sparse_as_dense=True hides which parameter a gradient belongs to; use dgc.torch.DistributedOptimizer, "
                 "or give the embedding dense gradients (sparse=False)"
             )
         )
+
+
+def _loss_scale_of(value: Any) -> LossScale:
+    """A number, a function, or anything with ``get_scale()`` (a GradScaler), as the core takes it."""
+    get_scale = getattr(value, "get_scale", None)
+    return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale

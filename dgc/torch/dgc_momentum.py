@@ -28,7 +28,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch import momentum_state
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import import_horovod, member_set
+from dgc.torch.horovod import HOROVOD, member_set
 from dgc.torch.stand_in import StandIn
 from dgc.torch.tensors import describe
 from dgc.torch.transports import make_transport
@@ -113,7 +113,7 @@ class DGCMomentum(Optimizer):
         """
         if hasattr(type(self), "skip_synchronize"):
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
-        import_horovod()
+        hvd = HOROVOD.require_ready()
         members = member_set(process_set)
         self._transport = make_transport(transport, members)
 
@@ -157,7 +157,7 @@ class DGCMomentum(Optimizer):
         self._scale = 1.0
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
-            stand_in = StandIn(import_horovod(), self._transport, members)
+            stand_in = StandIn(hvd, self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
 
     # -- training ------------------------------------------------------------------------------------------------

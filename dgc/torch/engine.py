@@ -6,18 +6,16 @@ compressor was built for.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from dgc.core.config.checks import as_loss_scale
+from dgc.adapter.engine import EngineBase
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.choose import runs_on_devices
-from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Hyper, Stats
-from dgc.core.state.layout import make_layout
+from dgc.core.exchange.exchange import Exchange, LossScale
+from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
@@ -27,7 +25,7 @@ from dgc.torch.saved_state import Change
 from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.step_watch import StepWatch, learning_rates_of
 from dgc.torch.tensors import Result, as_array, describe, samples
-from dgc.transport.agreement import agree_or_raise, require_replicas
+from dgc.transport.agreement import require_replicas
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -36,18 +34,20 @@ _PATIENCE = 1.0
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-class Engine:
+class Engine(EngineBase):
     """Parameters, their optimizer's adopted options, and the exchange. Construction is collective.
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        names: their names.
-        adoption: what was taken over from their optimizer.
         steps: knows that optimizer, and stands before its steps.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called now and then while waiting for other ranks, if set; raises when a rank will never come.
     """
+
+    what = "parameters"
+    advice = "Build the same model and optimizer on every rank."
+    adoption: Adoption
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Engine:
         transport: Transport,
         *,
         optimizer: torch.optim.Optimizer | None,
-        loss_scale: Any = 1.0,
+        loss_scale: LossScale = 1.0,
     ) -> None:
         """Agree with the other ranks and allocate the state.
 
@@ -65,45 +65,38 @@ class Engine:
             config: the options.
             transport: connects the ranks; the engine closes it.
             optimizer: whose options are adopted.
-            loss_scale: a number, a function or a GradScaler.
+            loss_scale: a number, or a function that is asked once per step.
 
         Raises:
             DGCError: parameters, shapes, types or options differ between ranks, or construction failed on a rank.
         """
-        self.names: list[str] = []
+        super().__init__(config, transport)
+        self.names = []
         self.parameters: list[torch.Tensor] = []
-        self.transport = transport
         self.check_peers: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
-        self._config = config
         self._results: dict[int, Result] = {}
-        self._extra_bytes = 0
         self._replicas_compared = False
         self._error: DGCError | None = None
         self._untold = False  # whether the other ranks will hear of the error in the next step
         self._opened = False  # whether the other ranks know that this one has begun the step
 
-        def build() -> dict[str, str]:
+        def build() -> Layout:
             pairs = named() if callable(named) else named
             self.names = [n for n, _ in pairs]
             self.parameters = [p for _, p in pairs]
             self._sparse = SparseGradients(self.names, self.parameters)
-            self._loss_scale = _loss_scale(loss_scale)
+            self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
-            self._exchange = self._new_exchange()
+            self._exchanges[:] = [self._new_exchange()]
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
-            return self._describe()
+            return self.exchange.layout
 
-        agree_or_raise(transport, config.describe, "options of the compressor")
-        advice = "Build the same model and optimizer on every rank."
-        agree_or_raise(transport, build, "parameters", LayoutError, advice)
-        self._last = LastStep(self.parameters, lambda: self._exchange)
+        self._agree_on_options()
+        self._agree_on_tensors(build)
+        self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
-        # A compressor that is dropped without close() must not leave its thread and buffers behind. Not at exit,
-        # where the other ranks may be gone already.
-        self._exchanges = [self._exchange]
-        weakref.finalize(self, _close_all, self._exchanges, transport).atexit = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -146,7 +139,7 @@ class Engine:
         self._results[index] = place = self._tensors.result(result)
         decay = self.adoption.hyper.weight_decay[index]
         try:
-            self._exchange.submit(
+            self.exchange.submit(
                 self._places[index],
                 self._tensors.array(gradient),
                 place.array,
@@ -166,14 +159,14 @@ class Engine:
         """
         if self._error is not None:
             raise self._error
-        if not self._exchange.in_step:
+        if not self.exchange.in_step:
             self._opened = False
             return
         stand_ins = self._fill_in_sparse()
         try:
-            self._exchange.require_complete()
+            self.exchange.require_complete()
             self._watch_peers()
-            self._exchange.finish()
+            self.exchange.finish()
         except DGCError as error:
             self._error, self._opened = error, False
             raise
@@ -183,7 +176,7 @@ class Engine:
             del stand_ins
         self._conclude()
 
-    def fail(self, error: DGCError, index: int | None = None) -> None:
+    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
 
         Raises:
@@ -191,10 +184,10 @@ class Engine:
         """
         self._raise_on_all_ranks(self._open_step() or error, index)
 
-    def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> None:
+    def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> NoReturn:
         place = None if index is None or index in self._sparse else self._places[index]
         try:
-            self._exchange.fail(error, place)
+            self.exchange.fail(error, place)
         except DGCError as raised:
             self._fail_with(raised)
             raise
@@ -203,66 +196,38 @@ class Engine:
         """Remember what the exchange has raised, in a step that is over with it."""
         self._error, self._opened = error, False
         self._tensors.release()
-        self._untold = self._exchange.owes_failure
+        self._untold = self.exchange.owes_failure
         if self._untold:
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
         """Whether the gradients that were handed over last have been exchanged, and none of another step."""
-        return self._error is None and not (self._opened or self._exchange.in_step)
+        return self._error is None and not (self._opened or self.exchange.in_step)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     @property
-    def stats(self) -> Stats:
-        """The exchange's counters."""
-        return self._exchange.stats
-
-    def residual_norm(self) -> float:
-        """L2 norm of what this rank has not sent yet."""
-        return self._exchange.state.residual_norm()
-
-    def count_bytes(self, sent: int) -> None:
-        """Add bytes that were handed to a collective beside the exchange to this step's statistics."""
-        self._extra_bytes += sent
-
-    @property
     def exchange(self) -> Exchange:
         """The exchange that is in use now."""
-        return self._exchange
+        return self._exchanges[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: see :meth:`dgc.core.exchange.exchange.Exchange.state_dict`."""
-        return {**self._exchange.state_dict(), "sparse_gradients": self._sparse.names}
+    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"sparse_gradients": self._sparse.names}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a state of this rank.
-
-        Raises:
-            LayoutError: it belongs to another model, rank or number of ranks.
-        """
-        self.abandon()
+    def _take_state(self, saved: dict[str, Any]) -> None:
         sparse = self._sparse.indices_of(set(saved.get("sparse_gradients", ())))
         if sparse != self._sparse.found:
             self._exclude(sparse)
         self._sparse.settled = bool(sparse)
-        self._exchange.load_state_dict(saved)
-        self._drop_pending()
+        self.exchange.load_state_dict(saved)
+        self._clear()
         self.steps.saved.compressor_loaded()
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
         return self._last.discard()
 
-    def reset(self) -> None:
-        """Forget residuals, momentum, the step and the statistics."""
-        self.abandon()
-        self._exchange.reset()
-        self._drop_pending()
-
-    def abandon(self) -> None:
-        """Leave a step behind that an exception or an error ended; call it on all ranks."""
-        self._exchange.abandon()
+    def _leave_step(self) -> None:
         self._results.clear()
         self._tensors.release()
         self._opened = False
@@ -270,7 +235,7 @@ class Engine:
     def close(self) -> None:
         """End the communication thread and the transport."""
         self.steps.end()
-        _close_all(self._exchanges, self.transport)
+        super().close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -280,16 +245,7 @@ class Engine:
         layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
         return Exchange(layout, self._config, self.transport, self._tensors.kernels, loss_scale=self._loss_scale)
 
-    def _describe(self) -> dict[str, str]:
-        """Each parameter's shape, type and optimizer options in words, for the ranks to compare."""
-        hyper = self.adoption.hyper
-        options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
-        return {
-            name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
-            for (name, text), (m, n, w) in zip(self._exchange.layout.describe().items(), options, strict=True)
-        }
-
-    def _drop_pending(self) -> None:
+    def _clear(self) -> None:
         self._leave_failure()
         # The ranks may have met the failure before or after they asked each other.
         self.steps.saved.forget()
@@ -329,7 +285,7 @@ class Engine:
         self._opened = True
         owner = self.steps.owner
         # Whether a step was applied is known of an optimizer alone.
-        self._exchange.unapplied.keeps_sent = owner is not None
+        self.exchange.unapplied.keeps_sent = owner is not None
         change = self.steps.saved.change(self.transport)
         try:
             if owner is not None:
@@ -337,22 +293,17 @@ class Engine:
                 self._take_over_state(owner, change)
         except ConfigError as refused:
             error = error or refused
-        hyper, members = self.adoption.hyper, self._sparse.others
-        self._exchange.hyper = Hyper(
-            [hyper.momentum[i] for i in members],
-            [hyper.nesterov[i] for i in members],
-            [hyper.weight_decay[i] for i in members],
-            self.learning_rates or learning_rates_of(owner),
-            change.restored,
+        self.exchange.hyper = self.adoption.hyper.chosen(
+            self._sparse.others, self.learning_rates or learning_rates_of(owner), change.restored
         )
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
         """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
-        state = self._exchange.state
+        state = self.exchange.state
         steps = state.step
         if change.restored:
-            self._exchange.unapplied.settle()
+            self.exchange.unapplied.settle()
             state.reset()
             state.step = steps  # the schedule goes on
         absorbed = self.adoption.absorb(owner, zeros=change.restored)
@@ -365,7 +316,7 @@ class Engine:
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
         self._opened = False
-        self._exchange.stats.add_sent(self._extra_bytes)
+        self.exchange.stats.add_sent(self._extra_bytes)
         self._extra_bytes = 0
         for result in self._results.values():
             result.deliver()
@@ -383,14 +334,14 @@ class Engine:
         """While the others keep this rank waiting, look whether one of them will never come."""
         if self.check_peers is None:
             return
-        while not self._exchange.wait(_PATIENCE):
+        while not self.exchange.wait(_PATIENCE):
             self.check_peers()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
         if index in self._sparse:
             return
-        self._exchange.state.set_momentum_buffer(self._places[index], as_array(buffer))
+        self.exchange.state.set_momentum_buffer(self._places[index], as_array(buffer))
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit a zero for every parameter that got a sparse gradient.
@@ -403,7 +354,7 @@ class Engine:
             self.require_own_momentum(index)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)
-            self._exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
+            self.exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
         return zeros
 
     def require_own_momentum(self, index: int) -> None:
@@ -435,31 +386,19 @@ class Engine:
 
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
-        before, stats = self._exchange, self._exchange.stats
+        before, stats = self.exchange, self.exchange.stats
         states = [before.state.to_dict()]
         if before.unapplied.take_back():
             states.insert(0, before.state.to_dict())
         self._sparse.found = sparse
         before.close()
-        self._exchange = self._new_exchange()
-        self._exchanges[:] = [self._exchange]
+        self._exchanges[:] = [self._new_exchange()]
+        self.layout = self.exchange.layout
         kept = {self.names[i] for i in self._sparse.others}
         for place, state in enumerate(states):
             state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
             if len(state["parameters"]) == len(kept):
                 if place:
-                    self._exchange.unapplied.remember()
-                self._exchange.state.load(state)
-        self._exchange.stats = stats
-
-
-def _close_all(exchanges: list[Exchange], transport: Transport) -> None:
-    """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
-    if all([exchange.close() for exchange in exchanges]):
-        transport.close()
-
-
-def _loss_scale(value: Any) -> float | Callable[[], float]:
-    """A float, a callable, or anything with ``get_scale()`` (a GradScaler)."""
-    get_scale = getattr(value, "get_scale", None)
-    return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale
+                    self.exchange.unapplied.remember()
+                self.exchange.state.load(state)
+        self.exchange.stats = stats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from types import ModuleType
 from typing import Any
@@ -11,82 +10,38 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.errors import ConfigError, RemoteError, TransportError
-
-INSTALL_HINT = "Build Horovod for the installed PyTorch with: python -m dgc build-horovod --install"
+from dgc.adapter.horovod import Horovod
+from dgc.errors import RemoteError, TransportError
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
 
 
-def import_horovod(initialized: bool = True) -> ModuleType:
-    """Import ``horovod.torch``.
+class TorchHorovod(Horovod):
+    """Horovod for torch."""
 
-    Args:
-        initialized: also require that ``hvd.init()`` has been called.
+    framework = "PyTorch"
+    module_name = "horovod.torch"
+    package = "dgc.torch"
 
-    Raises:
-        ConfigError: Horovod is missing, was built without or for another PyTorch, or is not initialised.
-    """
-    try:
+    def load(self) -> ModuleType:  # noqa: D102
         import horovod.torch as hvd
-    except ImportError as error:
-        raise ConfigError(
-            f"dgc.torch needs Horovod, and importing horovod.torch failed: {error}. {INSTALL_HINT}"
-        ) from error
-    if not hasattr(hvd, "allreduce"):
-        # horovod.torch imports without its extension, prints a warning and has no collectives.
-        raise ConfigError(f"Horovod is installed, but was built without PyTorch. {INSTALL_HINT}")
-    if initialized and not hvd.is_initialized():
-        raise ConfigError("Horovod is not initialised: call hvd.init() before anything of dgc.torch")
-    return hvd
+
+        return hvd
+
+    def gather_bytes(self, message: np.ndarray, name: str, process_set: Any) -> np.ndarray:  # noqa: D102
+        hvd = self.module()
+        try:
+            handle = hvd.allgather_async(torch.from_numpy(message), name=name, process_set=process_set)
+            return hvd.synchronize(handle).numpy()
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
 
 
-def member_set(process_set: Any = None) -> Any:
-    """The Horovod process set to use, with this process in it.
-
-    Args:
-        process_set: a ``hvd.ProcessSet``, or None for all ranks.
-
-    Raises:
-        ConfigError: Horovod is not ready, does not know the set, or this process is not in it.
-    """
-    hvd = import_horovod()
-    chosen = hvd.global_process_set if process_set is None else process_set
-    if getattr(chosen, "process_set_id", None) is None:
-        raise ConfigError(
-            f"Horovod does not know {chosen}: give it to hvd.init(process_sets=[...]) or hvd.add_process_set(...)"
-        )
-    if chosen.process_set_id != 0 and chosen.included() is False:
-        raise ConfigError(f"rank {hvd.rank()} is not in {chosen}: only its members exchange gradients through it")
-    return chosen
-
-
-def gather_values(value: Any, question: str, process_set: Any) -> list[Any]:
-    """Ask all ranks of ``process_set`` for a small value. Collective, on Horovod's own channel.
-
-    Args:
-        value: what this rank answers; JSON must know it.
-        question: names the collective; the same on all ranks, and not asked twice at the same time.
-        process_set: as returned by :func:`member_set`.
-
-    Returns:
-        Every rank's value in rank order.
-
-    Raises:
-        TransportError: Horovod's collective failed.
-    """
-    hvd = import_horovod()
-    # One line per rank: Horovod joins arrays of different lengths, and JSON has no line ends of its own.
-    line = np.frombuffer((json.dumps(value) + "\n").encode(), np.uint8).copy()
-    try:
-        handle = hvd.allgather_async(
-            torch.from_numpy(line), name=f"dgc.{process_set.process_set_id}.{question}", process_set=process_set
-        )
-        lines = hvd.synchronize(handle).numpy().tobytes().decode()
-    except (RuntimeError, ValueError) as error:
-        raise TransportError(f"Horovod could not ask all ranks ({question}): {error}") from error
-    return [json.loads(text) for text in lines.splitlines()]
+HOROVOD = TorchHorovod()
+import_horovod = HOROVOD.module
+member_set = HOROVOD.member_set
+gather_values = HOROVOD.gather_values
 
 
 def has_begun(optimizer: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,8 @@ import numpy as np
 import torch
 
 from dgc.errors import TransportError
-from dgc.torch.horovod import gather_values, import_horovod, member_set
+from dgc.torch.horovod import HOROVOD, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
-
-_instances = itertools.count()
-"""Numbers the transports of this process, so that two of them never use the same tensor name at the same time."""
 
 
 class HorovodTransport(HorovodTransportBase):
@@ -42,9 +38,7 @@ class HorovodTransport(HorovodTransportBase):
         self._hvd = import_horovod()
         self._process_set = member_set(process_set)
         super().__init__(self._process_set.rank(), self._process_set.size())
-        # A rank may have made transports for other process sets before; the largest number is new to all members.
-        numbers = gather_values(next(_instances), "transport.number", self._process_set)
-        self._prefix = f"{name_prefix}.{self._process_set.process_set_id}.{max(numbers)}"
+        self._prefix = HOROVOD.unique_name(f"{name_prefix}.transport", self._process_set)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
         # torch warns about memory it may not write, though nothing writes here.

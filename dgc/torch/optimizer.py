@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
-from dgc.core.config.checks import require_compressor
+from dgc.adapter.compression import (
+    check_compression,
+    check_passes,
+    check_predivide,
+    refuse_adasum,
+    refuse_grouping,
+)
+from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import import_horovod, is_averaged
+from dgc.torch.horovod import HOROVOD, is_averaged
 
 
 def DistributedOptimizer(
@@ -34,16 +41,28 @@ def DistributedOptimizer(
     as it is.
 
     Returns:
-        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``, and with the
-        compressor's ``discard_step()``.
+        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``, and with
+        the compressor as its attribute ``compression`` and that one's ``discard_step()``.
 
     Raises:
-        ConfigError: ``op=Adasum``, another op than the compressor's, ``groups``, or a compressor that is in use.
+        ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
         LayoutError: ranks disagree about the parameters.
     """
-    hvd = import_horovod()
-    op = hvd.Average if op is None else op
-    process_set = hvd.global_process_set if process_set is None else process_set
+    hvd = HOROVOD.module()
+    check_compression(compression, DGCCompressor, "dgc.torch")
+    _check_optimizer(optimizer, named_parameters)
+    ours = compression if isinstance(compression, DGCCompressor) else None
+    if ours is not None:
+        refuse_adasum(op, HOROVOD)
+        refuse_grouping(num_groups, groups)
+        check_passes(backward_passes_per_step)
+        op = ours.op_of(op)
+        check_predivide(gradient_predivide_factor, op)
+        ours.use_op(op)
+        members = ours.process_set(process_set)
+    else:
+        members = hvd.global_process_set if process_set is None else process_set
+    op = HOROVOD.reduce_op(op) if isinstance(op, str) else hvd.Average if op is None else op
     arguments = dict(
         named_parameters=named_parameters,
         backward_passes_per_step=backward_passes_per_step,
@@ -52,12 +71,10 @@ def DistributedOptimizer(
         num_groups=num_groups,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
+        process_set=members,
     )
-    require_compressor(compression)
-    if not isinstance(compression, DGCCompressor):
+    if ours is None:
         return hvd.DistributedOptimizer(optimizer, compression=compression or hvd.Compression.none, **arguments)
-    _check(hvd, compression, op, num_groups, groups)
     if named_parameters is None:
         pairs = [
             (f"allreduce.noname.{i}.{j}", p)
@@ -70,17 +87,17 @@ def DistributedOptimizer(
     # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
     distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
     try:
-        compression.bind(pairs, distributed, process_set, given=optimizer)
+        ours.bind(pairs, distributed, members, given=optimizer)
     except BaseException:
         # Its hooks stay on the parameters; they must never get as far as reducing a gradient of whoever wraps next.
         distributed.set_backward_passes_per_step(sys.maxsize)
         raise
-    distributed.discard_step = compression.discard_step
-    engine = compression.engine
+    distributed.compression, distributed.discard_step = ours, ours.discard_step
+    engine = ours.engine
     if engine is None:
         return distributed
     engine.steps.owner = distributed
-    distributed._dgc = compression
+    distributed._dgc = ours
     # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
     cls = type(distributed)
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
@@ -126,12 +143,11 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
     return wait, None
 
 
-def _check(hvd: Any, compression: DGCCompressor, op: Any, num_groups: int, groups: Any) -> None:
-    if op == hvd.Adasum:
-        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
-    if num_groups or groups is not None:
-        raise ConfigError(
-            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
-            "(bucket_bytes= of the compressor sets their size)"
-        )
-    compression.use_op(op)
+def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:
+    """What Horovod would take for something else, or wrap twice."""
+    if isinstance(named_parameters, CompressorBase):
+        raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
+    if hasattr(type(optimizer), "skip_synchronize"):
+        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")

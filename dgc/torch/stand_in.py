@@ -6,22 +6,15 @@ would wait for it for ever, and Horovod's own allgather would end the joined pro
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.torch.horovod import gather_values
-
-_instances = itertools.count()
-
-JOINED = (
-    "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
-    "(repeat or drop some) instead of calling hvd.join()"
-)
+from dgc.torch.horovod import HOROVOD
 
 
 class StandIn:
@@ -48,9 +41,7 @@ class StandIn:
         self._transport = transport
         self._process_set = process_set
         self._count_bytes = count_bytes
-        # A rank may have made stand-ins for other process sets before; the largest number is new to all members.
-        numbers = gather_values(next(_instances), "stand_in.number", process_set)
-        self._name = f"dgc.stand_in.{process_set.process_set_id}.{max(numbers)}"
+        self._name = HOROVOD.unique_name("dgc.stand_in", process_set)
         self._handle: int | None = None
 
     def send(self) -> None:

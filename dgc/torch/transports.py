@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError
-from dgc.torch.horovod import gather_values, import_horovod, member_set
+from dgc.torch.horovod import HOROVOD
 from dgc.torch.horovod_transport import HorovodTransport
-from dgc.transport.choice import CHOICES, choose_transport
 
 
 def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:
@@ -22,9 +20,4 @@ def make_transport(choice: str | Transport = "auto", process_set: Any = None) ->
         ConfigError: unknown or differing choices, Horovod is not ready, or this process is not in ``process_set``.
         TransportError: "mpi" was asked for and some rank cannot use it.
     """
-    if not isinstance(choice, str):
-        # Needs no Horovod, so that a test can bring ranks of its own.
-        if isinstance(choice, Transport):
-            return choice
-        raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
-    return choose_transport(choice, import_horovod(), member_set(process_set), gather_values, HorovodTransport)
+    return HOROVOD.make_transport(choice, process_set, HorovodTransport)

@@ -30,6 +30,37 @@ report("done")
 """
 
 
+STOCK = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+import dgc.tensorflow as dgc
+from worker_tools import report
+
+model = m.make_model()
+inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
+variables = m.raw(model.trainable_variables)
+compression = dgc.Compression.dgc(variables, optimizer=inner)
+x, y = (tf.constant(t) for t in m.batch(0))
+
+def step(wrap):
+    with tf.GradientTape() as tape:
+        loss = m.loss_function(y, model(x))
+    return wrap(tape).gradient(loss, variables)
+
+distributed = tf.function(lambda: step(lambda tape: hvd.DistributedGradientTape(tape, compression=compression)))
+for a, b in zip(distributed(), step(lambda tape: tape), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+assert inner.momentum == 0.9
+assert compression.state_dict()["inactive"]
+report("done")
+"""
+
+
 @pytest.fixture(scope="module")
 def three_ranks(ranks):
     return ranks(WORKERS / "process_set_cases.py", 3)
@@ -44,3 +75,7 @@ def test_process_sets(three_ranks, name):
 def test_a_single_process_keeps_its_momentum_and_exchanges_nothing(ranks):
     result = ranks.run(ALONE, 1, WORKERS, launcher="single")
     assert result.values == ["done"]
+
+
+def test_stock_horovod_traces_a_compressor_in_a_single_process(ranks):
+    assert ranks.run(STOCK, 1, WORKERS, launcher="single").values == ["done"]

@@ -87,7 +87,7 @@ def require_compressor(value: Any) -> None:
     )
 
 
-def as_loss_scale(value: Any, scaler: str) -> float | Callable[[], float]:
+def as_loss_scale(value: Any, scaler: str = "loss scaler") -> float | Callable[[], float]:
     """A number > 0 or a function that returns one.
 
     Args:

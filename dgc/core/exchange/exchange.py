@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -135,7 +135,7 @@ class Exchange:
             index,
         )
 
-    def fail(self, error: DGCError, parameter: int | None = None) -> None:
+    def fail(self, error: DGCError, parameter: int | None = None) -> NoReturn:
         """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
 
         When all buckets are through, the others finish the step; they are told in the next one, if this rank takes

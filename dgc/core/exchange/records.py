@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +92,12 @@ class Hyper:
     """Of the optimizer's parameter groups, where the adapter knows them."""
     restored: bool = False
     """Whether residuals and momentum were dropped before this step, since a state was loaded into the optimizer."""
+
+    def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
+        """The options of some parameters, in this order, with what belongs to the step."""
+        places = list(indices)
+        momentum, nesterov = [self.momentum[i] for i in places], [self.nesterov[i] for i in places]
+        return Hyper(momentum, nesterov, [self.weight_decay[i] for i in places], learning_rates, restored)
 
     def digest(self) -> int:
         """64-bit digest of all values; of learning rates 6 digits, which unlike machines compute alike."""

@@ -11,7 +11,9 @@ Use::
 
 import tensorflow as tf
 
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.tensorflow.compression import Compression
+from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
 from dgc.tensorflow.keras.dgc_momentum import DGCMomentum, L1Decay, L2Decay
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer
@@ -22,4 +24,18 @@ if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
 else:
     from dgc.tensorflow.keras import keras3, momentum_keras3  # noqa: F401
 
-__all__ = ["Compression", "DGCMomentum", "DistributedOptimizer", "L1Decay", "L2Decay", "callbacks"]
+__all__ = [
+    "Compression",
+    "ConfigError",
+    "DGCCompressor",
+    "DGCError",
+    "DGCMomentum",
+    "DistributedOptimizer",
+    "L1Decay",
+    "L2Decay",
+    "LayoutError",
+    "RemoteError",
+    "TransportError",
+    "WireError",
+    "callbacks",
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
-from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.horovod import HOROVOD
 from dgc.tensorflow.optimizers import KERAS3, LEGACY, LEGACY_V2, family
 from dgc.tensorflow.settings import Settings, check_compression
-from dgc.tensorflow.tape import refuse_grouping
 
 
 def DistributedOptimizer(
@@ -40,17 +41,19 @@ def DistributedOptimizer(
     Raises:
         ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
     """
-    hvd = import_horovod(initialized=False)
+    HOROVOD.module(initialized=False)
     check_compression(compression, name=name, device_dense=device_dense, device_sparse=device_sparse)
     refuse_grouping(num_groups, groups)
-    if op is not None and op == hvd.Adasum:
-        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+    refuse_adasum(op, HOROVOD)
+    check_passes(backward_passes_per_step)
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
         raise ConfigError(
             f"{optimizer!r} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
             "tf.compat.v1.train"
         )
+    if isinstance(compression, DGCCompressor):
+        check_predivide(gradient_predivide_factor, compression.op_of(op))
     settings = Settings(
         compression,
         op=op,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
-from dgc.torch.horovod import gather_values, import_horovod, member_set
+from dgc.torch.horovod import HOROVOD, gather_values, import_horovod, member_set
 from dgc.torch.horovod_transport import HorovodTransport
-from dgc.torch.stand_in import JOINED
 from dgc.torch.transports import make_transport
 from dgc.transport.agreement import ERROR_KEY, require_agreement
 
@@ -47,13 +47,14 @@ class Ranks:
 
         Raises:
             TypeError: what ``choose`` raised.
-            ConfigError: the same; or Horovod is not ready, or this process is not in the set.
+            ConfigError: the same; or Horovod is not ready or elastic, or this process is not in the set.
             RemoteError: ``choose`` raised on another rank.
             TransportError: a rank has joined.
         """
         self._hvd = import_horovod()
         mistake: Exception | None = None
         try:
+            HOROVOD.require_ready()
             chosen = choose()
         except (TypeError, ConfigError) as error:
             mistake, chosen = error, None

@@ -78,5 +78,27 @@ def fit_within_a_process_set():
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
+@case
+def stock_horovod_over_another_process_set():
+    pair, _ = sets()
+    if hvd.rank() != 1:
+        model = m.make_model()
+        inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
+        variables = m.raw(model.trainable_variables)
+        compression = dgc.Compression.dgc(variables, optimizer=inner, process_set=pair)
+
+        def step(**options):
+            x, y = (tf.constant(t) for t in m.batch(0))
+            with tf.GradientTape() as tape:
+                loss = m.loss_function(y, model(x))
+            tape = hvd.DistributedGradientTape(tape, compression=compression, **options)
+            return tape.gradient(loss, variables)
+
+        m.assert_raises(step, "another process set than the compressor", kinds=(dgc.ConfigError,))
+        assert len(step(process_set=pair)) == len(variables)
+        compression.close()
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
 if __name__ == "__main__":
     run_cases()

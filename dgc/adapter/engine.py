@@ -1,0 +1,227 @@
+"""What an engine is in every framework: one model's tensors on one rank, and the exchanges of the core behind them."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, NoReturn, Protocol
+
+import numpy as np
+
+from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import Schedule
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import Hyper, Stats
+from dgc.core.state.layout import Layout
+from dgc.core.state.state import FORMAT
+from dgc.core.transport import Transport
+from dgc.errors import DGCError, LayoutError
+from dgc.transport.agreement import agree_or_raise
+
+EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
+"""The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step."""
+
+
+def is_empty(state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of a compressor that has exchanged nothing, though it had others to exchange with."""
+    return not state or ("parameters" in state and not state["parameters"])
+
+
+class Adopted(Protocol):
+    """What was taken over from an optimizer; the adapters' ``Adoption`` knows the optimizer itself."""
+
+    hyper: Hyper
+    active: bool
+
+
+class EngineBase(abc.ABC):
+    """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
+
+    Attributes:
+        names: of the tensors, in registration order.
+        transport: moves the bytes; the engine closes it.
+        adoption: what was taken over from the optimizer.
+        layout: of all tensors that may be exchanged, or of those that are.
+    """
+
+    what: ClassVar[str]
+    """What the tensors are called, for errors."""
+    advice: ClassVar[str]
+    """What to do when the ranks' tensors differ."""
+
+    names: list[str]
+    adoption: Adopted
+    layout: Layout
+
+    def __init__(self, config: DGCConfig, transport: Transport) -> None:
+        """Hold what all engines hold; talk to nobody."""
+        self.transport = transport
+        self._config = config
+        # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
+        self._exchanges: list[Exchange] = []
+        self._extra_bytes = 0
+
+    # -- the framework's half ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def fail(self, error: DGCError) -> NoReturn:
+        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
+
+        Raises:
+            DGCError: always.
+        """
+
+    @abc.abstractmethod
+    def discard_step(self) -> bool:
+        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
+
+    @abc.abstractmethod
+    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What this framework saves beside the exchanges' states."""
+
+    @abc.abstractmethod
+    def _take_state(self, saved: dict[str, Any]) -> None:
+        """Hand a state that is not empty to the exchanges.
+
+        Raises:
+            LayoutError: it belongs to another model, rank or number of ranks.
+        """
+
+    def _leave_step(self) -> None:  # noqa: B027
+        """Forget what belongs to a step that was given up."""
+
+    def _clear(self) -> None:  # noqa: B027
+        """Forget, after a reset, what outlives a step."""
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    def _agree_on_options(self) -> None:
+        agree_or_raise(self.transport, self._config.describe, "options of the compressor")
+
+    def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
+        """Run this rank's part of the construction on all ranks, and compare what came of it.
+
+        Args:
+            build: sets :attr:`adoption` and returns the layout; its error is raised on all ranks.
+
+        Raises:
+            DGCError: tensors, shapes, types or their options differ between ranks, or ``build`` failed on one.
+        """
+
+        def described() -> dict[str, str]:
+            self.layout = build()
+            hyper = self.adoption.hyper
+            options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
+            return {
+                name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
+                for (name, text), (m, n, w) in zip(self.layout.describe().items(), options, strict=True)
+            }
+
+        agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
+        # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
+        # the other ranks may be gone already.
+        weakref.finalize(self, close_all, self._exchanges, self.transport).atexit = False
+
+    # -- what it does --------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """The counters of all exchanges together."""
+        if len(self._exchanges) == 1:
+            return self._exchanges[0].stats
+        joined = Stats()
+        for exchange in self._exchanges:
+            joined.steps = max(joined.steps, exchange.stats.steps)
+            joined.refused_steps = max(joined.refused_steps, exchange.stats.refused_steps)
+            joined.last.add(exchange.stats.last)
+            joined.total.add(exchange.stats.total)
+        return joined
+
+    def residual_norm(self) -> float:
+        """L2 norm of what this rank has not sent yet."""
+        return float(np.sqrt(sum(e.state.residual_norm() ** 2 for e in self._exchanges)))
+
+    def count_bytes(self, sent: int) -> None:
+        """Add bytes that were handed to a collective beside the exchange to this step's statistics."""
+        self._extra_bytes += sent
+
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, in plain values: see ``compression.describe()``."""
+        each = [exchange.describe() for exchange in self._exchanges]
+        if len(each) == 1:
+            return each[0]
+        config, layout = self._config, self.layout
+        schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+        step = max((d["step"] for d in each), default=0)
+        return {
+            "step": step,
+            "density": schedule.density(step),
+            "rampup_begin_step": schedule.begin,
+            "rampup_end_step": schedule.ramp_end(),
+            "parameters": layout.numel,
+            "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
+            "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
+            "transport": self.transport.name,
+            "ranks": self.transport.size,
+            "kernels": each[0]["kernels"] if each else None,
+            "discardable": config.discardable,
+        }
+
+    def require_between_steps(self, what: str) -> None:
+        """Refuse what would use the transport, or read the state, beside a step.
+
+        Raises:
+            LayoutError: a step is under way on this rank.
+        """
+        for exchange in self._exchanges:
+            exchange.require_between_steps(what)
+
+    # -- saving, ending ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: that of :meth:`dgc.core.exchange.exchange.Exchange.state_dict`, of all exchanges in one.
+
+        Raises:
+            LayoutError: called in the middle of a step.
+        """
+        states = [exchange.state_dict() for exchange in self._exchanges]
+        parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
+        place = {"rank": self.transport.rank, "size": self.transport.size}
+        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **place}
+        return {**whole, **self._extra_state(states)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over a state of this rank; an empty one resets. Call it on all ranks.
+
+        Raises:
+            LayoutError: it belongs to another model, rank or number of ranks.
+        """
+        if is_empty(saved):
+            self.reset()
+            return
+        self.abandon()
+        self._take_state(saved)
+
+    def reset(self) -> None:
+        """Forget residuals, momentum, the step and the statistics."""
+        self.abandon()
+        for exchange in self._exchanges:
+            exchange.reset()
+        self._clear()
+
+    def abandon(self) -> None:
+        """Leave a step behind that an exception or an error ended; call it on all ranks."""
+        for exchange in self._exchanges:
+            exchange.abandon()
+        self._leave_step()
+
+    def close(self) -> None:
+        """End the communication threads and the transport."""
+        close_all(self._exchanges, self.transport)
+
+
+def close_all(exchanges: list[Exchange], transport: Transport) -> None:
+    """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
+    if all([exchange.close() for exchange in exchanges]):
+        transport.close()

@@ -1,0 +1,111 @@
+"""A Horovod and an engine without a framework: NumPy tensors, and ranks that are threads."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from dgc.adapter.engine import EngineBase
+from dgc.adapter.horovod import Horovod
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import Hyper
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import Parameter, make_layout
+
+
+class FakeSet:
+    """A Horovod process set."""
+
+    def __init__(self, number, ranks, own=0):
+        self.process_set_id, self._ranks, self._own = number, ranks, own
+
+    def included(self):
+        return self._own in self._ranks
+
+    def size(self):
+        return len(self._ranks)
+
+
+class FakeHorovod(Horovod):
+    """Horovod as rank 0 of two sees it; ``module_of`` replaces the module."""
+
+    framework, module_name, package = "Frame", "horovod.frame", "dgc.frame"
+
+    def __init__(self, *, initialized=True, size=2, module_of=None):
+        self.everyone = FakeSet(0, range(size))
+        self.hvd = module_of or SimpleNamespace(
+            allreduce=None,
+            is_initialized=lambda: initialized,
+            rank=lambda: 0,
+            global_process_set=self.everyone,
+            Average="the average",
+            Sum="the sum",
+            Adasum="adasum",
+            Compression=SimpleNamespace(none="none of theirs", fp16="fp16 of theirs"),
+        )
+        self.asked = []
+
+    def load(self):
+        if isinstance(self.hvd, Exception):
+            raise self.hvd
+        return self.hvd
+
+    def gather_bytes(self, message, name, process_set):
+        self.asked.append(name)
+        return np.concatenate([message, message])
+
+
+class FakeEngine(EngineBase):
+    """``names``: one list for each exchange."""
+
+    what, advice = "tensors", "Give every rank the same tensors."
+
+    def __init__(self, transport, config, names=(("a",), ("b",)), numel=2048, bad=False):
+        super().__init__(config, transport)
+
+        def layout(of):
+            return make_layout([Parameter(n, (numel,), "float32") for n in of], config)
+
+        def build():
+            if bad:
+                raise ValueError("no memory")
+            self.names = [n for group in names for n in group]
+            self.adoption = SimpleNamespace(hyper=Hyper.uniform(len(self.names), config), active=False)
+            for group in names:
+                self._exchanges.append(Exchange(layout(group), config, transport, ReferenceKernels()))
+            return layout(self.names or ["a", "b"]) if self.names else empty()
+
+        def empty():
+            self.adoption = SimpleNamespace(hyper=Hyper.uniform(2, config), active=False)
+            return layout(["a", "b"])
+
+        self.left = 0
+        self.cleared = 0
+        self._agree_on_options()
+        self._agree_on_tensors(build)
+
+    def step(self, number=0):
+        for exchange in self._exchanges:
+            for i, p in enumerate(exchange.layout.parameters):
+                rng = np.random.default_rng([number, self.transport.rank, i])
+                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32), np.empty(p.numel, np.float32))
+            exchange.finish()
+
+    def fail(self, error):
+        self._exchanges[0].fail(error)
+
+    def discard_step(self):
+        return False
+
+    def _extra_state(self, states):
+        return {"count": len(states)}
+
+    def _take_state(self, saved):
+        for exchange in self._exchanges:
+            own = {p.name: saved["parameters"][p.name] for p in exchange.layout.parameters}
+            exchange.load_state_dict({**saved, "parameters": own})
+
+    def _leave_step(self):
+        self.left += 1
+
+    def _clear(self):
+        self.cleared += 1

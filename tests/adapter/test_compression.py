@@ -1,0 +1,116 @@
+"""``Compression`` and the refusals of the wrappers, without a framework."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+from fakes import FakeHorovod
+
+from dgc.adapter import compression as shared
+from dgc.adapter.compressor import ADAPTER_OPTIONS, CompressorBase
+from dgc.core.compressors.registry import compressor_class
+from dgc.errors import ConfigError
+
+
+class Made(shared.CompressionBase):
+    def dgc(self, names=None, optimizer=None, **options):
+        return self._make("dgc", names, optimizer, **options)
+
+    def _make(self, algorithm, names=None, optimizer=None, *, members=None, **options):
+        return algorithm, names, optimizer, members, options
+
+
+class Ours(CompressorBase):
+    pass
+
+
+class Theirs(CompressorBase):
+    pass
+
+
+def test_horovods_own_need_no_init():
+    made = Made(FakeHorovod(initialized=False))
+    assert (made.none, made.fp16) == ("none of theirs", "fp16 of theirs")
+
+
+def test_all_constructors_are_listed_and_there():
+    made = Made(FakeHorovod())
+    listed = dir(made)
+    assert {"none", "fp16", "dgc", "topk", "by_size", "by_name", "by_step"} <= set(listed)
+    for name in set(listed) - {"none", "fp16", "by_size", "by_name", "by_step"}:
+        assert getattr(made, name)("tensors", seed=1) == (name, "tensors", None, None, {"seed": 1})
+    assert made.by_size({0: None}, "tensors") == ("by_size", "tensors", None, {0: None}, {})
+    with pytest.raises(AttributeError, match="Compression has no 'topc'; it has none, fp16, "):
+        _ = made.topc
+
+
+def test_the_help_text_lists_all_options_with_their_defaults():
+    text = inspect.getdoc(Made.dgc)
+    listed = re.sub(r"\s+", " ", text)
+    row = compressor_class("dgc")
+    names = {*row.common_options(), *(f.name for f in dataclasses.fields(row.Options)), *ADAPTER_OPTIONS}
+    assert {name for name in names if not re.search(rf"\b{name}\b", listed)} == set()
+    config = CompressorBase({}, None).config
+    for name, value in re.findall(r"``(\w+)=([^`]*)``", listed):
+        if hasattr(config, name) and name not in ("bucket_bytes", "op"):
+            assert repr(getattr(config, name)) in (value, f"({value},)"), name
+
+
+def test_what_is_given_to_compress():
+    assert shared.checked_tensors(iter("ab"), "topk", "them") == ["a", "b"]
+    for value in (0.999, "ab"):
+        with pytest.raises(ConfigError, match=r"pass them, and options by their names: Compression.topk\(sparsity"):
+            shared.checked_tensors(value, "topk", "them")
+    with pytest.raises(ConfigError, match="nothing to compress: pass them"):
+        shared.checked_tensors([], "topk", "them")
+
+
+def test_a_source_of_momentum():
+    config = CompressorBase({}, None).config
+    with pytest.raises(ConfigError, match=r"Compression.dgc\(names\) also needs optimizer="):
+        shared.require_momentum_source(None, config, "names")
+    shared.require_momentum_source(object(), config, "names")
+    shared.require_momentum_source(None, CompressorBase({"momentum": 0.0}, None).config, "names")
+
+
+def test_compressors_of_another_framework():
+    shared.check_compression(None, Ours, "dgc.frame")
+
+    class WithMethods(Theirs):
+        compress = decompress = None
+
+    with pytest.raises(ConfigError, match=r"another framework; take it from dgc.frame.Compression"):
+        shared.check_compression(WithMethods({}, None), Ours, "dgc.frame")
+    with pytest.raises(ConfigError, match=r"name is .*; it takes a text"):
+        shared.check_compression(None, Ours, "dgc.frame", name=Ours({}, None))
+    with pytest.raises(ConfigError, match="no compressor"):
+        shared.check_compression("dgc", Ours, "dgc.frame")
+
+
+@pytest.mark.parametrize("passes", [0, -1, 1.0, "2", True, None])
+def test_passes(passes):
+    shared.check_passes(2)
+    with pytest.raises(ConfigError, match="backward_passes_per_step"):
+        shared.check_passes(passes)
+
+
+@pytest.mark.parametrize(("factor", "op"), [(0, "average"), (-1.0, "sum"), ("2", "average"), (2.0, "sum")])
+def test_predivide(factor, op):
+    shared.check_predivide(2.0, "average")
+    shared.check_predivide(1.0, "sum")
+    with pytest.raises(ConfigError, match="gradient_predivide_factor"):
+        shared.check_predivide(factor, op)
+
+
+def test_groups_and_adasum():
+    shared.refuse_grouping(0, None)
+    for arguments in ((1, None), (0, [])):
+        with pytest.raises(ConfigError, match="buckets"):
+            shared.refuse_grouping(*arguments)
+    for op in (None, "sum", "the sum"):
+        shared.refuse_adasum(op, FakeHorovod())
+    horovod = FakeHorovod()
+    horovod.hvd.Adasum = 2
+    with pytest.raises(ConfigError, match="Adasum"):
+        shared.refuse_adasum(2, horovod)

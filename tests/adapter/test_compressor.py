@@ -1,0 +1,146 @@
+"""Binding, and what is kept before it, without a framework."""
+
+import pytest
+from fakes import FakeEngine, FakeHorovod, FakeSet
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.engine import EMPTY
+from dgc.errors import ConfigError, LayoutError
+from dgc.transport.local import run_ranks
+
+
+class Compressor(CompressorBase[FakeEngine]):
+    def __init__(self, transport, size=2, **options):
+        super().__init__({"momentum": 0.5, "sparsity": 0.9, **options}, FakeHorovod(size=size))
+        self.transport, self.undone, self.fails = transport, 0, None
+
+    def _make_transport(self, choice, members):
+        return self.transport
+
+    def bind(self, process_set=None, **engine):
+        def open_engine(transport, members):
+            if self.fails:
+                raise self.fails
+            return FakeEngine(transport, self.config, **engine)
+
+        def undo():
+            self.undone += 1
+
+        self._bind(process_set, open_engine, undo)
+
+
+def test_nothing_remains_of_a_binding_that_failed():
+    def one_rank(transport):
+        closed = []
+        transport.close = lambda: closed.append(True)
+        compressor = Compressor(transport)
+        with pytest.raises(LayoutError, match="tensors differ"):
+            compressor.bind(numel=2048 + 64 * transport.rank)
+        compressor.fails = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            compressor.bind()
+        compressor.fails = None
+        assert (compressor.undone, len(closed)) == (2, 2)
+        assert compressor.engine is None
+        assert not compressor.is_bound
+        compressor.bind()
+        compressor.engine.step()
+        assert compressor.is_bound
+        assert compressor.describe()["step"] == 1
+        assert (compressor.undone, len(closed)) == (2, 2)
+
+    run_ranks(2, one_rank)
+
+
+def test_a_transport_that_the_user_brought_stays_open():
+    def one_rank(transport):
+        closed = []
+        transport.close = lambda: closed.append(True)
+        compressor = Compressor(transport, transport=transport)
+        compressor.fails = ConfigError("something")
+        with pytest.raises(ConfigError, match="something"):
+            compressor.bind()
+        assert not closed
+
+    run_ranks(2, one_rank)
+
+
+def test_a_state_is_kept_until_there_is_an_engine():
+    def one_rank(transport):
+        first = Compressor(transport)
+        first.bind()
+        first.engine.step()
+        saved = first.state_dict()
+        second = Compressor(transport)
+        assert second.state_dict() == EMPTY
+        second.load_state_dict(saved)
+        assert second.state_dict()["step"] == 1
+        second.bind()
+        assert second.residual_norm == first.residual_norm > 0
+        third = Compressor(transport)
+        third.load_state_dict([saved, saved], resize=True)
+        assert third.state_dict() == EMPTY
+        third.reset()
+        third.bind()
+        assert third.residual_norm == 0
+        fourth = Compressor(transport)
+        if transport.rank:
+            fourth.load_state_dict(saved)
+        with pytest.raises(LayoutError, match="on every rank or on none"):
+            fourth.bind()
+        assert not fourth.is_bound
+        with pytest.raises(LayoutError, match="pass this rank's own"):
+            fourth.load_state_dict([saved, saved])
+
+    run_ranks(2, one_rank)
+
+
+def test_ranks_that_load_an_empty_state_and_another_one_are_told():
+    def one_rank(transport):
+        compressor = Compressor(transport)
+        compressor.bind()
+        state = compressor.state_dict()  # of step 0, like the empty one
+        compressor.load_state_dict(dict(EMPTY))
+        with pytest.raises(LayoutError, match="states differ between ranks"):
+            compressor.load_state_dict(state if transport.rank else dict(EMPTY))
+
+    run_ranks(2, one_rank)
+
+
+def test_reset_and_load_begin_a_new_generation():
+    def one_rank(transport):
+        compressor = Compressor(transport)
+        compressor.bind()
+        seen = [compressor.generation]
+        compressor.reset()
+        seen.append(compressor.generation)
+        compressor.load_state_dict({})
+        assert len({*seen, compressor.generation}) == 3
+
+    run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize("members", [FakeSet(1, [0]), FakeSet(2, [1, 2])], ids=["one process", "outside"])
+def test_alone(members, recwarn):
+    compressor = Compressor(None)
+    with pytest.raises(ConfigError, match=r"Compression.dgc\(...\) was given no tensors: pass some"):
+        compressor._exchanging("tensors: pass some")
+    compressor.bind(process_set=members)
+    assert compressor.is_bound
+    assert compressor._exchanging("tensors") is None
+    assert compressor.state_dict()["inactive"]
+    for harmless in (EMPTY, {}, compressor.state_dict()):
+        compressor.load_state_dict(harmless)
+    assert not recwarn.list
+    state = {"step": 3, "rank": 0, "size": 2, "parameters": {"a": {}}}
+    with pytest.warns(RuntimeWarning, match="are dropped"):
+        compressor.load_state_dict(state)
+    early = Compressor(None)
+    early.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="are dropped"):
+        early.bind(process_set=members)
+
+
+def test_a_loss_scale_is_read_at_once():
+    with pytest.raises(ConfigError, match="loss_scale"):
+        Compressor(None, loss_scale="much")

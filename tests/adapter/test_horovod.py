@@ -1,0 +1,87 @@
+"""The shared half of what is asked of Horovod."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from fakes import FakeHorovod, FakeSet
+
+from dgc.adapter.horovod import check_stand_in
+from dgc.errors import ConfigError
+
+
+def test_what_is_missing_is_said():
+    for hvd, text in (
+        (ImportError("no such file"), "importing horovod.frame failed: no such file. Build Horovod for the installed"),
+        (SimpleNamespace(), "built without Frame"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            FakeHorovod(module_of=hvd).module()
+    with pytest.raises(ConfigError, match=r"call hvd.init\(\) before anything of dgc.frame"):
+        FakeHorovod(initialized=False).module()
+    assert FakeHorovod(initialized=False).module(initialized=False)
+
+
+def test_elastic_is_refused(monkeypatch):
+    horovod = FakeHorovod()
+    assert horovod.require_ready() is horovod.hvd
+    monkeypatch.setitem(os.environ, "HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="elastic"):
+        horovod.require_ready()
+
+
+def test_the_process_set_of_two_is_the_one_that_is_named():
+    horovod = FakeHorovod()
+    some = FakeSet(3, [0, 1])
+    assert horovod.chosen_set() is horovod.everyone
+    assert horovod.chosen_set(some) is some
+    assert horovod.chosen_set(None, some) is some
+    assert horovod.chosen_set(some, FakeSet(3, [0, 1])) is some
+    for other in (horovod.everyone, FakeSet(4, [0, 1]), FakeSet(None, [0, 1])):
+        with pytest.raises(ConfigError, match="different process sets"):
+            horovod.chosen_set(some, other)
+    with pytest.raises(ConfigError, match="different process sets"):
+        horovod.chosen_set(FakeSet(None, [0]), FakeSet(None, [0]))
+
+
+def test_who_is_alone():
+    horovod = FakeHorovod()
+    assert horovod.is_alone() is False
+    assert horovod.is_alone(FakeSet(1, [0])) is True
+    assert horovod.is_alone(FakeSet(1, [1, 2])) is True
+    assert FakeHorovod(initialized=False).is_alone() is None
+
+
+def test_members_only():
+    horovod = FakeHorovod()
+    with pytest.raises(ConfigError, match="Horovod does not know"):
+        horovod.member_set(FakeSet(None, [0]))
+    with pytest.raises(ConfigError, match="rank 0 is not in"):
+        horovod.member_set(FakeSet(2, [1]))
+
+
+def test_names_are_new_each_time():
+    horovod = FakeHorovod()
+    names = {horovod.unique_name(prefix, horovod.everyone) for prefix in ("one", "one", "two")}
+    assert len(names) == 3
+    assert horovod.asked[0] == "dgc.0.one.number"
+
+
+def test_ops():
+    horovod = FakeHorovod()
+    horovod.hvd.Average, horovod.hvd.Sum = 1, 2  # names are texts already
+    assert [horovod.op_name(op) for op in ("Sum", 1, 2)] == ["sum", "average", "sum"]
+    assert [horovod.reduce_op(name) for name in ("average", "sum")] == [1, 2]
+    with pytest.raises(ConfigError, match="not Adasum"):
+        horovod.op_name(object())
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "text"),
+    [(2.0, "average", "Horovod sums"), (1.0, "sum", "Horovod averages"), (0.5, "average", "joined")],
+)
+def test_stand_ins(value, op, text):
+    check_stand_in(1.0, op="average", size=2)
+    check_stand_in(2.0, op="sum", size=2)
+    with pytest.raises(ConfigError, match=text):
+        check_stand_in(value, op=op, size=2)

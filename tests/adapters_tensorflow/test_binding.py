@@ -1,0 +1,16 @@
+"""Before, while and after a compressor is bound, on 2 real ranks."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names
+from rank_jobs import FLAVOURS
+
+WORKER = Path(__file__).parent / "workers" / "binding_cases.py"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_binding(ranks, name, flavour):
+    ranks(WORKER, 2, env=FLAVOURS[flavour]).check(name)

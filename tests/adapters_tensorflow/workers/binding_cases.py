@@ -1,0 +1,198 @@
+"""What is done before a compressor knows its model, what remains when binding fails, and what binding refuses."""
+
+import gc
+import threading
+import time
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.tensorflow.horovod_transport import HorovodTransport
+
+keras = m.keras
+
+
+def tape_step(model, compression, step=0, **options):
+    x, y = (tf.constant(t) for t in m.batch(step))
+    with tf.GradientTape() as tape:
+        loss = m.loss_function(y, model(x))
+    tape = dgc.DistributedGradientTape(tape, compression=compression, **options)
+    return tape.gradient(loss, m.raw(model.trainable_variables))
+
+
+def trained(steps, **options):
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.9, sparsity=0.9, **options)
+    for step in range(steps):
+        tape_step(model, compression, step)
+    return model, compression
+
+
+@case
+def a_binding_that_failed_leaves_nothing():
+    wrong, model = m.make_model(width=32 + 8 * hvd.rank()), m.make_model()
+    for built in (False, True):
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
+        compression = dgc.Compression.dgc(optimizer=inner, sparsity=0.9)
+        if built:
+            inner.build(m.raw(model.trainable_variables))
+        for _ in range(2):
+            m.assert_raises(lambda c=compression: tape_step(wrong, c), "variables differ between ranks")
+            assert not compression.is_bound
+            assert compression.engine is None
+            assert inner.momentum == 0.9
+            assert inner.nesterov is True
+            assert inner.get_config()["momentum"] == 0.9
+        if built:
+            # Dense training goes on as if there had been no compressor.
+            inner.apply_gradients([(tf.zeros_like(v), v) for v in m.raw(model.trainable_variables)])
+            continue
+        m.assert_replicas([np.asarray(g) for g in tape_step(model, compression)])
+        assert inner.momentum == 0
+        assert set(compression.engine.adoption.hyper.momentum) == {0.9}
+        compression.close()
+
+
+@case
+def a_keras_optimizer_whose_binding_failed_has_its_momentum():
+    wrong = m.make_model(width=32 + 8 * hvd.rank())
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = dgck.DistributedOptimizer(inner, compression=dgck.Compression.dgc(sparsity=0.9))
+    pairs = [(tf.zeros_like(v), v) for v in m.raw(wrong.trainable_variables)]
+    for _ in range(2):
+        m.assert_raises(lambda: optimizer.apply_gradients(pairs), "variables differ between ranks")
+        assert not optimizer.compression.is_bound
+        assert inner.momentum == 0.9
+
+
+@case
+def a_state_loaded_before_binding_on_one_rank_only_is_refused_and_can_be_mended():
+    _, before = trained(2)
+    state, norm = before.state_dict(), before.residual_norm
+    before.close()
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.9, sparsity=0.9)
+    assert compression.state_dict() == {"format": 1, "step": 0, "parameters": {}}
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+        assert compression.state_dict()["step"] == 2
+    m.assert_raises(lambda: tape_step(model, compression), "on every rank or on none")
+    assert not compression.is_bound
+    compression.load_state_dict(state)
+    compression.bind(m.raw(model.trainable_variables))
+    assert compression.describe()["step"] == 2
+    assert abs(compression.residual_norm - norm) <= 1e-6 * norm
+    compression.close()
+
+
+@case
+def an_empty_state_resets():
+    model, compression = trained(2)
+    for step, empty in enumerate((dgc.Compression.dgc().state_dict(), {})):
+        tape_step(model, compression, step)
+        assert compression.residual_norm > 0
+        compression.load_state_dict(empty)
+        assert compression.residual_norm == 0
+        assert compression.describe()["step"] == 0
+    compression.close()
+
+
+@case
+def describe_says_what_happens():
+    model = m.make_model()
+    compression = dgc.Compression.dgc(momentum=0.9, sparsity=0.9, rampup_begin_step=1)
+    assert compression.describe() == {}
+    compression.bind(m.raw(model.trainable_variables))
+    before = compression.describe()
+    tape_step(model, compression)
+    after = compression.describe()
+    assert list(before) == list(after)
+    assert (before["step"], after["step"]) == (0, 1)
+    assert before["density"] == 1.0
+    assert abs(after["density"] - 0.1) < 1e-9
+    changing = ("step", "density", "kernels")
+    assert {k: v for k, v in before.items() if k not in changing} == {
+        k: v for k, v in after.items() if k not in changing
+    }
+    compression.close()
+
+
+@case
+def a_dropped_compressor_leaves_no_thread():
+    before = threading.active_count()
+    for _ in range(3):
+        model, compression = trained(1)
+        del model, compression
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before + 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before + 1, [t.name for t in threading.enumerate()]
+
+
+@case
+def a_reset_forgets_gradients_that_were_added_up():
+    model = m.make_model()
+    variables = m.raw(model.trainable_variables)
+    compression = dgc.Compression.dgc(momentum=0.0, rampup_begin_step=99)
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = dgck.DistributedOptimizer(inner, compression=compression, backward_passes_per_step=2)
+
+    def apply(value):
+        optimizer.apply_gradients([(tf.fill(v.shape, tf.cast(value, v.dtype)), v) for v in variables])
+
+    apply(1.0)
+    apply(1.0)
+    before = [np.asarray(v).copy() for v in variables]
+    if hvd.rank() == 1:
+        apply(100.0)  # one rank fails, in the user's code, before the others have come to this pass
+    compression.reset()
+    apply(1.0)
+    for a, b in zip(before, variables, strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
+    apply(1.0)
+    for a, b in zip(before, variables, strict=True):
+        np.testing.assert_allclose(a - 2.0, np.asarray(b), rtol=1e-5, atol=1e-5)
+    compression.close()
+
+
+@case
+def transports_do_not_share_names():
+    transports = [HorovodTransport(), HorovodTransport()]
+    assert transports[0]._prefix != transports[1]._prefix
+    assert len(set(hvd.allgather_object([t._prefix for t in transports])[0])) == 2
+    assert len({tuple(names) for names in hvd.allgather_object([t._prefix for t in transports])}) == 1
+
+
+@case
+def arguments_of_the_wrapper():
+    def refused(text, **options):
+        compression = dgck.Compression.dgc()
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        arguments = {"compression": compression, **options}
+        m.assert_raises(lambda: dgck.DistributedOptimizer(inner, **arguments), text, kinds=(dgc.ConfigError,))
+        assert inner.momentum == 0.9
+
+    for passes in (0, "2", True):
+        refused("backward_passes_per_step", backward_passes_per_step=passes)
+    for factor in (0.0, -1.0, "2"):
+        refused("gradient_predivide_factor", gradient_predivide_factor=factor)
+    refused("gradient_predivide_factor", gradient_predivide_factor=2.0, op=hvd.Sum)
+    refused("Adasum", op=hvd.Adasum)
+
+
+@case
+def arguments_of_the_compressor():
+    for value, text in ((0.999, "trainable_variables"), ([], "nothing to compress")):
+        m.assert_raises(lambda v=value: dgc.Compression.dgc(v, momentum=0.0), text, kinds=(dgc.ConfigError,))
+    m.assert_raises(lambda: dgc.Compression.dgc(loss_scale="much"), "loss_scale", kinds=(dgc.ConfigError,))
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()
