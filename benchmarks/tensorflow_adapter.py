@@ -25,11 +25,11 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.core.exchange.records import Hyper
-from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.crossing import APPLY, cross
-from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.reducer import Reducer
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.engine import Engine
+from dgc.tensorflow.engine.numpy_bridge import APPLY, cross
+from dgc.tensorflow.reduce.reducer import Reducer
 
 PATHS = ("graph", "eager")
 WARM_UP = 3

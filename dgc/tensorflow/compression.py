@@ -8,8 +8,8 @@ from typing import Any
 from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.horovod import HOROVOD
-from dgc.tensorflow.optimizers import family
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD
+from dgc.tensorflow.engine.optimizers import family
 
 
 class TensorFlowCompression(CompressionBase):

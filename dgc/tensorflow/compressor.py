@@ -13,12 +13,12 @@ import tensorflow as tf
 from dgc.adapter.compressor import CompressorBase
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import Adoption
-from dgc.tensorflow.engine import Engine, loss_scale_of
-from dgc.tensorflow.horovod import HOROVOD, is_alone
-from dgc.tensorflow.horovod_transport import make_transport
-from dgc.tensorflow.optimizers import KERAS3, family
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.engine import Engine, loss_scale_of
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
+from dgc.tensorflow.engine.horovod.transport import make_transport
+from dgc.tensorflow.engine.optimizers import KERAS3, family
+from dgc.tensorflow.engine.tensors import raw_variable
 
 _LEFT = (
     "the optimizer has {}: its momentum stays in it, so that gradients are clipped before momentum as in dense "
@@ -31,7 +31,7 @@ class DGCCompressor(CompressorBase[Engine]):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
-    (:mod:`dgc.tensorflow.stock`). Way B, the wrappers of this package, cross to its engine once per step.
+    (:mod:`dgc.tensorflow.engine.horovod_trace`). Way B, the wrappers of this package, cross to its engine once per step.
     With one process nothing is adopted, and the optimizer keeps its momentum.
     """
 
@@ -135,7 +135,7 @@ class DGCCompressor(CompressorBase[Engine]):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Called by stock Horovod while it builds a graph: see :class:`dgc.tensorflow.stock.Stock`."""
+        """Called by stock Horovod while it builds a graph: see :class:`dgc.tensorflow.engine.horovod_trace.Stock`."""
         engine = self._exchanging(
             "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
             "dgc.tensorflow, which bind them"
@@ -143,7 +143,7 @@ class DGCCompressor(CompressorBase[Engine]):
         if engine is None:
             return tensor, None  # Horovod traces its call, but there is nobody to exchange with
         if self._stock is None:
-            from dgc.tensorflow.stock import Stock
+            from dgc.tensorflow.engine.horovod_trace import Stock
 
             self.use_way("Horovod's own classes")
             self._stock = Stock(self)

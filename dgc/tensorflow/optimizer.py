@@ -10,9 +10,9 @@ import tensorflow as tf
 from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.horovod import HOROVOD, is_alone
-from dgc.tensorflow.optimizers import V1, family
-from dgc.tensorflow.settings import Settings, check_compression
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
+from dgc.tensorflow.engine.optimizers import V1, family
+from dgc.tensorflow.reduce.settings import Settings, check_compression
 
 
 def DistributedOptimizer(

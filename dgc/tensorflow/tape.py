@@ -10,10 +10,10 @@ import tensorflow as tf
 from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.horovod import HOROVOD, import_horovod, is_alone
-from dgc.tensorflow.reducer import Reducer
-from dgc.tensorflow.settings import check_compression
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
+from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.reduce.reducer import Reducer
+from dgc.tensorflow.reduce.settings import check_compression
 
 
 @tf.autograph.experimental.do_not_convert

@@ -10,8 +10,8 @@ from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, Transpor
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.dgc_momentum import DGCMomentum, L1Decay, L2Decay
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
+from dgc.torch.momentum.optimizer import DGCMomentum, L1Decay, L2Decay
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.zero import ZeroRedundancyOptimizer
 

@@ -10,7 +10,7 @@ import torch
 from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
 from dgc.errors import ConfigError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.horovod import HOROVOD
+from dgc.torch.engine.horovod.horovod import HOROVOD
 
 _ADVICE = "named_parameters=model.named_parameters()"
 

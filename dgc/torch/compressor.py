@@ -14,12 +14,12 @@ from dgc.core.config.checks import as_loss_scale
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.torch.engine import Engine
-from dgc.torch.horovod import HOROVOD, give_up_step, has_begun, is_averaged
-from dgc.torch.owner import announce_owner, find_owner
-from dgc.torch.saved_state import require_own_options
-from dgc.torch.stand_in import StandIn
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.horovod import HOROVOD, give_up_step, has_begun, is_averaged
+from dgc.torch.engine.horovod.stand_in import StandIn
+from dgc.torch.engine.step.owner import announce_owner, find_owner
+from dgc.torch.engine.step.saved_state import require_own_options
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 

@@ -18,8 +18,8 @@ from dgc.adapter.compression import (
 from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.engine import Engine
-from dgc.torch.horovod import HOROVOD, is_averaged
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
 
 
 def DistributedOptimizer(

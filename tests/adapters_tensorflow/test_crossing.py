@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from worker_tools import report
 
-from dgc.tensorflow.crossing import APPLY, cross
-from dgc.tensorflow.tensors import ResultPool
+from dgc.tensorflow.engine.numpy_bridge import APPLY, cross
+from dgc.tensorflow.engine.tensors import ResultPool
 
 rounds = int(sys.argv[1])
 shapes = [(300, 70), (5000,), (64, 64)]

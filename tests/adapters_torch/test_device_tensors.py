@@ -11,10 +11,10 @@ from dgc.core.compressors.build import make_config
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import ConfigError
-from dgc.torch import device_tensors
-from dgc.torch import engine as engine_module
-from dgc.torch.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for
-from dgc.torch.engine import Engine
+from dgc.torch.engine import device_tensors
+from dgc.torch.engine import engine as engine_module
+from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for
+from dgc.torch.engine.engine import Engine
 from dgc.transport.local import run_ranks
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")

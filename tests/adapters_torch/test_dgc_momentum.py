@@ -47,7 +47,7 @@ import warnings
 import horovod.torch as hvd
 import torch
 from worker_tools import report
-from dgc.torch.dgc_momentum import DGCMomentum, L2Decay
+from dgc.torch.momentum.optimizer import DGCMomentum, L2Decay
 
 hvd.init()
 own, other = (torch.nn.Parameter(torch.linspace(-1, 1, 40_000)) for _ in range(2))
@@ -77,7 +77,7 @@ import horovod.torch as hvd
 import torch
 from worker_tools import report
 from dgc.errors import ConfigError
-from dgc.torch.dgc_momentum import DGCMomentum
+from dgc.torch.momentum.optimizer import DGCMomentum
 
 hvd.init()
 p = torch.nn.Parameter(torch.zeros(20_000))

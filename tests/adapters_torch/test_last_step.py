@@ -8,7 +8,7 @@ import torch
 
 from dgc.core.compressors.build import make_config
 from dgc.errors import ConfigError
-from dgc.torch.engine import Engine
+from dgc.torch.engine.engine import Engine
 from dgc.transport.local import run_ranks
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}

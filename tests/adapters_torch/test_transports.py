@@ -30,7 +30,7 @@ import warnings
 {before}
 import horovod.torch as hvd
 hvd.init({init})
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.horovod.choice import make_transport
 from worker_tools import report
 
 def ask(choice):
@@ -81,7 +81,7 @@ def test_one_process(ranks):
 import horovod.torch as hvd
 hvd.init()
 import numpy as np
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.horovod.choice import make_transport
 from worker_tools import report
 for choice in ("auto", "horovod"):
     transport = make_transport(choice)
@@ -113,7 +113,7 @@ def test_horovod_that_is_not_ready_is_a_config_error(name):
     source = f"""
 {before}
 from dgc.errors import ConfigError
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.horovod.choice import make_transport
 try:
     make_transport("auto")
 except ConfigError as error:

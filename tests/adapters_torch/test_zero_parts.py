@@ -6,8 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dgc.errors import WireError  # noqa: E402
-from dgc.torch.zero.changes import ChangeTracker, bits_of  # noqa: E402
 from dgc.torch.zero.checkpoints import full_entries, local_dict  # noqa: E402
+from dgc.torch.zero.delta import ChangeTracker, bits_of  # noqa: E402
 from dgc.torch.zero.partition import Partition  # noqa: E402
 from dgc.torch.zero.travel import UNKNOWN, choose_travel, entries_bytes, read_entries, write_entries  # noqa: E402
 

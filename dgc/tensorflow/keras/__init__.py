@@ -15,14 +15,16 @@ from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, Transpor
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
-from dgc.tensorflow.keras.dgc_momentum import DGCMomentum, L1Decay, L2Decay
+from dgc.tensorflow.keras.momentum.base import DGCMomentum, L1Decay, L2Decay
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer
 
 # What is saved with a model must be known to Keras before the model is loaded.
 if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
-    from dgc.tensorflow.keras import legacy, momentum_legacy  # noqa: F401
+    from dgc.tensorflow.keras import legacy  # noqa: F401
+    from dgc.tensorflow.keras.momentum import legacy as momentum_legacy  # noqa: F401
 else:
-    from dgc.tensorflow.keras import keras3, momentum_keras3  # noqa: F401
+    from dgc.tensorflow.keras import keras3  # noqa: F401
+    from dgc.tensorflow.keras.momentum import keras3 as momentum_keras3  # noqa: F401
 
 __all__ = [
     "Compression",

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.optimizers import without_loss_scale
+from dgc.tensorflow.engine.tensors import raw_variable
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
-from dgc.tensorflow.optimizers import without_loss_scale
-from dgc.tensorflow.tensors import raw_variable
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc.core.state.file import load_state, save_state
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.transport.agreement import agree_or_raise
 
 _Callback: Any = tf.keras.callbacks.Callback

@@ -14,11 +14,11 @@ import tensorflow as tf
 from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import momentum_config
-from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED
-from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.engine.adoption import momentum_config
+from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
-from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.reduce.settings import Settings
 
 PACKAGE = "dgc"
 

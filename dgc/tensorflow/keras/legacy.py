@@ -13,11 +13,11 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import momentum_config
-from dgc.tensorflow.crossing import ACCUMULATED
-from dgc.tensorflow.horovod import is_alone
-from dgc.tensorflow.optimizers import LEGACY_V2, family
-from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.engine.adoption import momentum_config
+from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
+from dgc.tensorflow.engine.optimizers import LEGACY_V2, family
+from dgc.tensorflow.reduce.settings import Settings
 
 
 def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:

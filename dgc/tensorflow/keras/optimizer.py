@@ -7,9 +7,9 @@ from typing import Any
 from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.horovod import HOROVOD
-from dgc.tensorflow.optimizers import KERAS3, LEGACY, LEGACY_V2, family
-from dgc.tensorflow.settings import Settings, check_compression
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD
+from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family
+from dgc.tensorflow.reduce.settings import Settings, check_compression
 
 
 def DistributedOptimizer(

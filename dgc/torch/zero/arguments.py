@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.dgc_momentum import DGCMomentum
+from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.zero.separate import require_separate
 from dgc.transport.choice import CHOICES
 

@@ -21,7 +21,6 @@ from dgc.torch.zero.arguments import (
     require_shardable,
     tensor_of,
 )
-from dgc.torch.zero.buckets import BucketViews
 from dgc.torch.zero.groups import (
     Recipe,
     RecipeGroups,
@@ -30,10 +29,11 @@ from dgc.torch.zero.groups import (
     names_of,
     parameters_of,
 )
+from dgc.torch.zero.memory import BucketViews
 from dgc.torch.zero.partition import Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Shard, Sharing
-from dgc.torch.zero.stateful import ShardedState
+from dgc.torch.zero.state import ShardedState
 from dgc.transport.agreement import agree_or_raise
 
 if TYPE_CHECKING:

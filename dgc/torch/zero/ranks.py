@@ -13,9 +13,9 @@ import torch
 from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
-from dgc.torch.horovod import HOROVOD, gather_values, import_horovod, member_set
-from dgc.torch.horovod_transport import HorovodTransport
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.horovod import HOROVOD, gather_values, import_horovod, member_set
+from dgc.torch.engine.horovod.transport import HorovodTransport
 from dgc.transport.agreement import ERROR_KEY, require_agreement
 
 _instances = itertools.count()

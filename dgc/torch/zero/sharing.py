@@ -17,9 +17,9 @@ import torch
 
 from dgc.core.exchange.records import Stats, StepStats
 from dgc.errors import LayoutError, TransportError
-from dgc.torch.zero.buckets import BucketViews
-from dgc.torch.zero.changes import Changes, ChangeTracker, bits_dtype, bits_of
+from dgc.torch.zero.delta import Changes, ChangeTracker, bits_dtype, bits_of
 from dgc.torch.zero.groups import described_options, kind_of
+from dgc.torch.zero.memory import BucketViews
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.travel import UNKNOWN, choose_travel, read_entries, write_entries
 from dgc.transport.agreement import require_agreement

@@ -12,7 +12,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.tensorflow.horovod_transport import HorovodTransport
+from dgc.tensorflow.engine.horovod.transport import HorovodTransport
 
 keras = m.keras
 

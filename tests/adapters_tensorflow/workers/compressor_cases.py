@@ -135,7 +135,7 @@ def wrappers_that_are_compressors():
 
 @case
 def a_saved_model_remembers_its_compressor():
-    from dgc.tensorflow.settings import Settings
+    from dgc.tensorflow.reduce.settings import Settings
 
     settings = Settings(dgc.Compression.qsgd(bits=8))
     again = Settings.from_config(settings.to_config())

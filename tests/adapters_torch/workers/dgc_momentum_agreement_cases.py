@@ -13,7 +13,7 @@ from zero_tools import assert_bits_equal, assert_replicas_identical, raises, twi
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.torch.dgc_momentum import DGCMomentum, L1Decay, L2Decay
+from dgc.torch.momentum.optimizer import DGCMomentum, L1Decay, L2Decay
 
 
 def parameters():

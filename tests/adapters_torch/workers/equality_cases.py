@@ -21,7 +21,7 @@ from models import (
 from worker_tools import SkipCase, case, run_cases
 
 import dgc.torch as dgc
-from dgc.torch.dgc_momentum import DGCMomentum
+from dgc.torch.momentum.optimizer import DGCMomentum
 
 
 def _dense_equality(way, bound, **options):

@@ -10,9 +10,9 @@ import numpy as np
 from worker_tools import SkipCase, case, run_cases
 
 from dgc.core.transport import Transport
-from dgc.torch.horovod import gather_values, member_set
-from dgc.torch.horovod_transport import HorovodTransport
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.horovod import gather_values, member_set
+from dgc.torch.engine.horovod.transport import HorovodTransport
 from dgc.transport.agreement import require_agreement
 from dgc.transport.horovod import GATHER_BYTES, SMALL_BYTES
 from dgc.transport.local import local_world

@@ -19,7 +19,7 @@ import torch
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.choose import choose_kernels
 from dgc.errors import ConfigError
-from dgc.torch.tensors import Result, as_array
+from dgc.torch.engine.tensors import Result, as_array
 
 _TYPES = {
     torch.float16: np.dtype(np.float16),

@@ -12,11 +12,11 @@ import tensorflow as tf
 from dgc.adapter.compression import check_passes
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.crossing import ACCUMULATED, APPLY, REFUSED, cross
-from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
-from dgc.tensorflow.group import Group
-from dgc.tensorflow.horovod import import_horovod
-from dgc.tensorflow.optimizers import learning_rate
+from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.horovod.horovod import import_horovod
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED, cross
+from dgc.tensorflow.engine.optimizers import learning_rate
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dgc.core.transport import Transport
-from dgc.torch.horovod import HOROVOD
-from dgc.torch.horovod_transport import HorovodTransport
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.horovod.transport import HorovodTransport
 
 
 def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:

@@ -14,7 +14,7 @@ import torch
 from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.torch.horovod import HOROVOD
+from dgc.torch.engine.horovod.horovod import HOROVOD
 
 
 class StandIn:

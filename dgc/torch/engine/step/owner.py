@@ -17,7 +17,7 @@ import torch
 from dgc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dgc.torch.step_watch import StepWatch
+    from dgc.torch.engine.step.hook import StepWatch
 
 _FRAMES = 8
 """How far away the caller may be who is looked for."""

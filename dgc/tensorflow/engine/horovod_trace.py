@@ -20,11 +20,11 @@ import tensorflow as tf
 
 from dgc.adapter.horovod import check_stand_in
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.crossing import APPLY, REFUSED, cross
-from dgc.tensorflow.engine import DENSE, NONE, SPARSE, Engine
-from dgc.tensorflow.group import Group
-from dgc.tensorflow.optimizers import family, learning_rate
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED, cross
+from dgc.tensorflow.engine.optimizers import family, learning_rate
+from dgc.tensorflow.engine.tensors import raw_variable
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Stock:
         """Return the exchanged gradient; the first call of a group builds the crossing for all of it.
 
         Raises:
-            DGCError: see :meth:`dgc.tensorflow.engine.Engine.group`.
+            DGCError: see :meth:`dgc.tensorflow.engine.engine.Engine.group`.
         """
         if not ctx.group:
             members = sorted(self._waiting, key=lambda p: p.index)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dgc.errors import TransportError
-from dgc.torch.horovod import HOROVOD, import_horovod, member_set
+from dgc.torch.engine.horovod.horovod import HOROVOD, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 
 

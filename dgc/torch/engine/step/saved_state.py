@@ -19,7 +19,7 @@ import torch
 
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.torch.adoption import Adoption, is_empty, is_sgd
+from dgc.torch.engine.adoption import Adoption, is_empty, is_sgd
 
 _ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
 

@@ -26,12 +26,12 @@ from dgc.core.state.layout import travels_dense
 from dgc.core.state.state import resized
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
-from dgc.torch import momentum_state
-from dgc.torch.engine import Engine
-from dgc.torch.horovod import HOROVOD, member_set
-from dgc.torch.stand_in import StandIn
-from dgc.torch.tensors import describe
-from dgc.torch.transports import make_transport
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.horovod import HOROVOD, member_set
+from dgc.torch.engine.horovod.stand_in import StandIn
+from dgc.torch.engine.tensors import describe
+from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
 
 _NEVER = 2**62

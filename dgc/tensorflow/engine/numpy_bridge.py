@@ -1,7 +1,7 @@
 """The one way from TensorFlow into the core and back: eager by views, in a graph through one NumPy operation.
 
 In: ``tf.numpy_function`` shows Python the tensors' own memory. Out: TensorFlow takes over NumPy arrays that are aligned
-for its kernels (:class:`~dgc.tensorflow.tensors.ResultPool` makes such), so neither direction copies on a CPU. From a
+for its kernels (:class:`~dgc.tensorflow.engine.tensors.ResultPool` makes such), so neither direction copies on a CPU. From a
 GPU TensorFlow copies the gradients to the host and the results back, because the core's arrays live there.
 """
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.tensors import ALIGNMENT, raw_variable
+from dgc.tensorflow.engine.tensors import ALIGNMENT, raw_variable
 
 ACCUMULATED, APPLY, REFUSED = 0, 1, 2
 """What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""

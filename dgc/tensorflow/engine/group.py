@@ -14,7 +14,7 @@ from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
+from dgc.tensorflow.engine.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import tf_keras
 
-from dgc.tensorflow.keras.dgc_momentum import PaddleOptimizer, make_settings, saved_arguments
 from dgc.tensorflow.keras.legacy import _Distributed
+from dgc.tensorflow.keras.momentum.base import PaddleOptimizer, make_settings, saved_arguments
 
 
 @tf_keras.saving.register_keras_serializable(package="dgc")
 class DGCMomentum(PaddleOptimizer, _Distributed, tf_keras.optimizers.SGD):
-    """See :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+    """See :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
 
     def __init__(self, **arguments: Any) -> None:
-        """Arguments as in :func:`dgc.tensorflow.keras.dgc_momentum.DGCMomentum`."""
+        """Arguments as in :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
         settings = make_settings(arguments)
         paddle = settings.compression.options  # type: ignore[union-attr]
         tf_keras.optimizers.SGD.__init__(self, paddle.learning_rate, name=paddle.name or "dgc_momentum")

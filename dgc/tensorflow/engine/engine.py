@@ -17,11 +17,11 @@ from dgc.core.exchange.exchange import LossScale
 from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.tensorflow.adoption import Adoption
-from dgc.tensorflow.group import Group
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.optimizers import KERAS3, family
+from dgc.tensorflow.engine.tensors import describe, raw_variable, samples, unique_names
 from dgc.tensorflow.names import common_names
-from dgc.tensorflow.optimizers import KERAS3, family
-from dgc.tensorflow.tensors import describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"

@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.errors import LayoutError
-from dgc.torch.adoption import Adoption
-from dgc.torch.last_step import LastStep
-from dgc.torch.saved_state import SavedState, broadcasting
+from dgc.torch.engine.adoption import Adoption
+from dgc.torch.engine.step.last_step import LastStep
+from dgc.torch.engine.step.saved_state import SavedState, broadcasting
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []

@@ -12,9 +12,9 @@ import tensorflow as tf
 from dgc.adapter.paddle import COMPRESSED_TYPES, MIN_NUMEL, ArgumentError, L1Decay, L2Decay, PaddleOptions, Regularizer
 from dgc.core.exchange.records import Stats
 from dgc.errors import ConfigError
-from dgc.tensorflow.horovod import import_horovod
-from dgc.tensorflow.momentum import MomentumCompressor, MomentumReducer
-from dgc.tensorflow.settings import Settings
+from dgc.tensorflow.engine.horovod.horovod import import_horovod
+from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
+from dgc.tensorflow.reduce.settings import Settings
 
 _PLACE = ("iterations", "learning_rate")
 """What a state holds beside the compressor's."""
@@ -271,12 +271,12 @@ def _is_legacy() -> bool:
 def _classes() -> tuple[Any, Any]:
     """The optimizer's class, and the one for mixed precision."""
     if _is_legacy():
-        from dgc.tensorflow.keras.momentum_legacy import DGCMomentum
+        from dgc.tensorflow.keras.momentum.legacy import DGCMomentum
 
         # Legacy Keras' own LossScaleOptimizer asks us for the exchange before it decides.
         return DGCMomentum, DGCMomentum
-    from dgc.tensorflow.keras.momentum_keras3 import DGCMomentum as Plain
-    from dgc.tensorflow.keras.momentum_keras3 import DGCMomentumLossScale
+    from dgc.tensorflow.keras.momentum.keras3 import DGCMomentum as Plain
+    from dgc.tensorflow.keras.momentum.keras3 import DGCMomentumLossScale
 
     return Plain, DGCMomentumLossScale
 

@@ -20,14 +20,14 @@ from dgc.core.exchange.records import Hyper
 from dgc.core.state.layout import travels_dense
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.horovod import is_alone
-from dgc.tensorflow.momentum_state import flat_state, shaped_state
-from dgc.tensorflow.optimizers import get_momentum, is_sgd
-from dgc.tensorflow.reducer import Gradient, Reducer
-from dgc.tensorflow.tensors import describe, raw_variable, unique_names
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.engine import Engine
+from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.optimizers import get_momentum, is_sgd
+from dgc.tensorflow.engine.tensors import describe, raw_variable, unique_names
+from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
+from dgc.tensorflow.reduce.reducer import Gradient, Reducer
 from dgc.transport.agreement import agree_or_raise
 
 _NEVER = 2**62
@@ -239,7 +239,7 @@ class MomentumReducer(Reducer):
     def reduce(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], optimizer: Any = None
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reducer.Reducer.reduce`."""
+        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
         gradients, variables = list(gradients), list(variables)
         self.compression.bind(variables, optimizer, self._process_set)
         return super().reduce(self.compression.densified(gradients, variables), variables, optimizer)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
-from dgc.tensorflow.optimizers import (
+from dgc.tensorflow.engine.optimizers import (
     LEGACY_V2,
     V1,
     clear_momentum,
@@ -33,7 +33,7 @@ from dgc.tensorflow.optimizers import (
     restore_momentum,
     without_loss_scale,
 )
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.engine.tensors import raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dgc.core.exchange.exchange import Exchange
-from dgc.torch.tensors import samples
+from dgc.torch.engine.tensors import samples
 
 
 class LastStep:

@@ -7,8 +7,8 @@ from typing import Any
 from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.dense import DenseReducer
-from dgc.tensorflow.reducer import Reducer
+from dgc.tensorflow.reduce.dense import DenseReducer
+from dgc.tensorflow.reduce.reducer import Reducer
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 

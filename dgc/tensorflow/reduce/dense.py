@@ -1,4 +1,4 @@
-"""Horovod's dense allreduce behind the same method as :class:`~dgc.tensorflow.reducer.Reducer`.
+"""Horovod's dense allreduce behind the same method as :class:`~dgc.tensorflow.reduce.reducer.Reducer`.
 
 So ``compression=None`` works in all wrappers of this package, also under Keras 3, where Horovod's own optimizer does
 not average.
@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.crossing import APPLY, REFUSED
-from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.tensors import unique_names
+from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED
+from dgc.tensorflow.engine.tensors import unique_names
 
 
 class DenseReducer:
@@ -60,7 +60,7 @@ class DenseReducer:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None
     ) -> tuple[list[Any], tf.Tensor]:
-        """Reduce one step's gradients: see :meth:`dgc.tensorflow.reducer.Reducer.reduce`."""
+        """Reduce one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
         hvd = import_horovod()
         reduced = list(gradients)
         if not is_alone(self._process_set):

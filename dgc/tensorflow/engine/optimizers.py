@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.engine.tensors import raw_variable
 
 KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
 

@@ -18,13 +18,13 @@ from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.torch.adoption import Adoption
-from dgc.torch.device_tensors import HostTensors, tensors_for
-from dgc.torch.last_step import LastStep
-from dgc.torch.saved_state import Change
-from dgc.torch.sparse_gradients import SparseGradients
-from dgc.torch.step_watch import StepWatch, learning_rates_of
-from dgc.torch.tensors import Result, as_array, describe, samples
+from dgc.torch.engine.adoption import Adoption
+from dgc.torch.engine.device_tensors import HostTensors, tensors_for
+from dgc.torch.engine.sparse_gradients import SparseGradients
+from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
+from dgc.torch.engine.step.last_step import LastStep
+from dgc.torch.engine.step.saved_state import Change
+from dgc.torch.engine.tensors import Result, as_array, describe, samples
 from dgc.transport.agreement import require_replicas
 
 _PATIENCE = 1.0

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dgc.core.transport import Transport
 from dgc.errors import TransportError
-from dgc.tensorflow.horovod import HOROVOD, gather_bytes, import_horovod, member_set
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, gather_bytes, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 
 

@@ -1,0 +1,1 @@
+"""From TensorFlow's tensors, optimizers and graphs to the exchange."""

@@ -1,0 +1,1 @@
+"""One step's gradients reduced: compressed, or by Horovod's dense allreduce."""

@@ -1,0 +1,1 @@
+"""From torch's tensors and optimizers, and Horovod's, to the exchange."""

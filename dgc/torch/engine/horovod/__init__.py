@@ -1,0 +1,1 @@
+"""What this adapter takes from Horovod: its collectives, transport and ranks."""

@@ -1,0 +1,1 @@
+"""``DGCMomentum``: Paddle's optimizer for torch."""
