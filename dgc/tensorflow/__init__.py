@@ -38,7 +38,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # It is a Keras optimizer, and Keras takes a second to import.
     if name == "DGCMomentum":
-        from dgc.tensorflow.keras.momentum.base import DGCMomentum
+        from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
 
         return DGCMomentum
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

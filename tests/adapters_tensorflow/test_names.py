@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from dgc.tensorflow.names import common_names
+from dgc.tensorflow.engine.tensors import common_names
 from dgc.transport.local import run_ranks
 
 

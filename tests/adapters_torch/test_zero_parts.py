@@ -6,10 +6,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dgc.errors import WireError  # noqa: E402
-from dgc.torch.zero.checkpoints import full_entries, local_dict  # noqa: E402
-from dgc.torch.zero.delta import ChangeTracker, bits_of  # noqa: E402
-from dgc.torch.zero.partition import Partition  # noqa: E402
-from dgc.torch.zero.travel import UNKNOWN, choose_travel, entries_bytes, read_entries, write_entries  # noqa: E402
+from dgc.torch.zero.delta import (  # noqa: E402  # noqa: E402
+    UNKNOWN,
+    ChangeTracker,
+    bits_of,
+    choose_travel,
+    entries_bytes,
+    read_entries,
+    write_entries,
+)
+from dgc.torch.zero.memory import Partition  # noqa: E402
+from dgc.torch.zero.state import full_entries, local_dict  # noqa: E402
 
 
 def test_partition_is_greedy_and_carries_loads_across_groups():

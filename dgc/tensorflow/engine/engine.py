@@ -20,8 +20,7 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.optimizers import KERAS3, family
-from dgc.tensorflow.engine.tensors import describe, raw_variable, samples, unique_names
-from dgc.tensorflow.names import common_names
+from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"

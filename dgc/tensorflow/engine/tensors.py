@@ -5,6 +5,8 @@ n = elements of a tensor.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.core.state.layout import Parameter
+from dgc.core.transport import Transport
 from dgc.errors import LayoutError
-from dgc.transport.agreement import sample_places
+from dgc.transport.agreement import gather_if_different, sample_places
 
 ALIGNMENT = 64
 """Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
@@ -106,3 +109,31 @@ class ResultPool:
     def _view(self, block: np.ndarray, index: int) -> np.ndarray:
         start = -block.ctypes.data % ALIGNMENT
         return block[start : start + block.size - ALIGNMENT].view(self._dtypes[index]).reshape(self._shapes[index])
+
+
+_COUNTED = re.compile(r"_[0-9]+(?=/|$|#)")
+
+
+def common_names(transport: Transport, names: Sequence[str]) -> list[str]:
+    """Rank 0's names where they differ from this rank's by Keras' counting and by leading parts only. Collective.
+
+    Returns:
+        This rank's own names where any rank has another number of variables or other names.
+
+    Raises:
+        TransportError: the ranks could not be asked.
+    """
+    gathered = gather_if_different(transport, {"names": list(names)})
+    if gathered is None:
+        return list(names)
+    lists = [json.loads(entry["names"]) for entry in gathered]
+    first = lists[0]
+    alike = all(len(own) == len(first) and all(map(_alike, own, first)) for own in lists)
+    return first if alike else list(names)
+
+
+def _alike(one: str, other: str) -> bool:
+    a, b = (_COUNTED.sub("", name).split("/") for name in (one, other))
+    shorter = min(len(a), len(b))
+    # The variable's own name and its layer's, where there is one.
+    return a[-shorter:] == b[-shorter:] and (shorter > 1 or len(a) == len(b))

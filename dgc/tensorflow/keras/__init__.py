@@ -11,11 +11,12 @@ Use::
 
 import tensorflow as tf
 
+from dgc.adapter.paddle import L1Decay, L2Decay
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
-from dgc.tensorflow.keras.momentum.base import DGCMomentum, L1Decay, L2Decay
+from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer
 
 # What is saved with a model must be known to Keras before the model is loaded.

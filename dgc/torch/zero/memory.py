@@ -1,12 +1,70 @@
-"""Parameters as views of one flat buffer for each owner and device, so that a broadcast moves many at once."""
+"""Who owns which parameter, and where it lies: partition, flat buffers by owner, and no overlap.
+
+P = number of ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from dgc.errors import LayoutError
+
+
+@dataclass
+class Partition:
+    """Owners of the parameters of all groups so far.
+
+    Attributes:
+        size: P.
+        loads: (P,) elements per rank; carried from group to group, so that the whole model is balanced.
+        owners: by group, the owning rank of each parameter in registration order.
+    """
+
+    size: int
+    loads: list[int] = field(default_factory=list)
+    owners: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start with empty ranks."""
+        self.loads = self.loads or [0] * self.size
+
+    def copy(self) -> Partition:
+        """The same owners, to go on from independently."""
+        return Partition(self.size, list(self.loads), [list(owners) for owners in self.owners])
+
+    def add_group(self, numels: Sequence[int]) -> list[int]:
+        """Give each parameter of a new group to the rank with the least elements so far, the largest first.
+
+        Earlier groups keep their owners. Ties go to the lower rank and, among parameters, to the earlier one.
+
+        Args:
+            numels: elements of each parameter in registration order, frozen ones included.
+
+        Returns:
+            The owners in registration order.
+
+        Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
+        """
+        owners = [0] * len(numels)
+        for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
+            rank = self.loads.index(min(self.loads))
+            owners[i] = rank
+            self.loads[rank] += numels[i]
+        self.owners.append(owners)
+        return owners
+
+    def indices(self) -> list[list[list[int]]]:
+        """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
+        table: list[list[list[int]]] = [[[] for _ in self.owners] for _ in range(self.size)]
+        number = 0
+        for group, owners in enumerate(self.owners):
+            for owner in owners:
+                table[owner][group].append(number)
+                number += 1
+        return table
 
 
 class BucketViews:
@@ -82,3 +140,51 @@ class BucketViews:
 
 def _is_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     return parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
+
+
+def require_separate(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that share elements. Views of one buffer are fine as long as they lie apart.
+
+    Args:
+        names: of the tensors, for the error.
+        tensors: strided, of one type.
+
+    Raises:
+        LayoutError: names the first two that overlap.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.numel() and tensor.device.type != "meta":
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(i)
+    for members in by_storage.values():
+        if len(members) == 1:
+            continue
+        reach = 0
+        for start, end, i in sorted((*_bounds(tensors[i]), i) for i in members):
+            earlier = members if start < reach else ()  # side by side, as is usual, none has to be looked at
+            reach = max(reach, end)
+            for j in earlier:
+                if i != j and _share_elements(tensors[i], tensors[j]):
+                    raise LayoutError(
+                        f"{names[min(i, j)]} and {names[max(i, j)]} lie in the same memory, where the ranks that own "
+                        "them would overwrite each other's update; to tie weights let both modules hold one Parameter"
+                    )
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element in the storage, and the one behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset()
+    return start, start + last + 1
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type and storage have an element in common."""
+    (start, end), (other_start, other_end) = _bounds(a), _bounds(b)
+    if end <= other_start or other_end <= start:
+        return False
+    base = min(a.storage_offset(), b.storage_offset())
+    taken = torch.zeros(max(end, other_end) - base, dtype=torch.bool)
+    places = [taken.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in (a, b)]
+    places[0].fill_(True)
+    return bool(places[1].any())

@@ -1,36 +1,37 @@
-"""``ZeroRedundancyOptimizer``: any torch optimizer with its state sharded over Horovod's ranks."""
+"""``ZeroRedundancyOptimizer``: any torch optimizer with its state sharded over Horovod's ranks.
+
+Horovod's ``DistributedOptimizer`` may be around it: the derived class brings its hooks, handles and process set as
+attributes; without it there are none.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.zero import wrapped
-from dgc.torch.zero.arguments import (
+from dgc.torch.zero.groups import (
+    Recipe,
+    RecipeGroups,
     checked_class,
     checked_groups,
     checked_transport,
     chosen_set,
-    require_shardable,
-    tensor_of,
-)
-from dgc.torch.zero.groups import (
-    Recipe,
-    RecipeGroups,
     description,
     local_group,
     names_of,
     parameters_of,
+    require_shardable,
+    tensor_of,
 )
-from dgc.torch.zero.memory import BucketViews
-from dgc.torch.zero.partition import Partition
+from dgc.torch.zero.memory import BucketViews, Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Shard, Sharing
 from dgc.torch.zero.state import ShardedState
@@ -184,7 +185,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             if closure is None:
                 loss = self.optim.step(**kwargs)
             else:
-                loss = self.optim.step(wrapped.averaging(self, closure), **kwargs)
+                loss = self.optim.step(averaging(self, closure), **kwargs)
             self._after_update()
         except Exception as error:
             self._sharing.fail(error)
@@ -209,7 +210,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}")
         checked_groups([param_group])
         require_shardable([*parameters_of(self.param_groups), *param_group["params"]])
-        wrapped.require_hooks(self, [tensor_of(item) for item in param_group["params"]])
+        require_hooks(self, [tensor_of(item) for item in param_group["params"]])
         self._require_known_parameters()
         number = len(self.param_groups)
         super().add_param_group(param_group)
@@ -264,7 +265,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         return StepSeam(self.optim, type(self.optim), before, after, failed)
 
     def _before_update(self, *, gradients_known: bool) -> None:
-        wrapped.require_same_set(self, self._ranks.members)
+        require_same_set(self, self._ranks.members)
         self._require_known_parameters()
         if self._sharing.types_changed():
             require_shardable(parameters_of(self.param_groups))
@@ -310,3 +311,47 @@ class ZeroRedundancyOptimizer(ShardedState):
         if origin is not None:
             self.optim.state.update(origin.optim.state)
             self._sharing.continue_from(origin._sharing)
+
+
+def require_same_set(optimizer: Any, members: Any) -> None:
+    """Refuse to shard over other ranks than those that average.
+
+    Raises:
+        ConfigError: names both process sets.
+    """
+    averaged_over = getattr(optimizer, "process_set", None)
+    if averaged_over is not None and averaged_over.process_set_id != members.process_set_id:
+        raise ConfigError(
+            f"gradients are averaged over {averaged_over}, but the optimizer is sharded over {members}; give both the "
+            "same process set"
+        )
+
+
+def require_hooks(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients Horovod does not average.
+
+    Raises:
+        ConfigError: Horovod has wrapped the optimizer and has no hook for one of them.
+    """
+    hooked = getattr(optimizer, "_requires_update", None)
+    if hooked and any(p not in hooked for p in parameters):
+        raise ConfigError(
+            "Horovod's DistributedOptimizer averages the gradients of the parameters that the optimizer had when it "
+            "was wrapped, and would not see those of a new group; call add_param_group before wrapping (parameters "
+            "that are to be trained later must require gradients then)"
+        )
+
+
+def averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure, followed by the averaging of its gradients if Horovod's hooks have begun it."""
+    if not hasattr(optimizer, "_handles"):
+        return closure
+
+    def closure_then_average() -> Any:
+        loss = closure()
+        if optimizer._handles:
+            optimizer.synchronize()
+            optimizer._synchronized = False
+        return loss
+
+    return closure_then_average

@@ -17,11 +17,19 @@ import torch
 
 from dgc.core.exchange.records import Stats, StepStats
 from dgc.errors import LayoutError, TransportError
-from dgc.torch.zero.delta import Changes, ChangeTracker, bits_dtype, bits_of
+from dgc.torch.zero.delta import (
+    UNKNOWN,
+    Changes,
+    ChangeTracker,
+    bits_dtype,
+    bits_of,
+    choose_travel,
+    read_entries,
+    write_entries,
+)
 from dgc.torch.zero.groups import described_options, kind_of
 from dgc.torch.zero.memory import BucketViews
 from dgc.torch.zero.ranks import Ranks
-from dgc.torch.zero.travel import UNKNOWN, choose_travel, read_entries, write_entries
 from dgc.transport.agreement import require_agreement
 
 _FAILED = -2

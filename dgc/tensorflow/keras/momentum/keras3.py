@@ -38,10 +38,10 @@ class _Paddle(PaddleOptimizer):
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DGCMomentum(_Paddle, DistributedOptimizer):
-    """See :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
+    """See :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`."""
 
     def __init__(self, **arguments: Any) -> None:
-        """Arguments as in :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
+        """Arguments as in :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`."""
         settings = make_settings(arguments)
         rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
         super().__init__(keras.optimizers.SGD(rate), settings, name=name or "dgc_momentum")
@@ -56,7 +56,7 @@ class DGCMomentumLossScale(_Paddle, DistributedLossScaleOptimizer):
     """The same for the policy mixed_float16: it scales losses, and all ranks skip the same steps."""
 
     def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
-        """Arguments as in :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum` and Keras' LossScaleOptimizer."""
+        """Arguments as in :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum` and Keras' LossScaleOptimizer."""
         settings = make_settings(arguments)
         rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
         super().__init__(

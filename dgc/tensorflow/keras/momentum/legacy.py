@@ -12,10 +12,10 @@ from dgc.tensorflow.keras.momentum.base import PaddleOptimizer, make_settings, s
 
 @tf_keras.saving.register_keras_serializable(package="dgc")
 class DGCMomentum(PaddleOptimizer, _Distributed, tf_keras.optimizers.SGD):
-    """See :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
+    """See :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`."""
 
     def __init__(self, **arguments: Any) -> None:
-        """Arguments as in :func:`dgc.tensorflow.keras.momentum.base.DGCMomentum`."""
+        """Arguments as in :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`."""
         settings = make_settings(arguments)
         paddle = settings.compression.options  # type: ignore[union-attr]
         tf_keras.optimizers.SGD.__init__(self, paddle.learning_rate, name=paddle.name or "dgc_momentum")
