@@ -31,7 +31,7 @@ class DGCCompressor(CompressorBase[Engine]):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
     Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
-    (:mod:`dgc.tensorflow.engine.horovod_trace`). Way B, the wrappers of this package, cross to its engine once per step.
+    (:mod:`dgc.tensorflow.engine.horovod_trace`). Way B, the wrappers of this package, cross to its engine once a step.
     With one process nothing is adopted, and the optimizer keeps its momentum.
     """
 

@@ -14,17 +14,9 @@ DECISIONS = HOUSE.parent / "docs" / "decisions.md"
 
 ROOMS = 8
 MORE_ROOMS = {"core/kernels/cpu": 9}
-UNSORTED = {"torch", "torch/zero", "tensorflow"}
-"""Folders of the adapters whose files have not found their rooms yet."""
-
 LINES = 400
 LONGER = {"torch/engine/engine.py", "torch/momentum/optimizer.py"}
 """Each has its reason in docs/decisions.md."""
-
-OPEN_CIRCLES = [
-    {f"dgc.tensorflow.keras.{name}" for name in ("dgc_momentum", "momentum_keras3", "momentum_legacy")},
-]
-"""Circles of the adapters that are still to be opened."""
 
 
 @cache
@@ -66,13 +58,11 @@ def test_the_search_finds_circles():
 
 def test_no_circles():
     assert len(imports()) > 100
-    assert [sorted(circle) for circle in circles(imports()) if not any(circle <= known for known in OPEN_CIRCLES)] == []
+    assert [sorted(circle) for circle in circles(imports())] == []
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda path: name_of(path))
 def test_few_rooms(folder):
-    if name_of(folder) in UNSORTED:
-        return
     rooms = sorted(
         path.name
         for path in folder.iterdir()

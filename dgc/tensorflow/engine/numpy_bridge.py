@@ -1,8 +1,8 @@
 """The one way from TensorFlow into the core and back: eager by views, in a graph through one NumPy operation.
 
 In: ``tf.numpy_function`` shows Python the tensors' own memory. Out: TensorFlow takes over NumPy arrays that are aligned
-for its kernels (:class:`~dgc.tensorflow.engine.tensors.ResultPool` makes such), so neither direction copies on a CPU. From a
-GPU TensorFlow copies the gradients to the host and the results back, because the core's arrays live there.
+for its kernels (:class:`~dgc.tensorflow.engine.tensors.ResultPool` makes such), so neither direction copies on a CPU.
+From a GPU TensorFlow copies the gradients to the host and the results back, because the core's arrays live there.
 """
 
 from __future__ import annotations
