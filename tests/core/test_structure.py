@@ -18,7 +18,7 @@ UNSORTED = {"torch", "torch/zero", "tensorflow"}
 """Folders of the adapters whose files have not found their rooms yet."""
 
 LINES = 400
-LONGER = {"torch/engine.py", "torch/dgc_momentum.py"}
+LONGER: set[str] = set()
 """Each has its reason in docs/decisions.md."""
 
 OPEN_CIRCLES = [
