@@ -120,12 +120,13 @@ def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def checked_tensors(value: Any, algorithm: str, advice: str) -> list[Any]:
+def checked_tensors(value: Any, algorithm: str, name: str, advice: str) -> list[Any]:
     """The list of what a compressor is given to compress.
 
     Args:
         value: the argument.
         algorithm: the compressor's name, for the error.
+        name: the argument's.
         advice: what to pass.
 
     Raises:
@@ -133,12 +134,12 @@ def checked_tensors(value: Any, algorithm: str, advice: str) -> list[Any]:
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
-            f"Compression.{algorithm} was given {value!r} to compress; pass {advice}, and options by their names: "
+            f"the {name} are {value!r}; pass {advice}, and options by their names: "
             f"Compression.{algorithm}(sparsity=0.999)"
         )
     tensors = list(value)
     if not tensors:
-        raise ConfigError(f"Compression.{algorithm} was given nothing to compress: pass {advice}")
+        raise ConfigError(f"Compression.{algorithm} has nothing to compress: pass {advice}")
     return tensors
 
 

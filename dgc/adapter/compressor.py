@@ -297,13 +297,8 @@ class CompressorBase(Generic[EngineT]):
                 )
             self._engine.load_state_dict(states[0])
             return {"step": states[0]["step"], "empty": False}
-        transport = self._engine.transport
-        if len(states) != states[0]["size"]:
-            raise LayoutError(
-                f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
-            )
-        own = resized(states, transport.rank, transport.size, self.config.rampup_begin_step)
-        self._engine.load_state_dict({**own, "rank": transport.rank, "size": transport.size})
+        own = own_state(states, self._engine.transport, self.config.rampup_begin_step)
+        self._engine.load_state_dict(own)
         return {"step": own["step"], "empty": False}
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
@@ -346,6 +341,20 @@ class CompressorBase(Generic[EngineT]):
         """End the communication threads and free the communicator."""
         if self._engine is not None:
             self._engine.close()
+
+
+def own_state(states: Sequence[dict[str, Any]], transport: Transport, rampup_begin_step: int) -> dict[str, Any]:
+    """This rank's share of the states of all ranks of a job of another size.
+
+    Raises:
+        LayoutError: they are not those of all its ranks.
+    """
+    if len(states) != states[0]["size"]:
+        raise LayoutError(
+            f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
+        )
+    own = resized(list(states), transport.rank, transport.size, rampup_begin_step)
+    return {**own, "rank": transport.rank, "size": transport.size}
 
 
 def _warn_of_dropped(state: Any) -> None:

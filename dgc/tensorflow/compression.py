@@ -34,7 +34,8 @@ class TensorFlowCompression(CompressionBase):
     ) -> DGCCompressor:
         given = None
         if variables is not None:
-            given = checked_tensors(variables, algorithm, "model.trainable_variables of a built model")
+            advice = "model.trainable_variables of a built model"
+            given = checked_tensors(variables, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
             raise ConfigError(f"optimizer is {optimizer!r}; give a Keras optimizer, or one of tf.compat.v1.train")
         compressor = DGCCompressor(options, algorithm, members)

@@ -12,7 +12,7 @@ from dgc.errors import ConfigError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
 
-_ADVICE = "named_parameters=model.named_parameters()"
+_ADVICE = "model.named_parameters()"
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -47,7 +47,7 @@ class TorchCompression(CompressionBase):
         compressor = DGCCompressor(options, algorithm, members)
         if named is None:
             if optimizer is not None:
-                raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs {_ADVICE}")
+                raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs named_parameters={_ADVICE}")
             return compressor
         require_momentum_source(optimizer, compressor.config, "named_parameters")
         compressor.bind(named, optimizer)
@@ -55,7 +55,7 @@ class TorchCompression(CompressionBase):
 
 
 def _checked_names(value: Any, algorithm: str) -> list[tuple[str, torch.Tensor]]:
-    named = checked_tensors(value, algorithm, _ADVICE)
+    named = checked_tensors(value, algorithm, "named_parameters", _ADVICE)
     for pair in named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             raise ConfigError(f"Compression.{algorithm} needs (name, parameter) pairs: pass {_ADVICE}")

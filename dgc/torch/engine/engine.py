@@ -30,7 +30,6 @@ from dgc.transport.agreement import require_replicas
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
 
-
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -208,7 +207,7 @@ class Engine(EngineBase):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange that is in use now."""
+        """The one that is in use now."""
         return self._exchanges[0]
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -253,8 +252,7 @@ class Engine(EngineBase):
 
     def _leave_failure(self) -> None:
         self._results.clear()
-        self._error = None
-        self._untold = self._opened = False
+        self._error, self._untold, self._opened = None, False, False
 
     def _begin(self) -> None:
         error = self._open_step()
@@ -293,15 +291,13 @@ class Engine(EngineBase):
                 self._take_over_state(owner, change)
         except ConfigError as refused:
             error = error or refused
-        self.exchange.hyper = self.adoption.hyper.chosen(
-            self._sparse.others, self.learning_rates or learning_rates_of(owner), change.restored
-        )
+        rates = self.learning_rates or learning_rates_of(owner)
+        self.exchange.hyper = self.adoption.hyper.chosen(self._sparse.others, rates, change.restored)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
         """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
-        state = self.exchange.state
-        steps = state.step
+        state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
             self.exchange.unapplied.settle()
             state.reset()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from dgc.adapter.compressor import own_state
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -19,11 +18,14 @@ from dgc.adapter.paddle import (
     PaddleOptions,
     Regularizer,
     StateError,
+    as_state_error,
     check_regularizer,
+    coefficients,
+    compressed,
+    for_ranks,
+    sparse_refusal,
 )
 from dgc.core.exchange.records import Stats
-from dgc.core.state.layout import travels_dense
-from dgc.core.state.state import resized
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine
@@ -33,9 +35,6 @@ from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.tensors import describe
 from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
-
-_NEVER = 2**62
-"""A first compressed step that no run reaches."""
 
 
 class DGCMomentum(Optimizer):
@@ -148,13 +147,10 @@ class DGCMomentum(Optimizer):
 
         agree_or_raise(self._transport, build, "arguments")
         named = [(n, p) for n, p in momentum_state.named_parameters(self.param_groups) if p.requires_grad]
-        described = [describe(n, p) for n, p in named]
-        config = self.options.to_config(described)
-        self._compressed = {i for i, parameter in enumerate(described) if not travels_dense(parameter, config)}
-        if self._transport.size == 1:
-            warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
-            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+        config = self.options.to_config(described := [describe(n, p) for n, p in named])
+        self._compressed = compressed(described, config)
         self._scale = 1.0
+        config = for_ranks(config, self._transport.size)
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
             stand_in = StandIn(hvd, self._transport, members)
@@ -251,7 +247,7 @@ class DGCMomentum(Optimizer):
         super().add_param_group(param_group)
         # Plain numbers, so that a state dict loads with weights_only=True and a scheduler can change them.
         chosen = check_regularizer(self.param_groups[-1].pop("regularization"), "a group's regularization")
-        self.param_groups[-1]["l1_decay"], self.param_groups[-1]["l2_decay"] = _coefficients(chosen)
+        self.param_groups[-1]["l1_decay"], self.param_groups[-1]["l2_decay"] = coefficients(chosen)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -302,9 +298,21 @@ class DGCMomentum(Optimizer):
             "every rank, and hand it this one's state with load_state_dict(optimizer.state_dict())"
         )
 
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
+        return self._engine.describe()
+
+    def reset(self) -> None:
+        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
+        self._engine.reset()
+
     def close(self) -> None:
         """End the communication thread and free the communicator."""
         self._engine.close()
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text if self.options.name is None else f"{self.options.name}: {text}"
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -315,17 +323,9 @@ class DGCMomentum(Optimizer):
         numbers = momentum_state.numbered(self.param_groups)
         momentum_state.check_groups(states[0], self.param_groups)
         loaded = [momentum_state.from_torch(state, numbers) for state in states]
-        if resize:
-            if len(loaded) != loaded[0]["size"]:
-                raise StateError(f"resize=True needs the states of all {loaded[0]['size']} old ranks in rank order")
-            rank, size = self._transport.rank, self._transport.size
-            own = {**resized(loaded, rank, size, self.options.rampup_begin_step), "rank": rank, "size": size}
-        else:
-            own = loaded[0]
-        try:
+        with as_state_error():
+            own = own_state(loaded, self._transport, self.options.rampup_begin_step) if resize else loaded[0]
             self._engine.load_state_dict(own)
-        except LayoutError as error:
-            raise StateError(str(error)) from error
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
         return {"step": own["step"], **momentum_state.describe_groups(self.param_groups)}
@@ -367,7 +367,7 @@ class DGCMomentum(Optimizer):
         own = getattr(p, "regularizer", None)
         if own is None:
             return group["l1_decay"], group["l2_decay"]
-        return _coefficients(check_regularizer(own, "a parameter's regularizer"))
+        return coefficients(check_regularizer(own, "a parameter's regularizer"))
 
     def _submit_all(self) -> None:
         # The last layers first, as a backward pass would: their bucket is the first to travel.
@@ -389,22 +389,12 @@ class DGCMomentum(Optimizer):
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             if i in self._compressed:
-                self._engine.fail(
-                    ConfigError(
-                        f"{self._engine.names[i]!r} has sparse gradients, which are not compressed: add its name to "
-                        "exclude=, or give the embedding sparse=False"
-                    ),
-                    i,
-                )
+                advice = ", or give the embedding sparse=False"
+                self._engine.fail(sparse_refusal(self._engine.names[i], advice), i)
             p.grad = p.grad.to_dense()
         # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
         decayed = torch.sign(p) if self._decay(group, p)[0] else None
         self._engine.submit(i, p.grad, p.grad, decayed)
-
-
-def _coefficients(regularizer: Regularizer) -> tuple[float, float]:
-    coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
-    return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
 
 
 __all__ = ["DGCMomentum", "L1Decay", "L2Decay"]

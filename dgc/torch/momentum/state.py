@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.adapter.paddle import StateError, check_regularizer
+from dgc.adapter.paddle import StateError, check_regularizer, checked_buffer, require_keys
 
 _EXTRAS = ("format", "step", "rank", "size", "sparse_gradients")
 
@@ -63,9 +63,7 @@ def from_torch(saved: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.
         StateError: a key is missing, or a buffer has another shape.
         RuntimeError: a buffer is neither a tensor nor an array.
     """
-    missing = [key for key in ("state", "step", "rank", "size", "format") if key not in saved]
-    if missing:
-        raise StateError(f"the state dict has no {missing[0]!r}; it was not made by DGCMomentum.state_dict()")
+    require_keys(saved, ("state", "step", "rank", "size", "format"))
     names = {number: (name, p) for name, (number, p) in numbers.items()}
     parameters = {}
     for number, entry in saved["state"].items():
@@ -89,12 +87,5 @@ def check_groups(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) 
 def _array(name: str, key: str, value: Any, p: torch.Tensor) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray):
-        raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: a tensor or an array")
-    if key in ("u", "v"):
-        if value.shape != tuple(p.shape):
-            raise StateError(f"{key} of {name!r} has shape {value.shape}, the parameter {tuple(p.shape)}")
-        wanted = np.float64 if p.dtype is torch.float64 else np.float32
-        if value.dtype != wanted:
-            raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {np.dtype(wanted)}")
-    return value.reshape(-1)
+    wanted = np.float64 if p.dtype is torch.float64 else np.float32
+    return checked_buffer(name, key, value, [tuple(p.shape)], wanted, "a tensor or an array")

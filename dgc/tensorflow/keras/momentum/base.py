@@ -123,11 +123,9 @@ class PaddleOptimizer:
         Returns:
             ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, where compressed, ``"v"`` (what was
             not sent yet), in the variable's shape; ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``, and
-            ``"learning_rate"`` where it is no schedule. Empty before the first step.
+            ``"learning_rate"`` where it is no schedule. Without parameters before the first step.
         """
         state = self.compression.state_dict()
-        if not state:
-            return {}
         state["iterations"] = int(tf.convert_to_tensor(self.iterations))
         if isinstance(self.compression.options.learning_rate, float):
             state["learning_rate"] = float(tf.convert_to_tensor(self.learning_rate))
@@ -135,6 +133,8 @@ class PaddleOptimizer:
 
     def load_state_dict(self, state: Any, resize: bool = False) -> None:
         """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+
+        A state from before the first step, or an empty dict, forgets momentum and residuals.
 
         Args:
             state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
@@ -145,8 +145,6 @@ class PaddleOptimizer:
             RuntimeError: a buffer is no array.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        if states and not states[0]:
-            return
         bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
         self.compression.load_state_dict(bare[0] if isinstance(state, Mapping) else bare, resize)
         if "iterations" in states[0]:
@@ -156,6 +154,14 @@ class PaddleOptimizer:
 
     set_dict = load_state_dict
     """Paddle's name."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
+        return self.compression.describe()
+
+    def reset(self) -> None:
+        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
+        self.compression.reset()
 
     def close(self) -> None:
         """End the communication thread and free the communicator."""

@@ -5,8 +5,6 @@ The optimizers in :mod:`dgc.tensorflow.keras` add how each Keras calls them.
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,11 +13,20 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.engine import is_empty
-from dgc.adapter.paddle import L1Decay, PaddleOptions, Regularizer, StateError, check_regularizer
+from dgc.adapter.paddle import (
+    L1Decay,
+    PaddleOptions,
+    Regularizer,
+    as_state_error,
+    check_regularizer,
+    coefficients,
+    compressed,
+    for_ranks,
+    sparse_refusal,
+)
 from dgc.core.exchange.records import Hyper
-from dgc.core.state.layout import travels_dense
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
@@ -29,9 +36,6 @@ from dgc.tensorflow.engine.tensors import describe, raw_variable, unique_names
 from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
 from dgc.tensorflow.reduce.reducer import Gradient, Reducer
 from dgc.transport.agreement import agree_or_raise
-
-_NEVER = 2**62
-"""A first compressed step that no run reaches."""
 
 
 class FixedMomentum(Adoption):
@@ -51,7 +55,7 @@ class FixedMomentum(Adoption):
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
         self._kinds = list(regularizers)
-        decays = [0.0 if r is None else float(r.regularization_coeff) for r in regularizers]
+        decays = [max(coefficients(r)) for r in regularizers]
         count = len(decays)
         self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
 
@@ -160,12 +164,9 @@ class MomentumCompressor(DGCCompressor):
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
         config = self.options.to_config(described)
-        self._compressed = {i for i, parameter in enumerate(described) if not travels_dense(parameter, config)}
+        self._compressed = compressed(described, config)
         self._shapes = {parameter.name: parameter.shape for parameter in described}
-        if transport.size == 1:
-            # Paddle refuses to run then; a script shall be tried out without a launcher.
-            warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=2)
-            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+        config = for_ranks(config, transport.size)
         self._adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
         return Engine(variables, config, transport, self._adoption, 1.0)
 
@@ -183,12 +184,7 @@ class MomentumCompressor(DGCCompressor):
                 continue
             index = engine.index_of(variable)
             if index in self._compressed:
-                engine.fail(
-                    ConfigError(
-                        f"{engine.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: "
-                        "add its name to exclude=, so that it travels dense"
-                    )
-                )
+                engine.fail(sparse_refusal(engine.names[index]))
             result[place] = tf.convert_to_tensor(gradient)
         return result
 
@@ -216,10 +212,8 @@ class MomentumCompressor(DGCCompressor):
             for name, v in zip(self._engine.names, self._engine.variables, strict=True)
         }
         flat = [flat_state(s, self._shapes, wide) for s in states]
-        try:
+        with as_state_error():
             return super()._load(flat[0] if isinstance(state, Mapping) else flat, resize)
-        except LayoutError as error:
-            raise StateError(str(error)) from error
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from dgc.adapter.paddle import StateError
+from dgc.adapter.paddle import BUFFERS, StateError, checked_buffer, require_keys
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-_REQUIRED = ("parameters", "step", "rank", "size", "format")
-_BUFFERS = ("u", "v")
 
 
 def shaped_state(state: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """What an engine's ``state_dict()`` returned, with u and v in the variables' shapes."""
     parameters = {
-        name: {key: value.reshape(shapes[name]) if key in _BUFFERS else value for key, value in entry.items()}
+        name: {key: value.reshape(shapes[name]) if key in BUFFERS else value for key, value in entry.items()}
         for name, entry in state["parameters"].items()
     }
     return {**state, "parameters": parameters}
@@ -36,9 +33,7 @@ def flat_state(saved: Any, shapes: Shapes, dtypes: Mapping[str, np.dtype]) -> di
         StateError: a key is missing, or a buffer has another shape or type.
         RuntimeError: a buffer is no array.
     """
-    missing = [key for key in _REQUIRED if key not in saved]
-    if missing:
-        raise StateError(f"the state has no {missing[0]!r}; it was not made by DGCMomentum's state_dict()")
+    require_keys(saved, ("parameters", "step", "rank", "size", "format"))
     listed = [name for group in saved.get("groups", ()) for name in group["names"]]
     lacking = [name for name in listed if name not in saved["parameters"]]
     if lacking:
@@ -55,12 +50,8 @@ def flat_state(saved: Any, shapes: Shapes, dtypes: Mapping[str, np.dtype]) -> di
 
 
 def _flat(name: str, key: str, value: Any, shape: tuple[int, ...] | None, dtype: np.dtype | None) -> np.ndarray:
-    if not isinstance(value, np.ndarray):
-        raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: an array")
     # Names that this model has not are the engine's business: it knows how Keras renames a loaded model's variables.
-    if key in _BUFFERS and shape is not None and dtype is not None:
-        if value.shape not in (shape, (int(np.prod(shape, dtype=np.int64)),)):
-            raise StateError(f"{key} of {name!r} has shape {value.shape}, the variable {shape}")
-        if value.dtype != dtype:
-            raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {dtype}")
-    return value.reshape(-1)
+    shapes: list[tuple[int, ...]] = []
+    if shape is not None and dtype is not None:
+        shapes = [shape, (int(np.prod(shape, dtype=np.int64)),)]
+    return checked_buffer(name, key, value, shapes, dtype)

@@ -89,6 +89,8 @@ class PaddleOptions:
         """
         for option in fields(self):
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))
+        if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
+            object.__setattr__(self, "learning_rate", float(self.learning_rate))
         _assert(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
         _assert(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
         if self.rampup_begin_step is None:

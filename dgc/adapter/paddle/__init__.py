@@ -1,0 +1,41 @@
+"""What ``DGCMomentum`` is in every framework: Paddle's arguments, the flow of its construction, its state."""
+
+from dgc.adapter.paddle.flow import as_state_error, coefficients, compressed, for_ranks, sparse_refusal
+from dgc.adapter.paddle.options import (
+    CODEC_OPTIONS,
+    COMPRESSED_TYPES,
+    MIN_NUMEL,
+    ArgumentError,
+    L1Decay,
+    L1DecayRegularizer,
+    L2Decay,
+    L2DecayRegularizer,
+    PaddleOptions,
+    Regularizer,
+    StateError,
+    check_regularizer,
+)
+from dgc.adapter.paddle.state import BUFFERS, checked_buffer, require_keys
+
+__all__ = [
+    "BUFFERS",
+    "CODEC_OPTIONS",
+    "COMPRESSED_TYPES",
+    "MIN_NUMEL",
+    "ArgumentError",
+    "L1Decay",
+    "L1DecayRegularizer",
+    "L2Decay",
+    "L2DecayRegularizer",
+    "PaddleOptions",
+    "Regularizer",
+    "StateError",
+    "as_state_error",
+    "check_regularizer",
+    "checked_buffer",
+    "coefficients",
+    "compressed",
+    "for_ranks",
+    "require_keys",
+    "sparse_refusal",
+]
