@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if os.environ.get("NUMBA_BOUNDSCHECK") != "1":
     # Before Numba is imported; compiled code without the checks must not be found in the cache.
     os.environ.update(NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=tempfile.mkdtemp(prefix="fuzz-"))
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "core")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "core" / "tools")]
 
 import numba  # noqa: E402
 import numpy as np  # noqa: E402

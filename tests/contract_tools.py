@@ -158,6 +158,11 @@ class Alone:
         out[used:] = 0
         return out, count, used
 
+    def sent(self, x, **info):
+        """Returns (decoded, count, used) of a message, decoded as the algorithm says it."""
+        message, count, used = self.encode(x, **info)
+        return self.algorithm.decode(message, count, self.spec), count, used
+
     def decode(self, message, count):
         """The bucket's flat space as receivers see it."""
         return self.spread(self.algorithm.decode(message, count, self.spec))

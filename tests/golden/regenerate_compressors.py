@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).parent / "compressors"
-sys.path[:0] = [str(FOLDER.parents[2]), str(FOLDER.parents[1]), str(FOLDER.parents[1] / "core")]
+sys.path[:0] = [str(FOLDER.parents[2]), str(FOLDER.parents[1]), str(FOLDER.parents[1] / "core" / "tools")]
 
 from contract_tools import Alone, Case  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Write the golden messages of the wire format: ``python tests/golden/regenerate_wire.py`` in the repository's root.
 
-``tests/core/wire/test_wire_golden.py`` fails when a byte changes. Regenerate only together with a new format version
+``tests/core/wire/test_golden.py`` fails when a byte changes. Regenerate only together with a new format version
 (see docs/wire-format.md, "Versions"): other hosts may run the old release.
 """
 

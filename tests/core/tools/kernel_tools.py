@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.cpu import threads as threads_module
 from dgc.core.kernels.reference import top_k
 
 FLAGS = [
@@ -122,3 +128,21 @@ class Trainee:
         self.tally.short_in_a_row = max(self.tally.short_in_a_row, self._short)
         self.kernels.mask(self.u, self.v, chosen.positions, chosen.values, masking=True)
         return chosen.positions
+
+
+ROOT = Path(__file__).parents[3]
+LAUNCHER_VARIABLES = (threads_module.THREADS_VARIABLE, *threads_module.LOCAL_SIZE_VARIABLES)
+
+
+def run_script(text, **environment):
+    """Run Python code in a process of its own."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("NUMBA_")}
+    paths = [str(ROOT), str(ROOT / "tests/core/tools")]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={**env, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )

@@ -211,3 +211,11 @@ except ConfigError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize("module", [numba_loops, loops_numpy], ids=["numba", "numpy"])
+def test_the_largest_float_comes_back_finite(module):
+    largest = np.finfo(np.float32).max
+    codes, out = np.array([0, 127, 254], np.uint8), np.empty(3, np.float32)
+    assert module.scale_signed(codes, np.array([largest]), 3, 127, out)
+    np.testing.assert_allclose(out, [-largest, 0, largest], rtol=1e-6)

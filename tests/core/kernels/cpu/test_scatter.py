@@ -1,28 +1,15 @@
-"""Work at the selected places, sums of squares and the dense update, against the reference."""
+"""Work at the selected positions, against the reference."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_tools import KINDS, as_type, bits, entries, offsets_of
+from kernel_tools import bits, offsets_of
 
-from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 
 LENGTHS = [1, 15, 16, 1000, 0, 5000, 70_000]
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def kernels(request):
-    return NumbaKernels(request.param)
-
-
-@pytest.fixture(params=["float32", "float64"])
-def dtype(request):
-    return request.param
 
 
 def some_positions(rng, k):
@@ -83,53 +70,3 @@ def test_places_outside_are_refused(kernels):
             kernels.take(v, positions)
         with pytest.raises(LayoutError, match="within"):
             kernels.mask(v.copy(), v, positions, np.zeros(2, np.float32), masking=True)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 4095, 4097, 32_768, 70_001]), max_size=5),
-    kind=st.sampled_from(KINDS),
-    element=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_sums_of_squares(lengths, kind, element, seed):
-    rng = np.random.default_rng(seed)
-    gradients = [as_type(entries(rng, kind, n), element) for n in lengths]
-    with np.errstate(all="ignore"):
-        expected = ReferenceKernels().sums_of_squares(gradients)
-    alone, together = NumbaKernels(1).sums_of_squares(gradients), NumbaKernels(2).sums_of_squares(gradients)
-    np.testing.assert_array_equal(alone, together)
-    np.testing.assert_allclose(alone, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-@pytest.mark.parametrize("n", [0, 1, 1000, 70_001])
-def test_dense_update(kernels, dtype, momentum, nesterov, decay, scale, n):
-    rng = np.random.default_rng(n)
-    mean, u = rng.standard_normal(n).astype(dtype), rng.standard_normal(n).astype(dtype)
-    options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decay, "scale": scale}
-    for element in [dtype, "float16"]:
-        parameter = as_type(rng.standard_normal(n), element)
-        own_u, expected_u = u.copy(), u.copy()
-        result, expected = np.empty(n, dtype), np.empty(n, dtype)
-        kernels.dense_update(result, mean, own_u, parameter, **options)
-        ReferenceKernels().dense_update(expected, mean, expected_u, parameter, **options)
-        np.testing.assert_array_equal(bits(result), bits(expected))
-        np.testing.assert_array_equal(bits(own_u), bits(expected_u))
-
-
-def test_dense_update_into_its_own_mean(kernels):
-    mean, u = np.arange(10, dtype=np.float32), np.ones(10, np.float32)
-    kernels.dense_update(mean, mean, u, None, momentum=0.5, nesterov=True, weight_decay=0.0, scale=2.0)
-    velocity = np.arange(10) + 0.5
-    np.testing.assert_array_equal(u, velocity)
-    np.testing.assert_array_equal(mean, 2 * (np.arange(10) + 0.5 * velocity))
-
-
-def test_dense_update_refuses_other_lengths(kernels):
-    v = np.zeros(10, np.float32)
-    with pytest.raises(LayoutError, match="10 elements"):
-        kernels.dense_update(v, v[:9], v, None, momentum=0.5, nesterov=False, weight_decay=0.0, scale=1.0)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
-from kernel_tools import offsets_of
+from kernel_tools import LAUNCHER_VARIABLES, offsets_of, run_script
 
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import threads as threads_module
 from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.threads import available_cores, default_threads
+from dgc.core.kernels.cpu.threads import Team, Work, available_cores, default_threads
 from dgc.errors import ConfigError
-
-ROOT = Path(__file__).parents[3]
-
-LAUNCHER_VARIABLES = (threads_module.THREADS_VARIABLE, *threads_module.LOCAL_SIZE_VARIABLES)
 
 
 @pytest.fixture
@@ -29,20 +20,6 @@ def bare_environment(monkeypatch):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
-
-
-def run_script(text, **environment):
-    """Run Python code in a process of its own."""
-    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("NUMBA_")}
-    paths = [str(ROOT), str(ROOT / "tests/core")]
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={**env, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
 
 
 CONCURRENT = """
@@ -139,30 +116,6 @@ def test_a_fork_while_another_thread_is_inside_a_kernel():
         """
     )
     assert done.returncode == 0, done.stderr
-
-
-FROM_THE_CACHE = """
-    import sys
-    import numpy as np
-    from dgc.core.kernels.cpu import dense, scatter
-    from dgc.core.kernels.cpu.backend import NumbaKernels
-    kernels, v = NumbaKernels(2), np.arange(300_000, dtype=np.float32)
-    assert kernels.take(v, np.array([3, 299_999])).tolist() == [3, 299_999]
-    assert kernels.sums_of_squares([np.ones_like(v)])[0] == v.size
-    stats = [f.stats for f in (dense.tile_sums, dense.add_tiles, scatter.gather)]
-    print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
-"""
-
-
-@pytest.mark.timeout(1500)
-def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: run_script(FROM_THE_CACHE, **cache), range(2)))
-    assert [d.returncode for d in both] == [0, 0], [d.stderr for d in both]
-    later = run_script(FROM_THE_CACHE, **cache)
-    assert later.returncode == 0, later.stderr
-    assert later.stdout.split() == ["3", "0"], "hits and misses of a later process"
 
 
 def test_a_dropped_backend_leaves_no_thread():
@@ -275,70 +228,6 @@ def test_there_is_at_least_one_thread(bare_environment):
     assert kernels.threads == 1
 
 
-@pytest.mark.timeout(1500)
-def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
-    script = """
-        import time, sys
-        from numba.core import event
-        from dgc.core.kernels.cpu import scatter
-        from dgc.core.kernels.cpu.backend import NumbaKernels
-        import numpy as np
-        NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
-        hits = sum(scatter.gather.stats.cache_hits.values())
-        print("hits", hits)
-    """
-    first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
-    second = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
-    assert "hits 0" in first.stdout, first.stderr
-    assert "hits 1" in second.stdout, second.stderr
-
-
-@pytest.mark.parametrize("tried", ["kernels", "codec"])
-def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, tried):
-    blocked = tmp_path / "file"
-    blocked.write_text("a file where a directory should be")
-    done = run_script(
-        """
-        import sys
-        import numpy as np
-        from dgc.core.kernels.cpu import scatter
-        from dgc.core.kernels.cpu.backend import NumbaKernels
-        from dgc.core.wire import value_codec
-        from dgc.core.wire.codecs.loops import bit_kernels, default_loops
-        if sys.argv[1:] == ["kernels"]:
-            assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
-            kept = scatter.gather
-        else:
-            out = np.zeros(16, np.uint8)
-            value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
-            kept = default_loops().to_halves
-            assert bit_kernels().__name__.endswith("numba_loops")
-        assert type(kept._cache).__name__ == "NullCache", kept._cache
-        """.replace("sys.argv[1:]", f"[{tried!r}]"),
-        NUMBA_CACHE_DIR=str(blocked),
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_codecs_work_where_numba_does_not():
-    done = run_script(
-        """
-        import numpy as np
-        from dgc.core.wire import index_codec, value_codec
-        from dgc.core.wire.codecs.loops import default_loops
-        out = np.zeros(64, np.uint8)
-        value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
-        assert value_codec("float16").decode(out, 3, np.zeros(1, np.int64))[0].tolist() == [1, 1, 1]
-        codec = index_codec("uint16")
-        codec.encode(np.arange(3), 10, out)
-        assert codec.decode(out, 10, 3)[0].tolist() == [0, 1, 2]
-        assert default_loops() is None
-        """,
-        NUMBA_DISABLE_JIT="1",
-    )
-    assert done.returncode == 0, done.stderr
-
-
 PIECE = """
     import os, signal, sys, threading, time
     import numpy as np
@@ -417,3 +306,58 @@ def test_with_no_more_threads_the_caller_works_alone(monkeypatch):
     monkeypatch.setattr(threads_module.Thread, "start", refuse)
     v = np.ones(3_000_000, np.float32)
     assert NumbaKernels(2).sums_of_squares([v])[0] == v.size
+
+
+def test_what_fails_on_another_thread_fails_whoever_finishes():
+    def kernel(worker, progress, pieces):
+        if worker:
+            progress[0] = pieces
+            raise MemoryError("no room")
+        # Nothing is left for this thread: the other one has taken it all, or will.
+        while progress[0] < pieces:
+            pass
+
+    work = Team().start(1, kernel, 3)
+    with pytest.raises(MemoryError, match="no room"):
+        work.finish()
+
+
+def test_work_that_failed_is_not_waited_for_again():
+    def kernel(worker, progress, pieces):
+        raise MemoryError("no room")
+
+    work = Team().start(0, kernel, 3)
+    with pytest.raises(MemoryError, match="no room"):
+        work.finish()
+    with pytest.raises(RuntimeError, match="not done"):
+        work.finish()
+
+
+def test_work_that_was_done_when_an_interrupt_came_counts_as_done():
+    def kernel(worker, progress, pieces):
+        progress[:] = pieces
+        raise KeyboardInterrupt
+
+    work = Team().start(0, kernel, 3)
+    with pytest.raises(KeyboardInterrupt):
+        work.finish()
+    work.finish()
+
+
+def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(monkeypatch):
+    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
+
+    def kernel(worker, progress, pieces):
+        inside.set()
+        assert go_on.wait(60)
+        left.set()
+
+    def finish(self):
+        assert inside.wait(60)
+        threading.Timer(0.2, go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        Team().run(2, kernel, 2)
+    assert left.is_set()

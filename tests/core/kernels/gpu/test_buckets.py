@@ -11,7 +11,7 @@ from dgc.core.exchange.encoders.device import check_payload, device_format
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import LayoutError, WireError
+from dgc.errors import WireError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 
@@ -189,49 +189,6 @@ def test_dense_tensors_tell_of_nonfinite_entries():
         gradient[4999] = bad
         item = DenseTensor(gradient=gradient, vector=0)
         assert kernels.compress([], *none, [item], vector).nonfinite is expected
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_of_squares(dtype):
-    kernels = DeviceKernels(HostRuntime(seed=2))
-    rng = np.random.default_rng(0)
-    gradients = [rng.standard_normal(n).astype(dtype) for n in (1, 4096, 10001)]
-    gradients[1][7] = np.inf
-    gradients.append(as_half := rng.standard_normal(100).astype(np.float16))
-    as_half[3] = np.nan
-    got = kernels.sums_of_squares(gradients)
-    np.testing.assert_allclose(got, ReferenceKernels().sums_of_squares(gradients), rtol=1e-13)
-    assert kernels.sums_of_squares([]).size == 0
-
-
-def test_work_at_given_places():
-    kernels, reference = DeviceKernels(HostRuntime(seed=3)), ReferenceKernels()
-    rng = np.random.default_rng(0)
-    positions = np.sort(rng.choice(5000, 700, replace=False))
-    u, v = rng.standard_normal((2, 5000)).astype(np.float32)
-    decoded = rng.standard_normal(700).astype(np.float32)
-    same_bits(kernels.take(v, positions), v[positions])
-    mine, theirs = (u.copy(), v.copy()), (u.copy(), v.copy())
-    undo = kernels.mask(*mine, positions, decoded, masking=True)
-    reference.mask(*theirs, positions, decoded, masking=True)
-    same_bits(mine[0], theirs[0])
-    same_bits(mine[1], theirs[1])
-    kernels.restore(*mine, undo)
-    same_bits(mine[0], u)
-    same_bits(mine[1], v)
-    offsets = np.array([0, 2000, 2016, 5000])
-    results = [np.ones(2000, np.float32), np.ones(16, np.float32), np.ones(2984, np.float32)]
-    expected = [r.copy() for r in results]
-    kernels.scatter_add(results, offsets, positions, decoded, 0.3)
-    reference.scatter_add(expected, offsets, positions, decoded, 0.3)
-    for a, b in zip(results, expected, strict=True):
-        same_bits(a, b)
-    none = np.empty(0, np.int64)
-    assert kernels.take(v, none).size == 0
-    kernels.restore(*mine, kernels.mask(*mine, none, np.empty(0, np.float32), masking=True))
-    for bad in ([-1], [5000]):
-        with pytest.raises(LayoutError, match="lie within"):
-            kernels.take(v, np.array(bad))
 
 
 @pytest.mark.parametrize("values", ["float16", "float32"])

@@ -305,7 +305,7 @@ def test_compiled_loops_stay_inside_their_arrays(tmp_path):
     """The same damage with Numba's bounds checks on, which have to be compiled in from the start."""
     code = """
 import numpy as np
-import test_wire_indices as tests
+import test_indices as tests
 for codec in tests.CODECS[2:]:
     rng = np.random.default_rng(13)
     for n, positions in tests.FUZZ_BUCKETS:
@@ -315,7 +315,7 @@ for codec in tests.CODECS[2:]:
 print("inside")
 """
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), str(here.parents[2])])
+    path = os.pathsep.join([str(here), str(here.parents[1] / "tools"), str(here.parents[3])])
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)

@@ -11,6 +11,7 @@ from dgc.core.config.schedule import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.state.layout import Parameter, make_layout, travels_dense
+from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
 
 SHAPES = {
@@ -142,3 +143,21 @@ class Oracle:
                         u[r][i][chosen] = 0
                 params[i] = params[i] - f(lr) * (total / f(self.ranks))
         return params
+
+
+def worst(actual, expected):
+    """Largest difference of any tensor, relative to that tensor's largest entry."""
+    return max(np.abs(a - e).max() / np.abs(e).max() for a, e in zip(actual, expected, strict=True))
+
+
+def errors_of(ranks, function):
+    """Run on all ranks; returns each rank's error."""
+
+    def guarded(transport):
+        try:
+            function(transport)
+        except DGCError as error:
+            return error
+        return None
+
+    return run_ranks(ranks, guarded, timeout=20)

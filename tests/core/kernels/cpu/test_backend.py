@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,9 +10,8 @@ import pytest
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import select_candidates
 from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.dense import GROUP, TILE
-from dgc.core.kernels.cpu.threads import Team, Work
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import LayoutError
 
 SEGMENTS = (200_000, 131_072, 70_000, 3)
 K = 400
@@ -103,87 +101,11 @@ def test_a_mask_that_was_not_waited_for_can_be_undone_at_once():
     assert not v[positions].any()
 
 
-def test_what_fails_on_another_thread_fails_whoever_finishes():
-    def kernel(worker, progress, pieces):
-        if worker:
-            progress[0] = pieces
-            raise MemoryError("no room")
-        # Nothing is left for this thread: the other one has taken it all, or will.
-        while progress[0] < pieces:
-            pass
-
-    work = Team().start(1, kernel, 3)
-    with pytest.raises(MemoryError, match="no room"):
-        work.finish()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
-    kernels = [NumbaKernels(threads) for threads in (1, 2, 3)]
-    rng = np.random.default_rng(2)
-    lengths = [2 * GROUP * TILE, GROUP * TILE + TILE + 17, GROUP * TILE - 1, TILE, 5, 0, 3 * GROUP * TILE + 1]
-    gradients = [rng.standard_normal(n).astype(dtype) for n in lengths]
-    exact = [float(np.sum(g.astype(np.float64) ** 2)) for g in gradients]
-    np.testing.assert_allclose(kernels[0].sums_of_squares(gradients), exact, rtol=1e-12)
-    for place in range(TILE // 2, lengths[0], TILE):
-        broken = [g.copy() for g in gradients]
-        wanted = []
-        for g, value in zip(broken, (np.inf, -np.inf, np.nan, np.inf, np.nan, 0, np.nan), strict=True):
-            if place < g.size:
-                g[place] = value
-            wanted.append(float(np.sum(g[np.isfinite(g)].astype(np.float64) ** 2)))
-        sums = [k.sums_of_squares(broken) for k in kernels]
-        np.testing.assert_allclose(sums[0], wanted, rtol=1e-12)
-        for other in sums[1:]:
-            np.testing.assert_array_equal(other, sums[0])
-
-
-def test_work_that_failed_is_not_waited_for_again():
-    def kernel(worker, progress, pieces):
-        raise MemoryError("no room")
-
-    work = Team().start(0, kernel, 3)
-    with pytest.raises(MemoryError, match="no room"):
-        work.finish()
-    with pytest.raises(RuntimeError, match="not done"):
-        work.finish()
-
-
-def test_work_that_was_done_when_an_interrupt_came_counts_as_done():
-    def kernel(worker, progress, pieces):
-        progress[:] = pieces
-        raise KeyboardInterrupt
-
-    work = Team().start(0, kernel, 3)
-    with pytest.raises(KeyboardInterrupt):
-        work.finish()
-    work.finish()
-
-
 def test_a_pass_may_be_finished_by_another_thread():
     buckets = Buckets(NumbaKernels(2))
     finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.controls[0])
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(finish).result().positions.size
-
-
-def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(monkeypatch):
-    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
-
-    def kernel(worker, progress, pieces):
-        inside.set()
-        assert go_on.wait(60)
-        left.set()
-
-    def finish(self):
-        assert inside.wait(60)
-        threading.Timer(0.2, go_on.set).start()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Work, "finish", finish)
-    with pytest.raises(KeyboardInterrupt):
-        Team().run(2, kernel, 2)
-    assert left.is_set()
 
 
 def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
@@ -202,3 +124,16 @@ def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
     for step in range(3, 6):
         buckets.overlapping(step)
     assert 2 <= grown == len(made)
+
+
+def test_results_that_cannot_be_written_are_refused():
+    kernels, one = NumbaKernels(1), np.ones(1, np.float32)
+    with pytest.raises(LayoutError, match="no result"):
+        kernels.scatter_add([], np.array([0]), np.array([3]), one, 1.0)
+    result = np.zeros(4, np.float32)
+    result.flags.writeable = False
+    with pytest.raises(LayoutError, match="read-only"):
+        kernels.scatter_add([result], np.array([0, 4]), np.array([3]), one, 1.0)
+    half = np.zeros(4, np.float16)
+    with pytest.raises(LayoutError, match="float16"):
+        kernels.dense_update(half, half, half, None, momentum=0.9, nesterov=False, weight_decay=0.0, scale=1.0)

@@ -1,10 +1,11 @@
-"""A bucket that threads begin while the one before it is under way gives what it gives in turn."""
+"""In which order buckets run changes nothing: gradients in any order, and buckets that threads begin early."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step
+from exchange_tools import train as train_small
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.kernels.base import Undo
@@ -157,3 +158,35 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
         for (_, results), wanted in zip(again, train(NumbaKernels(1), 3)[0][0], strict=True):
             for x, y in zip(results, wanted, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("order", ["forward", "random"])
+def test_order_of_gradients_does_not_matter(order):
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, bucket_bytes=2048)
+        assert len(exchange.layout.buckets) > 1
+        outs = []
+        for step in range(5):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            shuffled = list(range(len(specs)))
+            if order == "random":
+                np.random.default_rng([step, transport.rank]).shuffle(shuffled)
+            outs.append(run_step(exchange, grads, order=shuffled)[1])
+        exchange.close()
+        return outs
+
+    shuffled = run_ranks(2, rank)
+    usual = []
+    train_small(
+        2,
+        5,
+        sparsity=0.9,
+        momentum=0.9,
+        bucket_bytes=2048,
+        on_step=lambda r, s, e, p, res: usual.append(res) if r == 0 else None,
+    )
+    for a, b in zip(shuffled[1], usual, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)

@@ -3,11 +3,6 @@
 Blocks and threads run in shuffled orders, so that what a device may do in any order is tried in several.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
-import host_runtime
 import numpy as np
 import pytest
 from device_tools import PATTERNS, Bucket, assert_same_selection, codec_of, compress, convert, draw, same_bits
@@ -18,14 +13,8 @@ from hypothesis import strategies as st
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.kernels.gpu.cuda.source import source
-from dgc.core.kernels.gpu.tables import Geometry
-from dgc.errors import LayoutError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
-
-INDICES = ("uint16", "int32")
-VALUES = ("float16", "float32", "bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -199,95 +188,3 @@ def test_launches_do_not_grow_and_the_host_waits_once(state):
     assert counts[0] == counts[1]
     levels = 1 if state == "float32" else 4
     assert counts[0] == ["sweep", "locate", *["refine", "locate"] * levels, "count", "scan", "emit", "send"]
-
-
-def test_bad_arrays_are_refused():
-    kernels = DeviceKernels(HostRuntime())
-    u, v = np.zeros(100, np.float32), np.zeros(100, np.float32)
-    good = np.zeros(50, np.float32)
-    for work, match in (
-        (SegmentWork(np.zeros(100, np.float32)[::2], None, 0, 50, 1), "strided"),
-        (SegmentWork(np.zeros(50, np.int32), None, 0, 50, 1), "int32"),
-        (SegmentWork(good, None, 60, 50, 1), "does not fit"),
-        (SegmentWork(np.zeros(49, np.float32), None, 0, 50, 1), "shape"),
-        (SegmentWork(good, np.zeros(50, np.int64), 0, 50, 1, weight_decay=0.1), "parameter"),
-    ):
-        with pytest.raises(LayoutError, match=match):
-            kernels.accumulate([work], u, v)
-    with pytest.raises(LayoutError, match="control"):
-        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, kernels.new_control(2))
-    with pytest.raises(LayoutError, match="both must be"):
-        kernels.accumulate([SegmentWork(good, None, 0, 50, 1)], u.astype(np.float64), v)
-    with pytest.raises(LayoutError, match="limit"):
-        Geometry([2**31])
-
-
-def test_unaligned_arrays():
-    """A view that begins anywhere: loads of 16 bytes are not possible, results are the same."""
-    rng = np.random.default_rng(0)
-    for kind in ("float32", "float16", "float64"):
-        bucket = Bucket([9000], "float32", DeviceKernels(HostRuntime()))
-        whole = rng.standard_normal(9001).astype(kind)
-        mine, theirs = bucket.work([whole[1:]], [whole[:-1]], dict(k=9, momentum=0.9, weight_decay=0.1))
-        mine[0].gradient, mine[0].parameter = whole[1:], whole[:-1]
-        got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
-        assert_same_selection(got, wanted)
-        bucket.assert_same_state()
-
-
-def test_warm_up_runs_every_kernel_of_a_step():
-    for dtype in ("float32", "float64"):
-        kernels = DeviceKernels(HostRuntime(seed=1, deferred=True))
-        kernels.warm_up(dtype)
-        expected = {"sweep", "refine", "emit", "send", "receive", "pack", "update", "restore"}
-        assert expected <= set(kernels.runtime.launches)
-    assert "host" in kernels.describe()
-
-
-def test_nothing_to_send():
-    kernels = DeviceKernels(HostRuntime())
-    u, v = np.zeros(64, np.float32), np.zeros(64, np.float32)
-    empty = np.zeros(0, np.float32)
-    work = [SegmentWork(np.ones(32, np.float32), None, 0, 32, 0), SegmentWork(empty, None, 32, 0, 3)]
-    got = kernels.accumulate_and_select(work, u, v, kernels.new_control(2))
-    assert got.positions.size == 0
-    np.testing.assert_array_equal(v[:32], 1)
-    assert kernels.accumulate_and_select([], u, v, kernels.new_control(0)).positions.size == 0
-
-
-def test_conversions_of_all_halves():
-    """Every float16 and every bfloat16 number widens as NumPy widens it."""
-    bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
-    finite = np.isfinite(bits.view(np.float16))
-    kernels = DeviceKernels(HostRuntime())
-    for array, expected in (
-        (bits.view(np.float16), np.where(finite, bits.view(np.float16), 0).astype(np.float32)),
-        (bits, (bits.astype(np.uint32) << 16).view(np.float32)),
-    ):
-        u, v = np.zeros(65536, np.float32), np.zeros(65536, np.float32)
-        kernels.accumulate([SegmentWork(array, None, 0, 65536, 0)], u, v)
-        np.testing.assert_array_equal(v, np.where(np.isfinite(expected), expected, 0))
-
-
-def test_the_stand_in_finds_diverging_barriers(tmp_path):
-    """The processor's stand-in for a device must not let wrong code pass: it ends the process."""
-    line = "    if (segment.source != CANDIDATES) return;\n"
-    assert line in source()
-    divergent = "    if (threadIdx.x & 1) __syncthreads(); else __ballot_sync(ALL_LANES, 1);\n"
-    text = tmp_path / "broken.cu"
-    text.write_text(source().replace(line, divergent + line))
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, numpy as np; sys.path.insert(0, sys.argv[1])\n"
-        "from host_runtime import HostRuntime\n"
-        "from dgc.core.kernels.base import SegmentWork\n"
-        "from dgc.core.kernels.gpu.backend import DeviceKernels\n"
-        "u = np.zeros(64, np.float32)\n"
-        "work = [SegmentWork(np.ones(64, np.float32), None, 0, 64, 1)]\n"
-        "DeviceKernels(HostRuntime(text=open(sys.argv[2]).read())).accumulate(work, u, u.copy())\n"
-    )
-    tools = str(Path(host_runtime.__file__).parent)
-    done = subprocess.run([sys.executable, script, tools, text], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "different barriers" in done.stderr

@@ -1,0 +1,117 @@
+"""One bucket's message: what makes all ranks refuse a step, and what makes them fail together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from exchange_tools import (
+    errors_of,
+    first_gradients,
+    gradient,
+    make_exchange,
+    parameters,
+    run_step,
+)
+
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.wire import HEADER_BYTES
+from dgc.errors import ConfigError, LayoutError, WireError
+from dgc.transport.local import run_ranks
+
+
+def test_result_beyond_the_gradients_type_refuses_the_step():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.5)
+        grads = [np.full(p.numel, 1000.0, np.float32) for p in specs]
+        refused, _ = run_step(exchange, grads, limit=999.0)
+        accepted, _ = run_step(exchange, [g * 0 for g in grads], limit=9999.0)
+        exchange.close()
+        return refused, accepted, exchange.state.step
+
+    assert run_ranks(2, rank) == [(True, False, 1)] * 2
+
+
+def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        grads = first_gradients(transport.rank)
+        if transport.rank == 1:
+            exchange.hyper = dataclasses.replace(exchange.hyper, learning_rates=(0.1,))
+            exchange.fail(LayoutError("mine"))
+        run_step(exchange, grads)
+
+    errors = errors_of(3, rank)
+    assert [str(e) for e in errors] == ["rank 1 failed in step 0: mine"] * 3
+
+
+@pytest.mark.parametrize(
+    ("begin", "expected"), [(0, "rank 1 failed in step 0: "), (9, "rank 1 left before allreduce ")]
+)
+def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bucket(begin, expected):
+    """Unless the bucket has another collective, in which no error can be told."""
+    shapes = {"a": (600, 500), "b": (500, 600)}
+
+    def rank(transport):
+        options = dict(sparsity=0.9, bucket_bytes=1_000_000, rampup_begin_step=begin)
+        exchange = make_exchange(transport, shapes, **options)
+        plans = [bucket.encoder.plan_at(None if begin else 0.1) for bucket in exchange._buckets]
+        assert [plan.allreduces for plan in plans] == [begin > 0] * 2
+        if transport.rank == 1:
+            exchange._buckets[0]._buffers.sender.receive = no_room
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters(shapes))])
+
+    def no_room(*arguments):
+        raise MemoryError("no room")
+
+    errors = errors_of(2, rank)
+    assert str(errors[0]).startswith(expected)
+    assert "MemoryError: no room" in str(errors[1])
+
+
+def test_momentum_that_differs_between_ranks_is_an_error_on_all_ranks():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, momentum=0.9)
+        exchange.hyper.momentum[1] = 0.8 if transport.rank == 1 else 0.9
+        run_step(exchange, [gradient(0, 0, i, p.numel) for i, p in enumerate(specs)])
+
+    errors = errors_of(3, rank)
+    assert all(isinstance(e, ConfigError) and "disagree in step 0" in str(e) for e in errors), errors
+
+
+@pytest.mark.parametrize("kernels", [NumbaKernels(1), ReferenceKernels()], ids=lambda k: k.name)
+def test_a_position_between_tensors_is_a_damaged_message(kernels):
+    """A tensor of 1500 elements takes 1504 places; nobody ever selects the last four."""
+
+    def one_rank(transport):
+        gather = transport.allgather
+
+        def damaged(message, out):
+            gather(message, out)
+            if out.shape[1] > 100:
+                positions = out[1, HEADER_BYTES : HEADER_BYTES + 4 * 15].view(np.int32)
+                positions[14] = 1502
+
+        transport.allgather = damaged
+        config = make_config({"sparsity": 0.99, "indices": "int32", "momentum": 0.0})
+        layout = make_layout([Parameter("a", (1500, 1), "float32"), Parameter("b", (1500, 1), "float32")], config)
+        exchange = Exchange(layout, config, transport, kernels)
+        norm = exchange.state.residual_norm()
+        for i in range(2):
+            g = np.random.default_rng(i).standard_normal(1500).astype(np.float32)
+            exchange.submit(i, g, np.zeros(1500, np.float32))
+        with pytest.raises(WireError, match=r"message of rank 1 .*padding"):
+            exchange.finish()
+        assert exchange.state.residual_norm() > norm, "nothing is lost"
+        exchange.close()
+
+    run_ranks(2, one_rank)

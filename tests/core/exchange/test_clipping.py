@@ -1,0 +1,53 @@
+"""Clipping before compression: per tensor and by one norm of all."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from exchange_tools import (
+    Oracle,
+    gradient,
+    make_exchange,
+    parameters,
+    train,
+    worst,
+)
+
+from dgc.transport.local import run_ranks
+
+
+def test_local_clipping_per_tensor_follows_the_paper():
+    options = {"momentum": 0.9, "sparsity": 0.9, "local_grad_clip_norm": 0.5}
+    assert worst(train(2, 10, **options)[0][0], Oracle(2, options).train(10)) <= 2e-6
+    unclipped = train(2, 10, momentum=0.9, sparsity=0.9)
+    assert worst(unclipped[0][0], Oracle(2, options).train(10)) > 1e-3
+
+
+def test_global_clipping_scales_every_gradient_by_one_norm_from_the_first_step():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(
+            transport, local_grad_clip_norm=0.25, clip_scope="global", rampup_begin_step=5, bucket_bytes=2048
+        )
+        assert len(exchange.layout.buckets) > 1
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        results = [np.empty_like(g) for g in grads]
+        for i in reversed(range(len(specs))):
+            exchange.submit(i, grads[i], results[i])
+            # A bucket that did not wait for all gradients would be on its way by now, with too small a norm.
+            time.sleep(0.02)
+        exchange.finish()
+        exchange.close()
+        return grads, results
+
+    out = run_ranks(2, rank)
+    expected = [0.0] * len(specs)
+    for grads, _ in out:
+        norm = np.sqrt(sum(np.dot(g, g) for g in grads))
+        assert norm > 0.25 * 2**0.5
+        for i, g in enumerate(grads):
+            expected[i] = expected[i] + g * (0.25 * 2**0.5 / norm) / 2
+    for result, e in zip(out[0][1], expected, strict=True):
+        np.testing.assert_allclose(result, e, rtol=1e-5, atol=1e-8)

@@ -1,0 +1,281 @@
+"""The exchange as a whole, on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exchange_tools import (
+    SHAPES,
+    Oracle,
+    dense_sgd,
+    errors_of,
+    gradient,
+    make_exchange,
+    parameters,
+    run_step,
+    train,
+    worst,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.errors import DGCError, LayoutError, RemoteError
+from dgc.transport.local import run_ranks
+
+MOMENTA = [
+    {"momentum": 0.0},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "weight_decay": 0.01},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", MOMENTA, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_before_rampup_it_is_dense_sgd(ranks, options):
+    out = train(ranks, 20, rampup_begin_step=1000, **options)
+    expected = dense_sgd(ranks, 20, **options)
+    assert worst(out[0][0], expected) <= 1e-6
+
+
+@pytest.mark.parametrize("options", MOMENTA, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 2048])
+def test_sparsity_zero_is_dense_sgd(ranks, options, bucket_bytes):
+    out = train(ranks, 20, sparsity=0.0, momentum_masking=False, bucket_bytes=bucket_bytes, **options)
+    expected = dense_sgd(ranks, 20, **options)
+    assert worst(out[0][0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("options", MOMENTA, ids=str)
+def test_sum_equals_sgd_on_summed_gradients(options):
+    out = train(2, 20, sparsity=0.0, momentum_masking=False, op="sum", **options)
+    assert worst(out[0][0], dense_sgd(2, 20, op="sum", **options)) <= 1e-5
+    out = train(2, 20, rampup_begin_step=100, op="sum", **options)
+    assert worst(out[0][0], dense_sgd(2, 20, op="sum", **options)) <= 1e-6
+
+
+@pytest.mark.parametrize("options", MOMENTA, ids=str)
+@pytest.mark.parametrize("masking", [True, False])
+def test_follows_the_paper_through_the_rampup(options, masking):
+    options = {
+        **options,
+        "momentum_masking": masking,
+        "rampup_begin_step": 4,
+        "rampup_step": 6,
+        "sparsity": (0.75, 0.9, 0.98),
+    }
+    out = train(2, 16, **options)
+    expected = Oracle(2, options).train(16)
+    assert worst(out[0][0], expected) <= 2e-6
+
+
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("indices", ["uint16", "int32"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_are_bit_identical(ranks, indices, values):
+    out = train(
+        ranks,
+        30,
+        sparsity=(0.5, 0.9, 0.99),
+        rampup_step=15,
+        rampup_begin_step=3,
+        momentum=0.9,
+        indices=indices,
+        values=values,
+        bucket_bytes=4096,
+    )
+    for params, _ in out[1:]:
+        for a, b in zip(params, out[0][0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
+    values=st.sampled_from(["float32", "float16", "bfloat16", "int8", "sign"]),
+    indices=st.sampled_from(["uint16", "int32"]),
+    nesterov=st.booleans(),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    bad=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad, seed):
+    """sent + residual after = residual before + increment, on every rank and step; a refused step sends nothing."""
+    named = {f"p{i}": s for i, s in enumerate(shapes)}
+    specs = parameters(named, dtype)
+    m = 0.9
+
+    def rank(transport):
+        exchange = make_exchange(
+            transport,
+            named,
+            dtype=dtype,
+            sparsity=sparsity,
+            momentum=m,
+            nesterov=nesterov,
+            values=values,
+            indices=indices,
+            min_numel=0,
+            momentum_masking=False,
+        )
+        sent_total = []
+        for step in range(4):
+            grads = [gradient(step, transport.rank, i, p.numel, dtype, seed) for i, p in enumerate(specs)]
+            overflow = bad and step == 2
+            if overflow and transport.rank == 1:
+                grads[0][0] = np.inf
+            before = [exchange.state.residual(i).copy() for i in range(len(specs))]
+            refused, results = run_step(exchange, grads)
+            assert refused == overflow
+            clean = [
+                np.where(np.isfinite(g), g, 0).astype(exchange.state.residual(i).dtype) for i, g in enumerate(grads)
+            ]
+            increments = []
+            for i, g in enumerate(clean):
+                u = exchange.state.momentum_buffer(i)
+                increments.append(g + np.asarray(m, u.dtype) * u if nesterov else u.copy())
+            sent = [
+                b + inc - exchange.state.residual(i) for i, (b, inc) in enumerate(zip(before, increments, strict=True))
+            ]
+            if refused:
+                for s, b, inc in zip(sent, before, increments, strict=True):
+                    np.testing.assert_allclose(s, 0, atol=1e-6 * (np.abs(b).max() + np.abs(inc).max()))
+            sent_total.append((sent, results, refused))
+        exchange.close()
+        return sent_total
+
+    out = run_ranks(2, rank)
+    for step in range(4):
+        refused = out[0][step][2]
+        for i in range(len(specs)):
+            sent = [out[r][step][0][i] for r in range(2)]
+            result = out[0][step][1][i]
+            if refused:
+                assert np.isnan(result).any() or i > 0
+            else:
+                scale = max(np.abs(s).max() for s in sent) + 0.3
+                np.testing.assert_allclose((sent[0] + sent[1]) / 2, result, atol=2e-6 * scale)
+            np.testing.assert_array_equal(result, out[1][step][1][i])
+
+
+@pytest.mark.parametrize("begin", [0, 10])
+def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
+    """Overflow on rank 1 alone: both refuse, dense momentum and the step counter stay, residuals keep the gradient."""
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, rampup_begin_step=begin, bucket_bytes=2048)
+        history = []
+        for step in range(6):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            before = exchange.state.to_dict()
+            if step == 3 and transport.rank == 1:
+                grads[2][5] = np.nan
+            refused, results = run_step(exchange, grads)
+            history.append((refused, results, before, exchange.state.to_dict()))
+        exchange.close()
+        return history
+
+    out = run_ranks(2, rank)
+    for own_rank, history in enumerate(out):
+        assert [h[0] for h in history] == [False, False, False, True, False, False]
+        _, results, before, after = history[3]
+        assert after["step"] == before["step"] == 3
+        assert np.isnan(results[2]).all()
+        for name in SHAPES:
+            if "v" not in before["parameters"][name] or begin:
+                np.testing.assert_array_equal(before["parameters"][name]["u"], after["parameters"][name]["u"])
+        if begin == 0:
+            # What was sent is back: u and v are those of a step that accumulated and sent nothing.
+            for i, name in enumerate(SHAPES):
+                old, new = before["parameters"][name], after["parameters"][name]
+                if "v" not in old:
+                    continue
+                g = gradient(3, own_rank, i, old["u"].size)
+                if own_rank == 1 and i == 2:
+                    g[5] = 0
+                np.testing.assert_allclose(new["u"], np.float32(0.9) * old["u"] + g, atol=1e-6)
+                np.testing.assert_allclose(new["v"], old["v"] + new["u"], atol=1e-6)
+    for a, b in zip(out[0], out[1], strict=True):
+        for x, y in zip(a[1], b[1], strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_loss_scale_is_divided_out_before_and_multiplied_back_after():
+    scales = iter([8.0, 8.0, 2.0])
+    seen = {}
+
+    def rank(transport):
+        specs = parameters()
+        scale = {"now": 8.0}
+        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, loss_scale=lambda: scale["now"])
+        out = []
+        for step, s in enumerate([8.0, 8.0, 2.0]):
+            scale["now"] = s
+            grads = [gradient(step, transport.rank, i, p.numel) * np.float32(s) for i, p in enumerate(specs)]
+            _, results = run_step(exchange, grads)
+            out.append([r / np.float32(s) for r in results])
+        exchange.close()
+        return out
+
+    scaled = run_ranks(2, rank)[0]
+    plain = []
+    train(2, 3, sparsity=0.9, momentum=0.9, on_step=lambda r, s, e, p, res: plain.append(res) if r == 0 else None)
+    del scales, seen
+    for a, b in zip(scaled, plain, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_missing_gradient_is_one_error_on_all_ranks():
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport)
+        for i, p in enumerate(specs):
+            if transport.rank == 1 and i == 2:
+                continue
+            exchange.submit(i, gradient(0, 0, i, p.numel), np.empty(p.numel, np.float32))
+        exchange.finish()
+
+    errors = errors_of(3, rank)
+    assert all(isinstance(e, LayoutError) and "fc.weight" in str(e) for e in errors), errors
+    assert "rank 1" in str(errors[0])
+
+
+@pytest.mark.parametrize("fault", ["shape", "twice", "kernel"])
+def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048, min_numel=64)
+        before = None
+        try:
+            for step in range(3):
+                grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+                if step == 2:
+                    before = exchange.state.to_dict()
+                    if transport.rank == 0:
+                        if fault == "shape":
+                            grads[0] = grads[0][:-1]
+                        if fault == "twice":
+                            # While others are missing: once all are in, the step may be over at any moment.
+                            exchange.submit(0, grads[0], np.empty_like(grads[0]))
+                            exchange.submit(0, grads[0], np.empty_like(grads[0]))
+                        if fault == "kernel":
+                            grads[0] = np.array(["x"] * grads[0].size)
+                run_step(exchange, grads)
+        finally:
+            exchange.reset() if before is None else None
+            exchange.close()
+
+    errors = errors_of(2, rank)
+    assert all(isinstance(e, DGCError) for e in errors), errors
+    assert "rank 0" in str(errors[1])
+
+
+def test_remote_error_class_is_public():
+    assert issubclass(RemoteError, DGCError)

@@ -1,0 +1,76 @@
+"""Compiled kernels are kept on disk: by processes that meet, for the next one, and not where nothing can be written."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kernel_tools import run_script
+
+FROM_THE_CACHE = """
+    import sys
+    import numpy as np
+    from dgc.core.kernels.cpu import dense, scatter
+    from dgc.core.kernels.cpu.backend import NumbaKernels
+    kernels, v = NumbaKernels(2), np.arange(300_000, dtype=np.float32)
+    assert kernels.take(v, np.array([3, 299_999])).tolist() == [3, 299_999]
+    assert kernels.sums_of_squares([np.ones_like(v)])[0] == v.size
+    stats = [f.stats for f in (dense.tile_sums, dense.add_tiles, scatter.gather)]
+    print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+
+
+@pytest.mark.timeout(1500)
+def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: run_script(FROM_THE_CACHE, **cache), range(2)))
+    assert [d.returncode for d in both] == [0, 0], [d.stderr for d in both]
+    later = run_script(FROM_THE_CACHE, **cache)
+    assert later.returncode == 0, later.stderr
+    assert later.stdout.split() == ["3", "0"], "hits and misses of a later process"
+
+
+@pytest.mark.timeout(1500)
+def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
+    script = """
+        import time, sys
+        from numba.core import event
+        from dgc.core.kernels.cpu import scatter
+        from dgc.core.kernels.cpu.backend import NumbaKernels
+        import numpy as np
+        NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
+        hits = sum(scatter.gather.stats.cache_hits.values())
+        print("hits", hits)
+    """
+    first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
+    second = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
+    assert "hits 0" in first.stdout, first.stderr
+    assert "hits 1" in second.stdout, second.stderr
+
+
+@pytest.mark.parametrize("tried", ["kernels", "codec"])
+def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, tried):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a directory should be")
+    done = run_script(
+        """
+        import sys
+        import numpy as np
+        from dgc.core.kernels.cpu import scatter
+        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.wire import value_codec
+        from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+        if sys.argv[1:] == ["kernels"]:
+            assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
+            kept = scatter.gather
+        else:
+            out = np.zeros(16, np.uint8)
+            value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
+            kept = default_loops().to_halves
+            assert bit_kernels().__name__.endswith("numba_loops")
+        assert type(kept._cache).__name__ == "NullCache", kept._cache
+        """.replace("sys.argv[1:]", f"[{tried!r}]"),
+        NUMBA_CACHE_DIR=str(blocked),
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,79 @@
+"""u, v and the step: saved, loaded, resized, refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from exchange_tools import (
+    gradient,
+    make_exchange,
+    parameters,
+    run_step,
+    train,
+)
+
+from dgc.core.state.state import resized
+from dgc.errors import LayoutError
+from dgc.transport.local import run_ranks
+
+
+def test_a_run_that_was_saved_continues_bit_for_bit():
+    options = dict(sparsity=(0.5, 0.9), rampup_step=6, rampup_begin_step=2, momentum=0.9, values="float16")
+    straight = train(2, 12, **options)
+    specs = parameters()
+
+    def rank(transport):
+        rng = np.random.default_rng(1)
+        params = [rng.standard_normal(p.numel).astype("float32") for p in specs]
+        exchange = make_exchange(transport, **options)
+        for step in range(12):
+            if step == 5:
+                saved = exchange.state_dict()
+                exchange.close()
+                exchange = make_exchange(transport, **options)
+                exchange.load_state_dict(saved)
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            _, results = run_step(exchange, grads, params)
+            for p, r in zip(params, results, strict=True):
+                p -= np.float32(0.1) * r
+        exchange.close()
+        return params
+
+    for a, (b, _) in zip(run_ranks(2, rank), straight, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 2)])
+def test_resizing_keeps_the_mean_residual_and_momentum(old, new):
+    out = train(old, 8, sparsity=0.95, momentum=0.9)
+    states = [e.state.to_dict() for _, e in out]
+    fresh = [resized(states, r, new, 0) for r in range(new)]
+    for name, entry in states[0]["parameters"].items():
+        for key in entry.keys() - {"control"}:
+            before = np.mean([s["parameters"][name][key] for s in states], axis=0)
+            after = np.mean([s["parameters"][name][key] for s in fresh], axis=0)
+            np.testing.assert_allclose(after, before, atol=1e-6)
+            if "v" not in entry:
+                for s in fresh:
+                    np.testing.assert_array_equal(s["parameters"][name][key], entry[key])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 3}, "resize=True"),
+        ({"rank": 5}, "one state per rank"),
+        ({"format": 9}, "format"),
+        ({"parameters": {}}, "lacks parameter"),
+    ],
+)
+def test_a_foreign_state_is_refused(change, message):
+    def rank(transport):
+        exchange = make_exchange(transport)
+        saved = {**exchange.state_dict(), **change}
+        with pytest.raises(LayoutError, match=message):
+            exchange.load_state_dict(saved)
+        exchange.close()
+
+    run_ranks(2, rank)

@@ -1,0 +1,43 @@
+"""int8 and sign: groups with scales of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dgc.core.wire import value_codec
+from dgc.errors import WireError
+
+
+@pytest.mark.parametrize("name", ["int8", "sign"])
+@pytest.mark.parametrize("bounds", [[], [0], [0, 2], [0, 4], [1, 3], [0, 5, 3], [0, 2, 1, 3], [-1, 3]])
+def test_bounds_that_do_not_cover_the_entries_are_refused(name, bounds):
+    codec, bounds = value_codec(name), np.array(bounds, np.int64)
+    for call in (
+        lambda: codec.encode(np.ones(3, np.float32), bounds, np.empty(1000, np.uint8)),
+        lambda: codec.decode(np.zeros(1000, np.uint8), 3, bounds),
+        lambda: codec.roundtrip(np.ones(3, np.float32), bounds),
+    ):
+        with pytest.raises(WireError, match="run from 0 to 3"):
+            call()
+
+
+def test_int8_refuses_the_value_it_never_writes():
+    block = np.zeros(16, np.uint8)
+    block[:4].view("<f4")[0] = 1.0
+    block[8:10] = 128, 0
+    with pytest.raises(WireError, match="-128"):
+        value_codec("int8").decode(block, 2, np.array([0, 2]))
+
+
+def test_groups_have_scales_of_their_own():
+    values = np.array([1000.0, -500.0, 0.001, -0.0005, 3.0], np.float32)
+    bounds = np.array([0, 2, 2, 4, 5])
+    np.testing.assert_allclose(value_codec("int8").roundtrip(values, bounds), values, rtol=0.01)
+    np.testing.assert_array_equal(value_codec("sign").roundtrip(values, bounds), values)
+
+
+def test_sign_is_the_mean_of_each_sign():
+    values = np.array([1.0, 3.0, -2.0, -6.0, 0.0, -1.0, -3.0], np.float32)
+    decoded = value_codec("sign").roundtrip(values, np.array([0, 5, 7]))
+    np.testing.assert_array_equal(decoded, np.array([4 / 3, 4 / 3, -4.0, -4.0, 4 / 3, -2.0, -2.0], np.float32))
