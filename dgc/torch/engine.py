@@ -22,11 +22,12 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.device_tensors import HostTensors, tensors_for
-from dgc.torch.last_step import LastStep
+from dgc.torch.horovod import averages_first_pass
+from dgc.torch.last_step import LastStep, refuse_velocity
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_gradients import SparseGradients
 from dgc.torch.step_watch import StepWatch, learning_rates_of
-from dgc.torch.tensors import Result, as_array, describe, samples
+from dgc.torch.tensors import Result, as_array, describe, fingerprint, samples
 from dgc.transport.agreement import agree_or_raise, require_replicas
 
 _PATIENCE = 1.0
@@ -79,7 +80,7 @@ class Engine:
         self._config = config
         self._results: dict[int, Result] = {}
         self._extra_bytes = 0
-        self._replicas_compared = False
+        self._replicas_compared = self._results_compared = False
         self._error: DGCError | None = None
         self._untold = False  # whether the other ranks will hear of the error in the next step
         self._opened = False  # whether the other ranks know that this one has begun the step
@@ -126,7 +127,7 @@ class Engine:
             LayoutError: another shape or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
-        self._begin()
+        self._begin(index)
         parameter = self.parameters[index]
         if index in self._sparse:
             refused = self._sparse.refusal(index, gradient)
@@ -189,7 +190,7 @@ class Engine:
         Raises:
             DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
         """
-        self._raise_on_all_ranks(self._open_step() or error, index)
+        self._raise_on_all_ranks(self._open_step(index) or error, index)
 
     def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> None:
         place = None if index is None or index in self._sparse else self._places[index]
@@ -208,8 +209,29 @@ class Engine:
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
-        """Whether the gradients that were handed over last have been exchanged, and none of another step."""
-        return self._error is None and not (self._opened or self._exchange.in_step)
+        """Whether the results of the latest step are there and were not cleared, and no other step has begun."""
+        return self._error is None and not (self._opened or self._exchange.in_step) and self._last.stands
+
+    def require_same_results(self) -> None:
+        """Before results are handed back by another ``synchronize()``; collective the first time, then nothing.
+
+        Raises:
+            ConfigError: the ranks changed them in different ways.
+        """
+        if self._results_compared:
+            return
+        self._results_compared = True
+        dense = [None if p.grad is None or p.grad.is_sparse else p.grad for p in self.parameters]
+        require_replicas(
+            self.transport,
+            # A gradient that was taken out of the step counts as 0, which another rank may have put there already.
+            {
+                n: fingerprint(torch.zeros_like(p) if g is None else g)
+                for n, p, g in zip(self.names, self.parameters, dense, strict=True)
+            },
+            "their gradients were changed in different ways between synchronize() and another synchronize() or step(), "
+            "which averages nothing again: make the same change on every rank",
+        )
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -293,20 +315,23 @@ class Engine:
         self._leave_failure()
         # The ranks may have met the failure before or after they asked each other.
         self.steps.saved.forget()
-        self._replicas_compared = False
+        self._replicas_compared = self._results_compared = False
 
     def _leave_failure(self) -> None:
         self._results.clear()
         self._error = None
         self._untold = self._opened = False
 
-    def _begin(self) -> None:
-        error = self._open_step()
+    def _begin(self, index: int) -> None:
+        error = self._open_step(index)
         if error is not None:
             self._raise_on_all_ranks(error)
 
-    def _open_step(self) -> DGCError | None:
+    def _open_step(self, index: int | None = None) -> DGCError | None:
         """Do what every rank does before its first gradient of a step; within a step, nothing.
+
+        Args:
+            index: the parameter whose gradient it is.
 
         Returns:
             What this rank has to tell the others in this step, if it cannot take part.
@@ -323,11 +348,11 @@ class Engine:
             raise self._error
         if self._opened:
             return None
-        self._last.next_begins()
+        owner = self.steps.owner
+        carried = self._last.next_begins(index, averages_first_pass(owner))
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
-        owner = self.steps.owner
         # Whether a step was applied is known of an optimizer alone.
         self._exchange.unapplied.keeps_sent = owner is not None
         change = self.steps.saved.change(self.transport)
@@ -335,6 +360,8 @@ class Engine:
             if owner is not None:
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
+                if any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay):
+                    refuse_velocity(carried)
         except ConfigError as refused:
             error = error or refused
         hyper, members = self.adoption.hyper, self._sparse.others
