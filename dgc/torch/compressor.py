@@ -117,6 +117,7 @@ class DGCCompressor(CompressorBase[Engine]):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
+            engine.require_same_results()
             stand_in = torch.ones(1)
             engine.stats.add_sent(stand_in.nbytes)
             return stand_in, tensor

@@ -113,6 +113,9 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
     engine: Engine = self._dgc.engine
     if engine.is_done() and is_averaged(self):
         # synchronize() once more in the same step: the gradients are the step's results, clipped perhaps.
+        engine.require_same_results()
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)  # taken out of the step by hand
         averaged = p.grad.clone() if p.grad.is_sparse else p.grad
         return lambda: averaged, None
     index = engine.index_of(p)

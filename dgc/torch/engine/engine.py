@@ -20,12 +20,13 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
+from dgc.torch.engine.horovod.horovod import averages_first_pass
+from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
-from dgc.torch.engine.step.last_step import LastStep
+from dgc.torch.engine.step.last_step import LastStep, refuse_velocity
 from dgc.torch.engine.step.saved_state import Change
-from dgc.torch.engine.tensors import Result, as_array, describe, samples
-from dgc.transport.agreement import require_replicas
+from dgc.torch.engine.tensors import Result, as_array, describe
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -76,7 +77,7 @@ class Engine(EngineBase):
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
         self._results: dict[int, Result] = {}
-        self._replicas_compared = False
+        self._replicas_compared = self._results_compared = False
         self._error: DGCError | None = None
         self._untold = False  # whether the other ranks will hear of the error in the next step
         self._opened = False  # whether the other ranks know that this one has begun the step
@@ -118,7 +119,7 @@ class Engine(EngineBase):
             LayoutError: another shape or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
-        self._begin()
+        self._begin(index)
         parameter = self.parameters[index]
         if index in self._sparse:
             refused = self._sparse.refusal(index, gradient)
@@ -181,7 +182,7 @@ class Engine(EngineBase):
         Raises:
             DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
         """
-        self._raise_on_all_ranks(self._open_step() or error, index)
+        self._raise_on_all_ranks(self._open_step(index) or error, index)
 
     def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> NoReturn:
         place = None if index is None or index in self._sparse else self._places[index]
@@ -200,8 +201,19 @@ class Engine(EngineBase):
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
-        """Whether the gradients that were handed over last have been exchanged, and none of another step."""
-        return self._error is None and not (self._opened or self.exchange.in_step)
+        """Whether the results of the latest step are there and were not cleared, and no other step has begun."""
+        return self._error is None and not (self._opened or self.exchange.in_step) and self._last.stands
+
+    def require_same_results(self) -> None:
+        """Before results are handed back by another ``synchronize()``; collective the first time, then nothing.
+
+        Raises:
+            ConfigError: the ranks changed them in different ways.
+        """
+        if self._results_compared:
+            return
+        self._results_compared = True
+        require_same_results(self.transport, self.names, self.parameters)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -248,19 +260,22 @@ class Engine(EngineBase):
         self._leave_failure()
         # The ranks may have met the failure before or after they asked each other.
         self.steps.saved.forget()
-        self._replicas_compared = False
+        self._replicas_compared = self._results_compared = False
 
     def _leave_failure(self) -> None:
         self._results.clear()
         self._error, self._untold, self._opened = None, False, False
 
-    def _begin(self) -> None:
-        error = self._open_step()
+    def _begin(self, index: int) -> None:
+        error = self._open_step(index)
         if error is not None:
             self._raise_on_all_ranks(error)
 
-    def _open_step(self) -> DGCError | None:
+    def _open_step(self, index: int | None = None) -> DGCError | None:
         """Do what every rank does before its first gradient of a step; within a step, nothing.
+
+        Args:
+            index: the parameter whose gradient it is.
 
         Returns:
             What this rank has to tell the others in this step, if it cannot take part.
@@ -277,11 +292,11 @@ class Engine(EngineBase):
             raise self._error
         if self._opened:
             return None
-        self._last.next_begins()
+        owner = self.steps.owner
+        carried = self._last.next_begins(index, averages_first_pass(owner))
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
-        owner = self.steps.owner
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.unapplied.keeps_sent = owner is not None
         change = self.steps.saved.change(self.transport)
@@ -289,6 +304,8 @@ class Engine(EngineBase):
             if owner is not None:
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
+                if any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay):
+                    refuse_velocity(carried)
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)
@@ -323,7 +340,8 @@ class Engine(EngineBase):
             if found:
                 self._exclude(found)
         if not self._replicas_compared:
-            self._compare_replicas()
+            self._replicas_compared = True
+            require_same_parameters(self.transport, self.names, self.parameters)
         self._last.concluded()
 
     def _watch_peers(self) -> None:
@@ -368,17 +386,6 @@ class Engine(EngineBase):
                 ),
                 index,
             )
-
-    def _compare_replicas(self) -> None:
-        """After the first exchange, and the first after a state was loaded; before the update."""
-        self._replicas_compared = True
-        require_replicas(
-            self.transport,
-            {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
-            "before the first step, and after loading a checkpoint on one rank, call "
-            "hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which some optimizers move parameters, and then "
-            "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
-        )
 
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""

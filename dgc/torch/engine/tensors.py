@@ -71,3 +71,8 @@ def samples(tensor: torch.Tensor) -> np.ndarray:
     """(at most 8,) float64: a few values of a tensor, to compare it between ranks."""
     places = torch.from_numpy(sample_places(tensor.numel())).to(tensor.device)
     return tensor.detach().take(places).to(torch.float64).cpu().numpy()
+
+
+def fingerprint(tensor: torch.Tensor) -> np.ndarray:
+    """(at most 9,) float64: :func:`samples` of a tensor and its L2 norm, which a change of any part of it moves."""
+    return np.append(samples(tensor), float(torch.linalg.vector_norm(tensor.detach().float())))

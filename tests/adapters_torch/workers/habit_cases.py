@@ -187,6 +187,83 @@ def synchronize_clip_and_step_equal_dense_training():
 
 
 @case
+def gradients_that_are_taken_out_after_synchronize():
+    """A layer that is not to move yet: its ``.grad`` is removed, and step() averages what is left no second time."""
+    for way, passes in itertools.product("ab", (1, 2)):
+        models = []
+        for kind in ("dense", way):
+            model = make_model()
+            options = {} if kind == "dense" else EXACT
+            optimizer, compression = distribute(
+                kind, model, plain_sgd(model), {"backward_passes_per_step": passes}, **options
+            )
+            for step in range(6):
+                optimizer.zero_grad()
+                for i in range(passes):
+                    loss_of(model, step * passes + i).backward()
+                optimizer.synchronize()
+                if step < 3:
+                    model.last.zero_grad(set_to_none=True)
+                quiet(optimizer.step)
+            models.append(model)
+            if compression is not None:
+                assert compression.describe()["step"] == 6
+            close(compression)
+        assert worst_difference(models[1], models[0]) <= 1e-5, (way, passes, worst_difference(models[1], models[0]))
+
+
+@case
+def gradients_of_ones_own_after_zero_grad():
+    """They are averaged, although synchronize() has run: its results are gone."""
+    for way in "ab":
+        models = []
+        for kind in ("dense", way):
+            model = make_model()
+            options = {} if kind == "dense" else {**EXACT, "discardable": True}
+            optimizer, compression = distribute(kind, model, plain_sgd(model), **options)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            for step in range(4):
+                loss_of(model, 100 + step).backward()
+                optimizer.synchronize()
+                optimizer.zero_grad()
+                for p, g in zip(parameters, torch.autograd.grad(loss_of(model, step), parameters), strict=True):
+                    p.grad = g
+                quiet(optimizer.step)
+                optimizer.zero_grad()
+            models.append(model)
+            close(compression)
+        assert_replicas_identical(models[1], f"assigned {way}")
+        assert worst_difference(models[1], models[0]) <= 1e-5, (way, worst_difference(models[1], models[0]))
+
+
+@case
+def changing_averaged_gradients_on_one_rank_alone_is_an_error():
+    """Dense training averages them again in step(); here the replicas would drift apart."""
+
+    def scale(parameters):
+        for p in parameters:
+            p.grad.mul_(0.5)
+
+    def remove(parameters):
+        for p in parameters[-2:]:
+            p.grad = None
+
+    for way, change in itertools.product("ab", (scale, remove)):
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.99)
+        loss_of(model, 0).backward()
+        optimizer.synchronize()
+        if hvd.rank() == 1:
+            change([p for p in model.parameters() if p.requires_grad])
+        before = flat(model).clone()
+        on_every_rank(
+            dgc.ConfigError, "in different ways", lambda o=optimizer: quiet(o.step), f"{way} {change.__name__}"
+        )
+        assert torch.equal(flat(model), before)
+        compression.close()
+
+
+@case
 def a_closure_that_synchronizes():
     """It averages its own gradients; step() must not take the last results for new gradients."""
     for way in ("a", "b"):

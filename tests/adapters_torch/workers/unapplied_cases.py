@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import OrderedDict
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from models import (
     assert_replicas_identical,
+    batch,
     dense_reference,
     flat,
     loss_of,
@@ -311,6 +313,51 @@ def gradients_that_stay_are_not_taken_back():
             flats.append(flat(model).clone())
             compression.close()
         assert torch.equal(*flats), way
+
+
+@case
+def gradients_are_not_added_to_a_velocity():
+    """With adopted momentum or decay ``.grad`` is no gradient after synchronize(): an error before anything moves."""
+    for way, options in itertools.product("ab", ({"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.01})):
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model, **options), sparsity=0.99)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = flat(model).clone()
+
+        def again(model=model, optimizer=optimizer):
+            loss_of(model, 3).backward()
+            optimizer.step()
+
+        on_every_rank(dgc.DGCError, "cannot take in another gradient", again, f"{way} {options}")
+        assert torch.equal(flat(model), before)
+        compression.close()
+
+
+@case
+def where_gradients_may_have_been_zeroed_in_place_a_warning_says_what_would_be_wrong():
+    """One parameter, or passes that are added up, hide whether somebody has cleared the gradients before."""
+    for way, passes in itertools.product("ab", (1, 2)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 10, bias=False) if passes == 1 else torch.nn.Sequential(torch.nn.Linear(20, 10))
+        optimizer, compression = wrap(way, model, sgd(model), hvd_options={"backward_passes_per_step": passes})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                for i in range(passes):
+                    x, y = batch(10 * step + i)
+                    torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.synchronize()
+                model.zero_grad(set_to_none=False)
+        # The second step finds what the first one left, and gradients in it.
+        assert sum("set to 0 in place" in str(w.message) for w in caught) == 1, [str(w.message) for w in caught]
+        compression.close()
 
 
 @case

@@ -50,13 +50,18 @@ def has_begun(optimizer: Any) -> bool:
     return bool(optimizer._handles) or any(left != passes for left in optimizer._allreduce_delay.values())
 
 
+def averages_first_pass(optimizer: Any) -> bool:
+    """Whether a Horovod optimizer hands over each gradient in the backward pass that computes it."""
+    return getattr(optimizer, "backward_passes_per_step", 0) == 1 and getattr(optimizer, "_groups", None) is None
+
+
 def is_averaged(optimizer: Any) -> bool:
     """Whether ``synchronize()`` has averaged the gradients of ``optimizer``, and no backward pass came after it."""
     passes = optimizer.backward_passes_per_step
     return (
         optimizer._synchronized
         and all(left == passes for left in optimizer._allreduce_delay.values())
-        and all(p.grad is not None for p in optimizer._requires_update)  # zero_grad() ends the step
+        and any(p.grad is not None for p in optimizer._requires_update)  # clearing all of them ends the step
     )
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 
 import numpy as np
 import torch
 
 from dgc.core.exchange.exchange import Exchange
+from dgc.errors import ConfigError
 from dgc.torch.engine.tensors import samples
+
+
+class Carried(Enum):
+    """Whether the results of a step that was not applied are exchanged again with what a backward pass adds to them."""
+
+    NO = "no"
+    PERHAPS = "perhaps"  # they may have been set to 0 in place before gradients were added
+    YES = "yes"
 
 
 class LastStep:
@@ -19,17 +29,21 @@ class LastStep:
     A step counts as applied once an optimizer over any of its parameters begins to step. Gradients count as dropped
     when the owner's ``zero_grad()`` has run, or when the next step finds other or cleared gradients; otherwise what was
     exchanged is still in ``.grad``, and will be exchanged again with what is added there.
+
+    Attributes:
+        stands: whether the owner's ``zero_grad()`` has not cleared the latest step's results.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], exchange: Callable[[], Exchange]) -> None:
         """Take the parameters, and a function that returns the exchange that is in use."""
         self._parameters = parameters
         self._exchange = exchange
-        self._gradient: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        self._gradients: dict[int, torch.Tensor] = {}  # of two parameters, by index
         self._values: list[np.ndarray] | None = None
         self._versions: list[int] = []
         self._seen_stepping = False
         self._warned = False
+        self.stands = False
 
     @property
     def is_open(self) -> bool:
@@ -38,12 +52,12 @@ class LastStep:
 
     def concluded(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
+        self.stands = True
         if not self._exchange().unapplied.pending:
             self._forget()
             return
-        held = next((p for p in self._parameters if p.grad is not None and not p.grad.is_sparse), None)
-        if held is not None:
-            self._gradient = held, held.grad, held.grad._version
+        held = [i for i, p in enumerate(self._parameters) if p.grad is not None and not p.grad.is_sparse]
+        self._gradients = {i: self._parameters[i].grad for i in held[:1] + held[-1:]}
         if not self._seen_stepping:
             # Somebody who never calls step() updates the parameters without an optimizer.
             self._versions = [p._version for p in self._parameters]
@@ -59,6 +73,7 @@ class LastStep:
 
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run."""
+        self.stands = False
         if not self._exchange().unapplied.pending:
             return
         if _within_a_step():  # in a closure, which may run several times in one step
@@ -66,15 +81,28 @@ class LastStep:
         else:
             self._drop()
 
-    def next_begins(self) -> None:
-        """The first gradient of the next step is there."""
+    def next_begins(self, index: int | None = None, first_pass: bool = False) -> Carried:
+        """The first gradient of the next step is there.
+
+        Args:
+            index: the parameter whose gradient that is.
+            first_pass: whether the other gradients are as they were before this backward pass.
+
+        Returns:
+            Whether the latest step's results are still in ``.grad``, where they are exchanged again.
+        """
         if not self._exchange().unapplied.pending:
-            return
-        if self._was_cleared():
+            return Carried.NO
+        others = {i: gradient for i, gradient in self._gradients.items() if i != index}
+        if self._were_cleared(others or self._gradients):
             self._drop()
-        else:
-            self._exchange().unapplied.settle()
-            self._forget()
+            return Carried.NO
+        changed = self._changed()
+        self._exchange().unapplied.settle()
+        self._forget()
+        if changed:
+            return Carried.NO
+        return Carried.YES if others and first_pass else Carried.PERHAPS
 
     def discard(self) -> bool:
         """Take the step back because the user says so.
@@ -105,14 +133,10 @@ class LastStep:
             )
         self._forget()
 
-    def _was_cleared(self) -> bool:
-        """Whether the gradient that was kept in mind is gone, or has been set to 0."""
-        if self._gradient is None:
-            return False
-        parameter, gradient, version = self._gradient
-        if parameter.grad is not gradient:
-            return True
-        return gradient._version != version and not bool(gradient.any())
+    def _were_cleared(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        """Whether one of the gradients that were kept in mind is gone, or all have been set to 0."""
+        gone = any(self._parameters[i].grad is not gradient for i, gradient in gradients.items())
+        return gone or (bool(gradients) and not any(bool(gradient.any()) for gradient in gradients.values()))
 
     def _changed(self) -> bool:
         """Whether somebody else has updated the parameters; only asked until an optimizer was seen stepping them."""
@@ -124,7 +148,26 @@ class LastStep:
         return not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(self._values, now, strict=True))
 
     def _forget(self) -> None:
-        self._gradient = self._values = None
+        self._gradients = {}
+        self._values = None
+
+
+def refuse_velocity(carried: Carried) -> None:
+    """Gradients are added to results that hold momentum or decay, which would be taken for a gradient.
+
+    Raises:
+        ConfigError: they certainly are.
+    """
+    advice = (
+        "backward() ran after synchronize() without step() or zero_grad(): .grad holds the step's result, with the "
+        "momentum and weight decay that the compressor applies, and cannot take in another gradient; accumulate with "
+        "backward_passes_per_step, clear the gradients in between with optimizer.zero_grad(), or leave both in the "
+        "optimizer: momentum=0 in the compressor"
+    )
+    if carried is Carried.YES:
+        raise ConfigError(advice)
+    if carried is Carried.PERHAPS:
+        warnings.warn(f"unless gradients were set to 0 in place: {advice}", RuntimeWarning, stacklevel=2)
 
 
 def _within_a_step() -> bool:
