@@ -378,14 +378,7 @@ class Engine(EngineBase):
             ConfigError: on every rank.
         """
         if self.adoption.took_from(index):
-            self.fail(
-                ConfigError(
-                    f"{self.names[index]!r} has sparse gradients, which travel Horovod's own way, but momentum or "
-                    "weight decay of its group was taken into the compressor; put it in a parameter group of its own "
-                    "with momentum 0 and weight_decay 0"
-                ),
-                index,
-            )
+            self.fail(self._sparse.momentum_refusal(index), index)
 
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dgc.core.transport import Transport
-from dgc.errors import LayoutError
+from dgc.errors import ConfigError, LayoutError
 
 
 class SparseGradients:
@@ -65,6 +65,14 @@ class SparseGradients:
         return LayoutError(
             f"{self._names[index]!r} had sparse gradients and now has a dense one; build a new compressor when a "
             "parameter changes the way it is used"
+        )
+
+    def momentum_refusal(self, index: int) -> ConfigError:
+        """What is wrong with a sparse gradient whose momentum was adopted: nobody would apply it."""
+        return ConfigError(
+            f"{self._names[index]!r} has sparse gradients, which travel Horovod's own way, but momentum or weight decay "
+            "of its group was taken into the compressor; put it in a parameter group of its own with momentum 0 and "
+            "weight_decay 0"
         )
 
     def settle(self, transport: Transport, submitted: Collection[int]) -> set[int]:
