@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.crossing import APPLY, REFUSED
-from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.tensors import unique_names
 
 
@@ -49,11 +49,11 @@ class DenseReducer:
             average_passes: without effect.
 
         Raises:
-            ConfigError: ``passes`` is not 1.
+            ConfigError: ``passes`` is not 1, or ``op`` is an unknown text.
         """
         if passes != 1:
             raise ConfigError("accumulating gradients over several steps needs compression=Compression.dgc(...)")
-        self._compression, self._op, self._process_set = compression, op, process_set
+        self._compression, self._op, self._process_set = compression, HOROVOD.reduce_op(op), process_set
         self._sparse_as_dense = sparse_as_dense
 
     @tf.autograph.experimental.do_not_convert
