@@ -174,7 +174,7 @@ class CompressorBase(Generic[EngineT]):
                 _warn_of_dropped(state)
         except BaseException:
             if self._engine is not None:
-                self._engine.close()
+                self._engine.close(keep_transport=True)
                 self._engine = None
             if transport is not None and isinstance(choice, str):  # one that the user brought is the user's
                 transport.close()

@@ -121,7 +121,8 @@ class EngineBase(abc.ABC):
         agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
-        weakref.finalize(self, close_all, self._exchanges, self.transport).atexit = False
+        self._at_end = weakref.finalize(self, close_all, self._exchanges, self.transport)
+        self._at_end.atexit = False
 
     # -- what it does --------------------------------------------------------------------------------------------
 
@@ -216,12 +217,13 @@ class EngineBase(abc.ABC):
             exchange.abandon()
         self._leave_step()
 
-    def close(self) -> None:
-        """End the communication threads and the transport."""
-        close_all(self._exchanges, self.transport)
+    def close(self, keep_transport: bool = False) -> None:
+        """End the communication threads and, unless it shall be kept, the transport."""
+        self._at_end.detach()
+        close_all(self._exchanges, None if keep_transport else self.transport)
 
 
-def close_all(exchanges: list[Exchange], transport: Transport) -> None:
+def close_all(exchanges: list[Exchange], transport: Transport | None) -> None:
     """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
-    if all([exchange.close() for exchange in exchanges]):
+    if all([exchange.close() for exchange in exchanges]) and transport is not None:
         transport.close()

@@ -206,10 +206,19 @@ class Horovod(abc.ABC):
             return "sum"
         raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
 
-    def reduce_op(self, name: str) -> Any:
-        """Horovod's constant for "average" or "sum"."""
+    def reduce_op(self, op: Any) -> Any:
+        """Horovod's constant for "average" or "sum"; anything but a text as it is.
+
+        Raises:
+            ConfigError: another text.
+        """
+        if not isinstance(op, str):
+            return op
         hvd = self.module(initialized=False)
-        return hvd.Average if name == "average" else hvd.Sum
+        known = {"average": hvd.Average, "sum": hvd.Sum}
+        if op.lower() not in known:
+            raise ConfigError(f"op is {op!r}; allowed: hvd.Average and hvd.Sum, or their names")
+        return known[op.lower()]
 
 
 def same_set(one: Any, other: Any) -> bool:

@@ -49,7 +49,7 @@ def DistributedGradientTape(
             device_sparse=device_sparse,
             compression=compression or hvd.Compression.none,
             sparse_as_dense=sparse_as_dense,
-            op=hvd.Average if op is None else op,
+            op=hvd.Average if op is None else HOROVOD.reduce_op(op),
             gradient_predivide_factor=gradient_predivide_factor,
             num_groups=num_groups,
             groups=groups,

@@ -84,7 +84,7 @@ class DGCCompressor(CompressorBase[Engine]):
             try:
                 stand_in = StandIn(HOROVOD.module(), transport, members, engine.count_bytes)
             except BaseException:
-                engine.close()
+                engine.close(keep_transport=True)
                 raise
             engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
             engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self

@@ -62,7 +62,7 @@ def DistributedOptimizer(
         members = ours.process_set(process_set)
     else:
         members = hvd.global_process_set if process_set is None else process_set
-    op = HOROVOD.reduce_op(op) if isinstance(op, str) else hvd.Average if op is None else op
+    op = hvd.Average if op is None else HOROVOD.reduce_op(op)
     arguments = dict(
         named_parameters=named_parameters,
         backward_passes_per_step=backward_passes_per_step,

@@ -1,5 +1,7 @@
 """Binding, and what is kept before it, without a framework."""
 
+import gc
+
 import pytest
 from fakes import FakeEngine, FakeHorovod, FakeSet
 
@@ -60,7 +62,16 @@ def test_a_transport_that_the_user_brought_stays_open():
         compressor.fails = ConfigError("something")
         with pytest.raises(ConfigError, match="something"):
             compressor.bind()
+        compressor.fails = None
+        compressor.load_state_dict({"parameters": {"a": {}}})
+        with pytest.raises(Exception, match="step"):
+            compressor.bind()
+        gc.collect()
         assert not closed
+        compressor.reset()
+        compressor.bind()
+        compressor.close()
+        assert closed
 
     run_ranks(2, one_rank)
 

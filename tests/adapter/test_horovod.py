@@ -71,7 +71,9 @@ def test_ops():
     horovod = FakeHorovod()
     horovod.hvd.Average, horovod.hvd.Sum = 1, 2  # names are texts already
     assert [horovod.op_name(op) for op in ("Sum", 1, 2)] == ["sum", "average", "sum"]
-    assert [horovod.reduce_op(name) for name in ("average", "sum")] == [1, 2]
+    assert [horovod.reduce_op(name) for name in ("average", "Sum", 2, None)] == [1, 2, 2, None]
+    with pytest.raises(ConfigError, match="op is 'max'"):
+        horovod.reduce_op("max")
     with pytest.raises(ConfigError, match="not Adasum"):
         horovod.op_name(object())
 

@@ -144,6 +144,7 @@ class Stock:
             engine.take_momentum()
             follows = engine.adoption.velocity_has_learning_rate
             results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
+            group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
             # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.
             return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], (
                 REFUSED if refused else APPLY

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED
 from dgc.tensorflow.engine.tensors import unique_names
 
@@ -49,11 +49,11 @@ class DenseReducer:
             average_passes: without effect.
 
         Raises:
-            ConfigError: ``passes`` is not 1.
+            ConfigError: ``passes`` is not 1, or ``op`` is an unknown text.
         """
         if passes != 1:
             raise ConfigError("accumulating gradients over several steps needs compression=Compression.dgc(...)")
-        self._compression, self._op, self._process_set = compression, op, process_set
+        self._compression, self._op, self._process_set = compression, HOROVOD.reduce_op(op), process_set
         self._sparse_as_dense = sparse_as_dense
 
     @tf.autograph.experimental.do_not_convert

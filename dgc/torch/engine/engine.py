@@ -243,10 +243,9 @@ class Engine(EngineBase):
         self._tensors.release()
         self._opened = False
 
-    def close(self) -> None:
-        """End the communication thread and the transport."""
+    def close(self, keep_transport: bool = False) -> None:  # noqa: D102
         self.steps.end()
-        super().close()
+        super().close(keep_transport)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

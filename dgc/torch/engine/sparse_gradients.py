@@ -71,8 +71,8 @@ class SparseGradients:
         """What is wrong with a sparse gradient whose momentum was adopted: nobody would apply it."""
         return ConfigError(
             f"{self._names[index]!r} has sparse gradients, which travel Horovod's own way, but momentum or weight "
-            "decay of its group was taken into the compressor; put it in a parameter group of its own with momentum 0 and "
-            "weight_decay 0"
+            "decay of its group was taken into the compressor; put it in a parameter group of its own with momentum 0 "
+            "and weight_decay 0"
         )
 
     def settle(self, transport: Transport, submitted: Collection[int]) -> set[int]:

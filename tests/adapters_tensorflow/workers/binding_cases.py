@@ -162,6 +162,23 @@ def a_reset_forgets_gradients_that_were_added_up():
 
 
 @case
+def stand_ins_are_counted():
+    sent = {}
+    for library in (dgc, hvd):
+        model = m.make_model()
+        variables = m.raw(model.trainable_variables)
+        compression = dgc.Compression.dgc(variables, momentum=0.0, sparsity=0.9)
+        x, y = (tf.constant(t) for t in m.batch(0))
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        options = {"groups": 1} if library is hvd else {}
+        library.DistributedGradientTape(tape, compression=compression, **options).gradient(loss, variables)
+        sent[library] = compression.stats.last.bytes_sent
+        compression.close()
+    assert sent[hvd] == sent[dgc] + 4 * len(variables)
+
+
+@case
 def transports_do_not_share_names():
     transports = [HorovodTransport(), HorovodTransport()]
     assert transports[0]._prefix != transports[1]._prefix
