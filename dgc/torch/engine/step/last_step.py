@@ -97,10 +97,10 @@ class LastStep:
         if self._were_cleared(others or self._gradients):
             self._drop()
             return Carried.NO
-        changed = self._changed()
+        unknown = not self._gradients or self._changed()
         self._exchange().unapplied.settle()
         self._forget()
-        if changed:
+        if unknown:
             return Carried.NO
         return Carried.YES if others and first_pass else Carried.PERHAPS
 
