@@ -29,7 +29,7 @@ def test_numba_where_it_works(caplog):
 
 
 def test_numpy_with_one_warning_without_numba(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "dgc.core.kernels.cpu", None)
+    monkeypatch.setitem(sys.modules, "dgc.core.kernels.cpu.backend", None)
     kernels = choose.choose_kernels("cpu")
     assert isinstance(kernels, ReferenceKernels)
     assert choose.choose_kernels("cpu") is kernels

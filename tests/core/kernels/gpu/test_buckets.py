@@ -195,7 +195,7 @@ def test_dense_tensors_tell_of_nonfinite_entries():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_messages_over_steps_equal_the_cpus(values, dtype):
     """A jump and a fall of the gradient: the message is written anew when a threshold was of no use."""
-    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     rng = np.random.default_rng(6)
     lengths = [20000, 3000, 9000]
     ks = [40, 30, 9]

@@ -67,7 +67,7 @@ def test_equals_the_reference(kernels, pattern, kind, dtype, momentum):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_steps_equal_the_cpu_backend(kernels, dtype):
-    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(2)
+    cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(2)
     rng = np.random.default_rng(1)
     bucket = bucket_of(kernels, LENGTHS, dtype)
     ks = [max(1, n // 1000) for n in LENGTHS]

@@ -93,7 +93,7 @@ def test_steps_with_thresholds_equal_the_reference(seed, pattern, dtype, density
 
 def test_control_and_selection_equal_the_cpu_backends():
     """Same thresholds, same candidates, same rows of control, step by step."""
-    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     rng = np.random.default_rng(5)
     lengths = [30000, 3000, 12000]
     ks = [60, 30, 12]
@@ -115,7 +115,7 @@ def test_control_and_selection_equal_the_cpu_backends():
 @pytest.mark.parametrize("extra", [-20, -3, -1, 0, 1, 2, 500, 5000])
 def test_candidates_just_enough_and_not(extra):
     """Around k candidates, and far off: the same entries and the same control as on the CPU."""
-    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     n, k = 20000, 64
     magnitudes = np.linspace(0.5, 2.0, n, dtype=np.float32)
     gradient = np.random.default_rng(0).permutation(magnitudes) * np.float32(-1)
@@ -136,7 +136,7 @@ def test_candidates_just_enough_and_not(extra):
 
 def test_candidates_far_above_their_threshold():
     """The k-th largest is beyond the bins of the first histogram: whole segments are searched, and rows stay equal."""
-    cpu = pytest.importorskip("dgc.core.kernels.cpu").NumbaKernels(1)
+    cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     n, k = 20000, 64
     gradient = np.full(n, 0.5, np.float32)
     gradient[::40] = np.linspace(1.0, 1.1, n // 40)

@@ -315,7 +315,7 @@ for codec in tests.CODECS[2:]:
 print("inside")
 """
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[3])])
+    path = os.pathsep.join([str(here), str(Path(bits_numpy.__file__).parent), str(here.parents[3])])
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)

@@ -38,7 +38,7 @@ def test_sources_compile(architecture, state_bits):
     nvrtc()
     # In a process of its own: a compiler that crashes must fail this test, not end the run.
     code = (
-        "import sys; from cupy.cuda import nvrtc; from dgc.core.kernels import source as s\n"
+        "import sys; from cupy.cuda import nvrtc; from dgc.core.kernels.gpu.cuda import source as s\n"
         "program = nvrtc.createProgram(s.source(), 'dgc.cu', (), ())\n"
         "try:\n"
         f"    nvrtc.compileProgram(program, s.compile_options({state_bits}) + ('-arch={architecture}',))\n"
