@@ -58,7 +58,7 @@ def test_gradients_are_unscaled_and_everything_between_them_is_zero(density, nam
 
 
 def test_a_dense_sum_of_entries_keeps_what_the_encoder_wrote():
-    vector, plan, step, grads = prepared(0.9)
+    vector, plan, step, grads = prepared(1.0)
     assert plan.mode is Mode.SUM
     size = vector._bucket.sparse_size
     vector.values[:size] = 3

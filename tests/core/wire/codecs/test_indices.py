@@ -283,7 +283,8 @@ def test_damaged_blocks_are_refused_or_still_valid(codec, monkeypatch):
             twins = mutated(rng, block)
             claimed = count if rng.integers(4) else int(rng.integers(n + 1))
             outcomes = []
-            for module in KERNELS.values():
+            # Only two codecs have bit loops; there is one way to read the others.
+            for module in KERNELS.values() if codec in CODECS[2:] else [numba_loops]:
                 monkeypatch.setattr(indices, "bit_kernels", lambda module=module: module)
                 outcomes += [outcome(codec, twin, n, claimed) for twin in twins]
             assert all(each == outcomes[0] for each in outcomes)
