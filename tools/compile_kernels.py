@@ -1,16 +1,67 @@
 #!/usr/bin/env python3
-"""Compile the CPU kernels into Numba's cache, half a minute once; a second where they are cached already."""
+"""Compile what Numba compiles into its cache, in several processes; a few seconds where all of it is cached already.
 
-from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+The kernels, the loops of the codecs, and those of every registered compressor, for either type of the state.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+
+def compile_kernels(dtype: str) -> None:
+    from dgc.core.kernels.cpu.backend import NumbaKernels
+
+    for threads in (1, 2):
+        NumbaKernels(threads).warm_up(dtype)
+
+
+def compile_codecs() -> None:
+    from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+
+    default_loops()
+    bit_kernels()
+
+
+def compile_compressors(dtype: str) -> None:
+    """Two steps of one rank with each compressor that has loops of its own."""
+    import numpy as np
+
+    from dgc.core.compressors.build import make_config
+    from dgc.core.exchange.exchange import Exchange
+    from dgc.core.kernels.reference import ReferenceKernels
+    from dgc.core.state.layout import Parameter, make_layout
+    from dgc.transport.local import run_ranks
+
+    cases = [(name, {}) for name in ("onebit", "qsgd", "terngrad", "dorefa")]
+    cases += [("qsgd", {"coding": "elias"}), ("qsgd", {"norm": "max"})]
+
+    def one_rank(transport) -> None:
+        for name, options in cases:
+            config = make_config({"min_numel": 0, **options}, algorithm=name)
+            exchange = Exchange(
+                make_layout([Parameter("w", (16, 16), dtype)], config), config, transport, ReferenceKernels()
+            )
+            for _ in range(2):
+                gradient = np.linspace(-1, 1, 256).astype(dtype)
+                exchange.submit(0, gradient, np.empty_like(gradient))
+                exchange.finish()
+            exchange.close()
+
+    run_ranks(1, one_rank, timeout=600)
+
+
+JOBS = [(compile_kernels, "float32"), (compile_kernels, "float64"), (compile_codecs,)]
+JOBS += [(compile_compressors, "float32"), (compile_compressors, "float64")]
 
 
 def main() -> None:
-    for threads in (1, 2):
-        for dtype in ("float32", "float64"):
-            NumbaKernels(threads).warm_up(dtype)
-    default_loops()
-    bit_kernels()
+    # A fresh interpreter for each worker: Numba's threads do not survive a fork.
+    with ProcessPoolExecutor(min(len(JOBS), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for done in [pool.submit(*job) for job in JOBS]:
+            done.result()
 
 
 if __name__ == "__main__":

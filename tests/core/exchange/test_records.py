@@ -13,7 +13,12 @@ from exchange_tools import (
     run_step,
     train,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.records import Hyper, Submission, Submissions
+from dgc.core.state.layout import make_layout
 from dgc.errors import ConfigError
 
 
@@ -41,3 +46,40 @@ def test_loss_scale_must_be_positive_and_finite():
 
     errors = errors_of(2, rank)
     assert all(isinstance(e, ConfigError) and "loss_scale" in str(e) for e in errors), errors
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(len(SHAPES))))
+def test_a_bucket_is_complete_with_its_last_gradient_in_whatever_order(order):
+    layout = make_layout(parameters(), make_config({"min_numel": 64, "bucket_bytes": 2048}))
+    given_so_far, item = Submissions(layout), Submission(np.zeros(1), np.zeros(1))
+    names = list(SHAPES)
+    for place, parameter in enumerate(order):
+        assert set(given_so_far.lacking()) == {names[i] for i in order[place:]}
+        bucket, _ = layout.places[parameter]
+        members = {segment.parameter for segment in layout.buckets[bucket].segments}
+        assert given_so_far.add(parameter, item) == (members <= set(order[: place + 1]))
+        assert given_so_far.is_complete(bucket) == (members <= set(order[: place + 1]))
+        with pytest.raises(KeyError):
+            given_so_far.add(parameter, item)
+    assert given_so_far.is_complete()
+    assert not given_so_far.lacking()
+
+
+def test_ranks_compare_everything_that_they_must_share_and_no_rounding():
+    def digest(**changes):
+        plain = {"momentum": [0.9, 0.0], "nesterov": [True, False], "weight_decay": [0.0, 1e-4]}
+        return Hyper(**{**plain, "learning_rates": (0.1, 0.01), **changes}).digest()
+
+    changed = [
+        {"momentum": [0.9, 0.5]},
+        {"momentum": [0.0, 0.9]},
+        {"nesterov": [False, True]},
+        {"weight_decay": [0.0, 1e-4 + 1e-12]},
+        {"learning_rates": (0.1,)},
+        {"learning_rates": (0.01, 0.1)},
+        {"learning_rates": (0.1, 0.010001)},
+        {"restored": True},
+    ]
+    assert len({digest(), *(digest(**each) for each in changed)}) == 1 + len(changed)
+    assert digest(learning_rates=(0.1 + 1e-9, 0.01)) == digest()

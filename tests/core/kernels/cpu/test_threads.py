@@ -285,7 +285,8 @@ def test_an_interrupt_waits_for_the_pieces_under_way():
         try:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
             team.run(2, kernel, 10, None)
-            time.sleep(30)  # the signal may come late; it ends this
+            for _ in range(3000):  # the signal may come late, and to another thread, which does not end a sleep
+                time.sleep(0.01)
         except KeyboardInterrupt:
             interrupted += 1
         # The interrupt may have hit this thread's own piece, which then stays in the list; a helper's may not.

@@ -1,0 +1,245 @@
+"""What others may add: a codec, a kernel backend, a transport. Each is written here as its author would write it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from exchange_tools import first_gradients, gradient, make_exchange, run_step, train
+
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.base import SegmentWork, Selection
+from dgc.core.kernels.reference import ReferenceKernels, top_k
+from dgc.core.transport import Transport
+from dgc.core.wire import HEADER_BYTES, ValueCodec, unpack_header, value_codec
+from dgc.core.wire.codecs import registry
+from dgc.core.wire.codecs.blocks import padded
+from dgc.errors import TransportError, WireError
+from dgc.transport.local import run_ranks
+
+# -- a value codec --------------------------------------------------------------------------------------------------
+
+
+class PowerValues:
+    """A sign and an exponent in one byte: every value becomes the power of two below it."""
+
+    name = "power"
+    id = 200
+    grouped = False
+    dtype = np.dtype(np.float32)
+
+    def max_bytes(self, k, groups):
+        return padded(k)
+
+    def encode(self, values, bounds, out):
+        if values.dtype != self.dtype or out.size < padded(values.size):
+            raise WireError("power: values are not float32, or there is too little room")
+        _, exponents = np.frexp(values)
+        codes = np.clip(exponents + 63, 1, 127).astype(np.uint8) * np.isfinite(values) * (values != 0)
+        out[: values.size] = codes | ((values < 0).astype(np.uint8) << 7)
+        out[: values.size][~np.isfinite(values)] = 0x80
+        out[values.size : padded(values.size)] = 0
+        return padded(values.size)
+
+    def decode(self, data, count, bounds):
+        if data.size < padded(count):
+            raise WireError("power: the block is too short")
+        codes = data[:count].astype(np.int32)
+        values = np.ldexp(np.float32(0.5), (codes & 127) - 63) * ((codes & 127) > 0)
+        values = np.where(codes & 0x80, -values, values).astype(np.float32)
+        values[codes == 0x80] = np.nan
+        return values, padded(count)
+
+    def roundtrip(self, values, bounds):
+        block = np.empty(self.max_bytes(values.size, 1), np.uint8)
+        self.encode(values, bounds, block)
+        return self.decode(block, values.size, bounds)[0]
+
+
+@pytest.fixture
+def power(monkeypatch):
+    """The rows that a new codec gets in :mod:`dgc.core.wire.codecs.registry`."""
+    codec = PowerValues()
+    monkeypatch.setitem(registry._VALUE_CODECS, codec.name, codec)
+    monkeypatch.setitem(registry._VALUE_CODECS_BY_ID, codec.id, codec)
+    return codec
+
+
+def test_a_codec_is_found_by_its_name_and_its_number(power):
+    assert isinstance(power, ValueCodec)
+    assert value_codec("power") is power
+    assert registry.value_codec_by_id(200) is power
+
+
+def test_a_codec_keeps_what_the_protocol_promises(power):
+    values = np.array([0, 1, -1, 0.3, -1e-5, 1000], np.float32)
+    sent = power.roundtrip(values, np.array([0, 6]))
+    np.testing.assert_array_equal(sent, np.float32([0, 1, -1, 0.25, -(2.0**-17), 512]))
+    assert np.isnan(power.roundtrip(np.array([np.inf, np.nan], np.float32), np.array([0, 2]))).all()
+
+
+def test_a_codec_travels_in_messages_and_its_error_stays_in_the_residual(power):
+    seen = []
+
+    def look(rank, step, exchange, params, results):
+        message = exchange._buckets[0]._buffers.sender._gathered[0]
+        seen.append((unpack_header(message[:HEADER_BYTES]).value_codec, results))
+
+    out = train(2, 6, sparsity=0.9, momentum=0.0, values="power", on_step=look)
+    assert {number for number, _ in seen} == {200}
+    magnitudes = np.abs(seen[0][1][0]) * 2  # the mean of two ranks: one power of two, or the sum of two
+    alone = np.log2(magnitudes[magnitudes > 0])
+    assert (alone == np.round(alone)).mean() > 0.5
+    for a, b in zip(out[0][0], out[1][0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    # sent + residual == gradients, whatever the codec makes of a value
+    for parameter in (0, 2):
+        residual = sum(exchange.state.residual(parameter) for _, exchange in out) / 2
+        start = np.random.default_rng(1)
+        first = [start.standard_normal(each.size).astype(np.float32) for each in out[0][0]][parameter]
+        arrived = (first - out[0][0][parameter]) / np.float32(0.1)
+        given = sum(gradient(s, r, parameter, first.size) for s in range(6) for r in range(2)) / 2
+        np.testing.assert_allclose(arrived + residual, given, atol=2e-5)
+
+
+# -- a kernel backend -----------------------------------------------------------------------------------------------
+
+
+class SortingKernels(ReferenceKernels):
+    """Selects by a stable sort instead of a partition."""
+
+    name = "sorting"
+
+    def __init__(self):
+        self.calls = 0
+
+    def accumulate_and_select(self, work, u, v, control):
+        self.calls += 1
+        nonfinite = self.accumulate(work, u, v)
+        chosen = []
+        for w in work:
+            values = v[w.offset : w.offset + w.length]
+            order = np.argsort(-np.abs(values), kind="stable")[: w.k]
+            chosen.append(w.offset + np.sort(order[values[order] != 0]))
+        positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        return Selection(positions, nonfinite, v[positions])
+
+    def begin_selection(self, work, u, v, control):
+        return lambda: self.accumulate_and_select(work, u, v, control)
+
+
+def test_a_backend_trains_as_the_reference_does():
+    options = dict(sparsity=0.9, momentum=0.9, nesterov=True, weight_decay=0.01, bucket_bytes=2048)
+    own = SortingKernels()
+    for (got, exchange), (wanted, _) in zip(
+        train(2, 8, kernels=own, **options), train(2, 8, kernels=ReferenceKernels(), **options), strict=True
+    ):
+        assert exchange.describe()["kernels"] == "sorting"
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert own.calls > 0
+
+
+def test_a_backend_is_compared_with_the_reference():
+    """What docs/architecture.md asks of one: the k largest, ties to the lower position."""
+    for seed, k in ((0, 1), (1, 17), (2, 1000)):
+        values = np.round(np.random.default_rng(seed).standard_normal(1000), 1).astype(np.float32)
+        work = [SegmentWork(values, None, 0, 1000, k)]
+        chosen = SortingKernels().accumulate_and_select(work, np.zeros_like(values), np.zeros_like(values), None)
+        np.testing.assert_array_equal(chosen.positions, top_k(values, k))
+
+
+# -- a transport ----------------------------------------------------------------------------------------------------
+
+
+class BoardTransport:
+    """Two ranks that write on a common board and meet at barriers."""
+
+    name = "board"
+
+    def __init__(self, rank, board, barrier):
+        self.rank, self.size = rank, 2
+        self._board, self._barrier = board, barrier
+
+    def _show(self, array):
+        """Every rank's array."""
+        try:
+            self._board[self.rank] = array.copy()
+            self._barrier.wait(20)
+            arrays = list(self._board)
+            self._barrier.wait(20)
+        except threading.BrokenBarrierError as error:
+            raise TransportError("the other rank did not come") from error
+        return arrays
+
+    def allgather(self, message, out):
+        out[...] = self._show(message)
+
+    def allreduce(self, array, op="sum"):
+        arrays = self._show(array)
+        np.add(*arrays, out=array) if op == "sum" else np.maximum(*arrays, out=array)
+
+    def close(self):
+        self._barrier.abort()
+
+
+def on_two_ranks(function):
+    board, barrier = [None, None], threading.Barrier(2)
+    results = [None, None]
+
+    def run(rank):
+        try:
+            results[rank] = function(BoardTransport(rank, board, barrier))
+        except BaseException as error:
+            results[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_transport_carries_two_ranks(begin):
+    options = dict(sparsity=0.9, momentum=0.9, rampup_begin_step=begin, bucket_bytes=2048)
+
+    def rank(transport):
+        exchange = make_exchange(transport, **options)
+        assert isinstance(exchange, Exchange)
+        assert exchange.describe()["transport"] == "board"
+        results = [run_step(exchange, first_gradients(transport.rank))[1] for _ in range(5)]
+        exchange.close()
+        return results
+
+    assert isinstance(BoardTransport(0, [], None), Transport)
+    got = on_two_ranks(rank)
+
+    def local(transport):
+        exchange = make_exchange(transport, **options)
+        results = [run_step(exchange, first_gradients(transport.rank))[1] for _ in range(5)]
+        exchange.close()
+        return results
+
+    for mine, wanted in zip(got, run_ranks(2, local), strict=True):
+        assert not isinstance(mine, BaseException), mine
+        for a, b in zip(mine, wanted, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_a_transport_that_fails_is_an_error_of_the_step():
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        if transport.rank == 1:
+            transport.close()
+            return None
+        with pytest.raises(TransportError, match="did not come"):
+            run_step(exchange, first_gradients(0))
+        exchange.close()
+        return "told"
+
+    assert on_two_ranks(rank) == ["told", None]
