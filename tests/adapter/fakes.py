@@ -63,7 +63,7 @@ class FakeEngine(EngineBase):
         super().__init__(config, transport)
 
         def layout(of):
-            return make_layout([Parameter(n, (numel,), "float32") for n in of], config)
+            return make_layout([Parameter(n, (numel // 32, 32), "float32") for n in of], config)
 
         def build():
             if bad:
