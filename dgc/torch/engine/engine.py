@@ -46,7 +46,7 @@ class Engine(EngineBase):
     """
 
     what = "parameters"
-    advice = "Build the same model and optimizer on every rank."
+    advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
     adoption: Adoption
 
     def __init__(
