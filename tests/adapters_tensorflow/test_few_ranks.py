@@ -54,7 +54,7 @@ def step(wrap):
 
 distributed = tf.function(lambda: step(lambda tape: hvd.DistributedGradientTape(tape, compression=compression)))
 for a, b in zip(distributed(), step(lambda tape: tape), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 assert inner.momentum == 0.9
 assert compression.state_dict()["inactive"]
 report("done")

@@ -94,7 +94,8 @@ def stock_horovod_over_another_process_set():
             tape = hvd.DistributedGradientTape(tape, compression=compression, **options)
             return tape.gradient(loss, variables)
 
-        m.assert_raises(step, "another process set than the compressor", kinds=(dgc.ConfigError,))
+        # Raised while Horovod's function is traced: TensorFlow gives it a class of its own.
+        m.assert_raises(step, "ConfigError", "another process set than the compressor")
         assert len(step(process_set=pair)) == len(variables)
         compression.close()
     hvd.allreduce(tf.zeros(1), name="barrier")
