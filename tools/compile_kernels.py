@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 
 
@@ -25,8 +26,8 @@ def compile_codecs() -> None:
     bit_kernels()
 
 
-def compile_compressors(dtype: str) -> None:
-    """Two steps of one rank with each compressor that has loops of its own."""
+def compile_compressors() -> None:
+    """Two steps of one rank with each compressor that has loops of its own; types share most of them."""
     import numpy as np
 
     from dgc.core.compressors.build import make_config
@@ -39,7 +40,7 @@ def compile_compressors(dtype: str) -> None:
     cases += [("qsgd", {"coding": "elias"}), ("qsgd", {"norm": "max"})]
 
     def one_rank(transport) -> None:
-        for name, options in cases:
+        for dtype, (name, options) in product(("float32", "float64"), cases):
             config = make_config({"min_numel": 0, **options}, algorithm=name)
             exchange = Exchange(
                 make_layout([Parameter("w", (16, 16), dtype)], config), config, transport, ReferenceKernels()
@@ -53,8 +54,7 @@ def compile_compressors(dtype: str) -> None:
     run_ranks(1, one_rank, timeout=600)
 
 
-JOBS = [(compile_kernels, "float32"), (compile_kernels, "float64"), (compile_codecs,)]
-JOBS += [(compile_compressors, "float32"), (compile_compressors, "float64")]
+JOBS = [(compile_kernels, "float32"), (compile_kernels, "float64"), (compile_codecs,), (compile_compressors,)]
 
 
 def main() -> None:
