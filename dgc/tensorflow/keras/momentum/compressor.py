@@ -217,6 +217,10 @@ class MomentumCompressor(DGCCompressor):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _require_states(self, state: Any, resize: bool) -> list[Any]:
+        with as_state_error():
+            return super()._require_states(state, resize)
+
     def _regularizer_of(self, name: str) -> Regularizer:
         for pattern, regularizer in self.parameter_regularization.items():
             if fnmatchcase(name, pattern):
