@@ -187,6 +187,22 @@ def synchronize_clip_and_step_equal_dense_training():
 
 
 @case
+def a_limit_that_is_not_reached_equals_dense_training_with_momentum():
+    """With adopted momentum an exchange returns a velocity, which a second exchange would make a gradient again."""
+
+    def update(optimizer, model, scaler):
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        finish(optimizer, scaler)
+
+    expected, _ = run_steps("dense", sgd, update)
+    for way in "ab":
+        model, compression = run_steps(way, sgd, update, **EXACT)
+        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
+        compression.close()
+
+
+@case
 def gradients_that_are_taken_out_after_synchronize():
     """A layer that is not to move yet: its ``.grad`` is removed, and step() averages what is left no second time."""
     for way, passes in itertools.product("ab", (1, 2)):
