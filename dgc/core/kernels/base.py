@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+
+Array: TypeAlias = Any
+"""An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
 
 
 @dataclass(slots=True)
@@ -23,11 +26,24 @@ class SegmentWork:
     1 / loss scale and the clipping factor. ``k`` is how many entries to send.
     """
 
-    gradient: np.ndarray
-    parameter: np.ndarray | None
+    gradient: Array
+    parameter: Array | None
     offset: int
     length: int
     k: int
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumRule:
+    """Momentum SGD of one tensor in one step.
+
+    ``G = mean + weight_decay * parameter``; ``u <- m*u + G``; ``result = scale * (u, or G + m*u with Nesterov)``.
+    """
+
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
@@ -42,9 +58,9 @@ def _nothing() -> None:
 class Undo:
     """What a refused step needs to put back: the state at the sent positions before masking."""
 
-    positions: np.ndarray
-    u: np.ndarray
-    v: np.ndarray
+    positions: Array
+    u: Array
+    v: Array
     finish: Callable[[], None] = _nothing
     """Must be called before u or v is read, after :meth:`Kernels.mask` without waiting; again does nothing."""
 
@@ -84,11 +100,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
+    def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
         """Return (len,) float64: each gradient's sum of squares over its finite entries."""
         ...
 
-    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:
+    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
         """Momentum correction, in place; returns whether a non-finite entry was met.
 
         ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
@@ -96,9 +112,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def accumulate_and_select(
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
-    ) -> Selection:
+    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
         """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
 
         Ties go to the lower position. ``control`` (S, c) is read and updated.
@@ -106,7 +120,7 @@ class Kernels(Protocol):
         ...
 
     def begin_selection(
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
     ) -> Callable[[], Selection]:
         """:meth:`accumulate_and_select` by other threads, while this one does something else.
 
@@ -120,19 +134,8 @@ class Kernels(Protocol):
         """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
         ...
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return ``array[positions]`` as a new array."""
-        ...
-
     def mask(
-        self,
-        u: np.ndarray,
-        v: np.ndarray,
-        positions: np.ndarray,
-        decoded: np.ndarray,
-        *,
-        masking: bool,
-        wait: bool = True,
+        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
     ) -> Undo:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there.
 
@@ -141,17 +144,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:
+    def restore(self, u: Array, v: Array, undo: Undo) -> None:
         """Undo :meth:`mask`, once it is finished."""
         ...
 
     def scatter_add(
-        self,
-        results: Sequence[np.ndarray],
-        offsets: np.ndarray,
-        positions: np.ndarray,
-        values: np.ndarray,
-        factor: float,
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
         """Add ``values * factor`` to the results, result s holding positions ``offsets[s]`` to ``offsets[s + 1]``.
 
@@ -165,28 +163,16 @@ class Kernels(Protocol):
         ...
 
     def dense_update(
-        self,
-        result: np.ndarray,
-        mean: np.ndarray,
-        u: np.ndarray,
-        parameter: np.ndarray | None,
-        *,
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        scale: float,
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
-        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done.
-
-        ``G = mean + weight_decay * parameter``; ``u <- m*u + G``; ``result = scale * (u, or G + m*u with Nesterov)``.
-        """
+        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done."""
         ...
 
 
 class Memory(Protocol):
     """The memory of one backend. n elements; *device* arrays are those that the backend's kernels work on."""
 
-    def zeros(self, n: int, dtype: Any) -> Any:
+    def zeros(self, n: int, dtype: Any) -> Array:
         """Return a device array of zeros, (n,)."""
         ...
 
@@ -194,23 +180,23 @@ class Memory(Protocol):
         """Return host memory for what travels, (n,), not initialised; page-locked where that helps."""
         ...
 
-    def to_host(self, array: Any) -> np.ndarray:
+    def to_host(self, array: Array) -> np.ndarray:
         """Return a copy of a device array. Waits."""
         ...
 
-    def copy_in(self, array: Any, values: np.ndarray) -> None:
+    def copy_in(self, array: Array, values: np.ndarray) -> None:
         """Overwrite a device array, (n,), with host values of any float type. Waits."""
         ...
 
-    def copy(self, array: Any, source: Any) -> None:
+    def copy(self, array: Array, source: Array) -> None:
         """Overwrite a device array, (n,), with another of its type, in the order of the kernels' work."""
         ...
 
-    def fill(self, array: Any, value: float) -> None:
+    def fill(self, array: Array, value: float) -> None:
         """Overwrite a device array with one value, in the order of the kernels' work."""
         ...
 
-    def sum_of_squares(self, array: Any) -> float:
+    def sum_of_squares(self, array: Array) -> float:
         """Return the sum of squares. Waits."""
         ...
 

@@ -39,11 +39,6 @@ def choose_kernels(device: str = "cpu") -> Kernels:
     return kernels
 
 
-def describe_backend(device: str = "cpu") -> str:
-    """One line that says which backend :func:`choose_kernels` takes, and on how many threads."""
-    return choose_kernels(device).describe()
-
-
 def _cpu_kernels() -> Kernels:
     try:
         from dgc.core.kernels.cpu.backend import NumbaKernels

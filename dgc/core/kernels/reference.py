@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from dgc.core.kernels.base import SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
 from dgc.core.kernels.threshold import new_control
 from dgc.errors import LayoutError
 
@@ -90,18 +90,8 @@ class ReferenceKernels:
     ) -> Callable[[], Selection]:
         return partial(self.accumulate_and_select, work, u, v, control)
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
-        return array[positions]
-
     def mask(  # noqa: D102
-        self,
-        u: np.ndarray,
-        v: np.ndarray,
-        positions: np.ndarray,
-        decoded: np.ndarray,
-        *,
-        masking: bool,
-        wait: bool = True,
+        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
     ) -> Undo:
         undo = Undo(positions, u[positions], v[positions])
         v[positions] = undo.v - decoded
@@ -114,12 +104,7 @@ class ReferenceKernels:
         v[undo.positions] = undo.v
 
     def scatter_add(  # noqa: D102
-        self,
-        results: Sequence[np.ndarray],
-        offsets: np.ndarray,
-        positions: np.ndarray,
-        values: np.ndarray,
-        factor: float,
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
         bounds = np.searchsorted(positions, offsets)
         for s, result in enumerate(results):
@@ -129,29 +114,20 @@ class ReferenceKernels:
             result[positions[inside] - offsets[s]] += values[inside].astype(result.dtype) * result.dtype.type(factor)
 
     def dense_update(  # noqa: D102
-        self,
-        result: np.ndarray,
-        mean: np.ndarray,
-        u: np.ndarray,
-        parameter: np.ndarray | None,
-        *,
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        scale: float,
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         g = mean
-        if weight_decay and parameter is not None:
-            g = mean + as_float(parameter, mean.dtype) * mean.dtype.type(weight_decay)
-        if momentum:
-            m = mean.dtype.type(momentum)
+        if rule.weight_decay and parameter is not None:
+            g = mean + as_float(parameter, mean.dtype) * mean.dtype.type(rule.weight_decay)
+        if rule.momentum:
+            m = mean.dtype.type(rule.momentum)
             u *= m
             u += g
-            g = g + m * u if nesterov else u
-        if scale == 1:
+            g = g + m * u if rule.nesterov else u
+        if rule.scale == 1:
             result[...] = g
         else:
-            np.multiply(g, mean.dtype.type(scale), out=result)
+            np.multiply(g, mean.dtype.type(rule.scale), out=result)
 
 
 def effective_gradient(work: SegmentWork, dtype: np.dtype) -> np.ndarray:

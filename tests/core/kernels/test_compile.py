@@ -9,12 +9,15 @@ from kernel_tools import run_script
 
 FROM_THE_CACHE = """
     import numpy as np
+    from dgc.core.kernels.base import Undo
     from dgc.core.kernels.cpu import scatter
     from dgc.core.kernels.cpu.backend import NumbaKernels
-    kernels, positions = NumbaKernels(2), np.array([3, 299_999])
+    positions = np.array([3, 299_999])
     for dtype in (np.float32, np.float64):
-        assert kernels.take(np.arange(300_000, dtype=dtype), positions).tolist() == [3, 299_999]
-    stats = scatter.gather.stats
+        u, v = np.zeros((2, 300_000), dtype)
+        NumbaKernels(2).restore(u, v, Undo(positions, np.ones(2, dtype), np.full(2, 2, dtype)))
+        assert (u.sum(), v.sum(), v[299_999]) == (2, 4, 2)
+    stats = scatter.restore.stats
     print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
@@ -35,11 +38,13 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
     script = """
         import time, sys
         from numba.core import event
+        from dgc.core.kernels.base import Undo
         from dgc.core.kernels.cpu import scatter
         from dgc.core.kernels.cpu.backend import NumbaKernels
         import numpy as np
-        NumbaKernels(1).take(np.zeros(10, np.float32), np.arange(3))
-        hits = sum(scatter.gather.stats.cache_hits.values())
+        u, v, kept = np.zeros((3, 3), np.float32)
+        NumbaKernels(1).restore(u, v, Undo(np.arange(3), kept, kept))
+        hits = sum(scatter.restore.stats.cache_hits.values())
         print("hits", hits)
     """
     first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
@@ -56,13 +61,16 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         """
         import sys
         import numpy as np
+        from dgc.core.kernels.base import Undo
         from dgc.core.kernels.cpu import scatter
         from dgc.core.kernels.cpu.backend import NumbaKernels
         from dgc.core.wire import value_codec
         from dgc.core.wire.codecs.loops import bit_kernels, default_loops
         if sys.argv[1:] == ["kernels"]:
-            assert NumbaKernels(1).take(np.ones(10, np.float32), np.arange(3)).sum() == 3
-            kept = scatter.gather
+            u, v = np.zeros((2, 10), np.float32)
+            NumbaKernels(1).restore(u, v, Undo(np.arange(3), *np.ones((2, 3), np.float32)))
+            assert u.sum() == v.sum() == 3
+            kept = scatter.restore
         else:
             out = np.zeros(16, np.uint8)
             value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.exchange.records import StepContext, Submission
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
 from dgc.core.state.layout import Bucket, Segment
 from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan, Mode
@@ -116,16 +116,8 @@ class DenseVector:
         u: np.ndarray,
     ) -> None:
         hyper, i = step.hyper, segment.parameter
-        self._kernels.dense_update(
-            result,
-            self._mean_of(plan, segment),
-            u,
-            item.parameter,
-            momentum=hyper.momentum[i],
-            nesterov=hyper.nesterov[i],
-            weight_decay=hyper.weight_decay[i],
-            scale=step.loss_scale,
-        )
+        rule = MomentumRule(hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i], step.loss_scale)
+        self._kernels.dense_update(result, self._mean_of(plan, segment), u, item.parameter, rule)
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
 from dgc.core.kernels.cpu import scatter, select_radix
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
@@ -86,14 +86,12 @@ class NumbaKernels:
         few = self.accumulate_and_select(work, u, v, control[1:]).positions
         many = np.arange(0, n, 2)
         for positions in (few, many):
-            undo = self.mask(u, v, positions, self.take(v, positions), masking=True)
+            undo = self.mask(u, v, positions, v[positions], masking=True)
             self.restore(u, v, undo)
             self.scatter_add([g.copy()], np.array([0, n]), positions, undo.v, 1.0)
         for size in (4, n):
             self.sums_of_squares([g[:size]])
-            self.dense_update(
-                u[:size].copy(), g[:size], v[:size], None, momentum=0.9, nesterov=False, weight_decay=0.0, scale=1.0
-            )
+            self.dense_update(u[:size].copy(), g[:size], v[:size], None, MomentumRule(momentum=0.9))
 
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
         return rules.new_control(segments)
@@ -127,21 +125,8 @@ class NumbaKernels:
     ) -> Callable[[], Selection]:
         return self._begin(work, u, v, control, at_once=False)
 
-    def take(self, array: np.ndarray, positions: np.ndarray) -> np.ndarray:  # noqa: D102
-        _check_positions(positions, array.size)
-        out = np.empty(positions.size, array.dtype)
-        self._run_places(scatter.gather, positions.size, array, positions, out)
-        return out
-
     def mask(  # noqa: D102
-        self,
-        u: np.ndarray,
-        v: np.ndarray,
-        positions: np.ndarray,
-        decoded: np.ndarray,
-        *,
-        masking: bool,
-        wait: bool = True,
+        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
     ) -> Undo:
         _check_positions(positions, min(u.size, v.size))
         k = positions.size
@@ -163,12 +148,7 @@ class NumbaKernels:
         self._run_places(scatter.restore, undo.positions.size, u, v, undo.positions, undo.u, undo.v)
 
     def scatter_add(  # noqa: D102
-        self,
-        results: Sequence[np.ndarray],
-        offsets: np.ndarray,
-        positions: np.ndarray,
-        values: np.ndarray,
-        factor: float,
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
         if positions.size == 0:
             return
@@ -193,31 +173,21 @@ class NumbaKernels:
             raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
 
     def dense_update(  # noqa: D102
-        self,
-        result: np.ndarray,
-        mean: np.ndarray,
-        u: np.ndarray,
-        parameter: np.ndarray | None,
-        *,
-        momentum: float,
-        nesterov: bool,
-        weight_decay: float,
-        scale: float,
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         n = result.size
         if not result.dtype == mean.dtype == u.dtype or result.dtype not in (np.float32, np.float64):
             raise LayoutError(f"{result.dtype}, {mean.dtype} and {u.dtype}: all must be float32, or all float64")
         if mean.shape != (n,) or u.shape != (n,):
             raise LayoutError(f"a result of {n} elements was given a mean of {mean.size} and a momentum of {u.size}")
-        at = code = 0
-        if parameter is None:
-            weight_decay = 0.0
-        elif weight_decay:
+        at, code, weight_decay = 0, 0, 0.0
+        if parameter is not None and rule.weight_decay:
+            weight_decay = float(rule.weight_decay)
             at, code = place_of(parameter, n, "parameter")
         threads = self._threads_for(n)
         self._team.run(
-            threads, update, -(-n // TILE), result, mean, u, at, code, float(momentum), bool(nesterov),
-            float(weight_decay), float(scale), np.empty((threads, STRIP if weight_decay else 0), result.dtype),
+            threads, update, -(-n // TILE), result, mean, u, at, code, float(rule.momentum), bool(rule.nesterov),
+            weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), result.dtype),
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Work at the k selected places: gather, mask, put back, and the sum of messages into results.
+"""Work at the k selected places: mask, put back, and the sum of messages into results.
 
 k entries; positions are ascending and unique, so threads that take disjoint parts of them never meet. All are kernels
 for :class:`dgc.core.kernels.cpu.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64 counts the
@@ -17,18 +17,6 @@ PART = 4096
 
 SOON = 16
 """Entries between the one that is worked on and the one whose places in u and v are asked for."""
-
-
-@entry()
-def gather(worker, progress, parts, array, positions, out):
-    """``out = array[positions]``."""
-    while True:
-        part = fetch_add(progress, 0, 1)
-        if part >= parts:
-            break
-        for i in range(part * PART, min((part + 1) * PART, positions.size)):
-            out[i] = array[positions[i]]
-        fetch_add(progress, 1, 1)
 
 
 @entry()

@@ -28,13 +28,16 @@ _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _FLOATS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
 
 
-class Vector(types.Type):
-    """LANES floats of one type, as a Numba type. It lives in registers: no array of it, no argument of an entry."""
+class _Lanes(types.Type):
+    """LANES numbers that have to do with one type of float."""
 
     def __init__(self, dtype: types.Float) -> None:
-        """Make the type of vectors of ``dtype``."""
         self.dtype = dtype
-        super().__init__(name=f"Vector({dtype})")
+        super().__init__(name=f"{type(self).__name__}({dtype})")
+
+
+class Vector(_Lanes):
+    """LANES floats of one type, as a Numba type. It lives in registers: no array of it, no argument of an entry."""
 
 
 @register_model(Vector)
@@ -43,13 +46,8 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, ir.VectorType(_FLOATS[kind.dtype], LANES))
 
 
-class Threshold(types.Type):
-    """LANES copies of a magnitude's bits, to compare vectors with."""
-
-    def __init__(self, dtype: types.Float) -> None:
-        """Make the type of thresholds for vectors of ``dtype``."""
-        self.dtype = dtype
-        super().__init__(name=f"Threshold({dtype})")
+class Threshold(_Lanes):
+    """LANES copies of a magnitude's bits, to compare vectors of the type with."""
 
 
 @register_model(Threshold)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
 from dgc.core.kernels.gpu.buckets import BLOCKS, BucketKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
@@ -62,7 +62,7 @@ class DeviceKernels(BucketKernels):
         self.restore(u, v, done.undo)
         self.wait()
 
-    def sums_of_squares(self, gradients: Sequence[Any]) -> np.ndarray:
+    def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
         with self._lock:
             tensors = [DenseTensor(gradient=g) for g in gradients]
@@ -76,7 +76,7 @@ class DeviceKernels(BucketKernels):
             ends = np.cumsum(geometry.tiles_of)
             return np.array([host[e - c : e].sum() for e, c in zip(ends, geometry.tiles_of, strict=True)], np.float64)
 
-    def accumulate(self, work: Sequence[SegmentWork], u: Any, v: Any) -> bool:
+    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
         with self._lock:
             selector = self._selector(work, u, v, None)
@@ -86,7 +86,7 @@ class DeviceKernels(BucketKernels):
             selector.settle()
             return selector.nonfinite
 
-    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray) -> Selection:
+    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
         """See :class:`~dgc.core.kernels.base.Kernels`; the selection is on the host. Waits."""
         with self._lock:
             selector = self._selector(work, u, v, control)
@@ -106,28 +106,13 @@ class DeviceKernels(BucketKernels):
             return Selection(positions[:count].astype(np.int64), selector.nonfinite, values[:count].copy())
 
     def begin_selection(
-        self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
     ) -> Callable[[], Selection]:
         """See :class:`~dgc.core.kernels.base.Kernels`; a device overlaps by itself."""
         return partial(self.accumulate_and_select, work, u, v, control)
 
-    def take(self, array: Any, positions: np.ndarray) -> np.ndarray:
-        """See :class:`~dgc.core.kernels.base.Kernels`; on the host. Waits."""
-        k = positions.size
-        if k == 0:
-            return np.empty(0, array.dtype)
-        _check_positions(positions, array.size)
-        with self._lock:
-            (places,) = self._tables.send(positions)
-            out = self._workspace.get("taken", array.dtype, k)
-            self._over_entries("gather", array, places, out, np.int64(k), k=k)
-            host = self._pinned("taken", out.nbytes).view(array.dtype)
-            self.runtime.download(host, out)
-            self.wait()
-            return host.copy()
-
     def mask(
-        self, u: Any, v: Any, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
+        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
     ) -> Undo:
         """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
         k = positions.size
@@ -142,7 +127,7 @@ class DeviceKernels(BucketKernels):
                 undo.positions = places.view(np.int64)
             return undo
 
-    def restore(self, u: Any, v: Any, undo: Undo) -> None:
+    def restore(self, u: Array, v: Array, undo: Undo) -> None:
         """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
         k = undo.positions.size
         wide = np.int32(np.dtype(undo.positions.dtype).itemsize == 8)
@@ -150,7 +135,7 @@ class DeviceKernels(BucketKernels):
             self._over_entries("restore", u, v, undo.positions, wide, undo.u, undo.v, np.int64(k), k=k)
 
     def scatter_add(
-        self, results: Sequence[Any], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
         """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait.
 
@@ -172,13 +157,12 @@ class DeviceKernels(BucketKernels):
             )  # fmt: skip
 
     def dense_update(
-        self, result: Any, mean: np.ndarray, u: Any, parameter: Any, *, momentum: float, nesterov: bool,
-        weight_decay: float, scale: float,
-    ) -> None:  # fmt: skip
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
+    ) -> None:
         """See :class:`~dgc.core.kernels.base.Kernels`; ``mean`` is on the host. Does not wait."""
         tensor = DenseTensor(
-            result=result, parameter=parameter if weight_decay else None, u=0, vector=0, momentum=momentum,
-            nesterov=nesterov, weight_decay=weight_decay, scale=scale,
+            result=result, parameter=parameter if rule.weight_decay else None, u=0, vector=0, momentum=rule.momentum,
+            nesterov=rule.nesterov, weight_decay=rule.weight_decay, scale=rule.scale,
         )  # fmt: skip
         with self._lock:
             (means,) = self._tables.send(mean)

@@ -21,68 +21,28 @@ CANDIDATES, WHOLE = range(2)
 CHOSEN, OUT_OF_RANGE, BEYOND_BINS = range(3)
 """What became of a segment's selection."""
 
-SEGMENT = np.dtype(
-    [
-        ("gradient", np.uint64),
-        ("parameter", np.uint64),
-        ("offset", np.int64),
-        ("key", np.uint64),
-        ("momentum", np.float64),
-        ("decay", np.float64),
-        ("scale", np.float64),
-        ("length", np.int32),
-        ("k", np.int32),
-        ("first_tile", np.int32),
-        ("tiles", np.int32),
-        ("room", np.int32),
-        ("most", np.int32),
-        ("fewest", np.int32),
-        ("gradient_type", np.int32),
-        ("parameter_type", np.int32),
-        ("form", np.int32),
-        ("source", np.int32),
-        ("open", np.int32),
-    ]
+
+def _struct(*fields: tuple[type, str]) -> np.dtype:
+    """The C struct of these fields, in order: types, each with the names of its fields."""
+    return np.dtype([(name, kind) for kind, names in fields for name in names.split()])
+
+
+SEGMENT = _struct(
+    (np.uint64, "gradient parameter"),
+    (np.int64, "offset"),
+    (np.uint64, "key"),
+    (np.float64, "momentum decay scale"),
+    (np.int32, "length k first_tile tiles room most fewest gradient_type parameter_type form source open"),
 )
-FOUND = np.dtype(
-    [
-        ("low", np.uint64),
-        ("width", np.int32),
-        ("want", np.int32),
-        ("total", np.int32),
-        ("taken", np.int32),
-        ("base", np.int32),
-        ("status", np.int32),
-    ]
-)
-SUMMARY = np.dtype(
-    [
-        ("largest", np.uint64),
-        ("count", np.int32),
-        ("nonfinite", np.int32),
-        ("unfinished", np.int32),
-        ("unused", np.int32),
-    ]
-)
-RUN = np.dtype([("start", np.int32), ("count", np.int32)])
-TARGET = np.dtype([("result", np.uint64), ("offset", np.int64), ("length", np.int64)])
-TENSOR = np.dtype(
-    [
-        ("result", np.uint64),
-        ("gradient", np.uint64),
-        ("parameter", np.uint64),
-        ("u", np.int64),
-        ("vector", np.int64),
-        ("length", np.int64),
-        ("momentum", np.float64),
-        ("decay", np.float64),
-        ("scale", np.float64),
-        ("limit", np.float64),
-        ("gradient_type", np.int32),
-        ("parameter_type", np.int32),
-        ("form", np.int32),
-        ("first_tile", np.int32),
-    ]
+FOUND = _struct((np.uint64, "low"), (np.int32, "width want total taken base status"))
+SUMMARY = _struct((np.uint64, "largest"), (np.int32, "count nonfinite unfinished unused"))
+RUN = _struct((np.int32, "start count"))
+TARGET = _struct((np.uint64, "result"), (np.int64, "offset length"))
+TENSOR = _struct(
+    (np.uint64, "result gradient parameter"),
+    (np.int64, "u vector length"),
+    (np.float64, "momentum decay scale limit"),
+    (np.int32, "gradient_type parameter_type form first_tile"),
 )
 SIZES = {SEGMENT: 104, FOUND: 32, SUMMARY: 24, RUN: 8, TARGET: 24, TENSOR: 96}
 assert all(dtype.itemsize == size for dtype, size in SIZES.items())

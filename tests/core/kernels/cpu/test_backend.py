@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import select_candidates
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
@@ -136,4 +136,4 @@ def test_results_that_cannot_be_written_are_refused():
         kernels.scatter_add([result], np.array([0, 4]), np.array([3]), one, 1.0)
     half = np.zeros(4, np.float16)
     with pytest.raises(LayoutError, match="float16"):
-        kernels.dense_update(half, half, half, None, momentum=0.9, nesterov=False, weight_decay=0.0, scale=1.0)
+        kernels.dense_update(half, half, half, None, MomentumRule(momentum=0.9))

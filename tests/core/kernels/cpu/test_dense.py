@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tools import KINDS, as_type, bits, entries
 
+from dgc.core.kernels.base import MomentumRule
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.cpu.dense import GROUP, TILE
 from dgc.core.kernels.reference import ReferenceKernels
@@ -44,15 +45,15 @@ def test_dense_update(kernels, dtype, momentum, nesterov, decay, scale, n):
         parameter = as_type(rng.standard_normal(n), element)
         own_u, expected_u = u.copy(), u.copy()
         result, expected = np.empty(n, dtype), np.empty(n, dtype)
-        kernels.dense_update(result, mean, own_u, parameter, **options)
-        ReferenceKernels().dense_update(expected, mean, expected_u, parameter, **options)
+        kernels.dense_update(result, mean, own_u, parameter, MomentumRule(**options))
+        ReferenceKernels().dense_update(expected, mean, expected_u, parameter, MomentumRule(**options))
         np.testing.assert_array_equal(bits(result), bits(expected))
         np.testing.assert_array_equal(bits(own_u), bits(expected_u))
 
 
 def test_dense_update_into_its_own_mean(kernels):
     mean, u = np.arange(10, dtype=np.float32), np.ones(10, np.float32)
-    kernels.dense_update(mean, mean, u, None, momentum=0.5, nesterov=True, weight_decay=0.0, scale=2.0)
+    kernels.dense_update(mean, mean, u, None, MomentumRule(momentum=0.5, nesterov=True, scale=2.0))
     velocity = np.arange(10) + 0.5
     np.testing.assert_array_equal(u, velocity)
     np.testing.assert_array_equal(mean, 2 * (np.arange(10) + 0.5 * velocity))
@@ -61,7 +62,7 @@ def test_dense_update_into_its_own_mean(kernels):
 def test_dense_update_refuses_other_lengths(kernels):
     v = np.zeros(10, np.float32)
     with pytest.raises(LayoutError, match="10 elements"):
-        kernels.dense_update(v, v[:9], v, None, momentum=0.5, nesterov=False, weight_decay=0.0, scale=1.0)
+        kernels.dense_update(v, v[:9], v, None, MomentumRule(momentum=0.5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

@@ -20,14 +20,13 @@ def some_positions(rng, k):
 
 @pytest.mark.parametrize("k", [0, 1, 500, 20_000])
 @pytest.mark.parametrize("masking", [True, False])
-def test_take_mask_and_restore(kernels, dtype, k, masking):
+def test_mask_and_restore(kernels, dtype, k, masking):
     rng = np.random.default_rng(k)
     positions, _, size = some_positions(rng, k)
     u, v = rng.standard_normal(size + 3).astype(dtype), rng.standard_normal(size).astype(dtype)
     decoded = v[positions] * v.dtype.type(0.9)
     expected_u, expected_v = u.copy(), v.copy()
     before_u, before_v = u.copy(), v.copy()
-    np.testing.assert_array_equal(kernels.take(v, positions), v[positions])
     undo = kernels.mask(u, v, positions, decoded, masking=masking)
     expected = ReferenceKernels().mask(expected_u, expected_v, positions, decoded, masking=masking)
     np.testing.assert_array_equal(u, expected_u)
@@ -66,7 +65,5 @@ def test_scatter_add_refuses_padding(kernels):
 def test_places_outside_are_refused(kernels):
     v = np.zeros(10, np.float32)
     for positions in (np.array([3, 10]), np.array([-1, 3])):
-        with pytest.raises(LayoutError, match="within"):
-            kernels.take(v, positions)
         with pytest.raises(LayoutError, match="within"):
             kernels.mask(v.copy(), v, positions, np.zeros(2, np.float32), masking=True)

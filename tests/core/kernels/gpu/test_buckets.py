@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.core.exchange.encoders.device import check_payload, device_format
+from dgc.core.kernels.base import MomentumRule
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
@@ -166,7 +167,7 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     ]
     wanted = [np.empty(n, dtype) for n in lengths]
     for r, p, at, n in zip(wanted, parameters, places, lengths, strict=True):
-        reference.dense_update(r, vector[at : at + n], wanted_u[at : at + n], p, **options)
+        reference.dense_update(r, vector[at : at + n], wanted_u[at : at + n], p, MomentumRule(**options))
     before = u.copy()
     assert kernels.exceeds(items, vector, u) == any((np.abs(r) > 1.0).any() for r in wanted)
     same_bits(u, before)
@@ -176,7 +177,7 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     same_bits(u, wanted_u)
     single = np.full(64, 3, dtype)
     again = before[4128:4192].copy()
-    kernels.dense_update(single, vector[4128:4192], again, parameters[3], **options)
+    kernels.dense_update(single, vector[4128:4192], again, parameters[3], MomentumRule(**options))
     same_bits(single, wanted[3])
 
 

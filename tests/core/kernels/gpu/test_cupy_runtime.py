@@ -7,7 +7,7 @@ import pytest
 from device_tools import Bucket, as_bfloat16, codec_of, convert, draw, same_bits
 
 from dgc.core.exchange.encoders.device import device_format
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
 
@@ -146,7 +146,7 @@ def test_dense_tensors(kernels):
     )
     for r, g, p in zip(results, gradients, places, strict=True):
         wanted = np.empty(g.size, np.float32)
-        reference.dense_update(wanted, vector[p : p + g.size], u[p : p + g.size], g, **options)
+        reference.dense_update(wanted, vector[p : p + g.size], u[p : p + g.size], g, MomentumRule(**options))
         same_bits(kernels.memory.to_host(r), wanted)
     same_bits(kernels.memory.to_host(device_u), u)
     squares = kernels.sums_of_squares(device_gradients)

@@ -94,42 +94,26 @@ struct __align__(8) FourHalves {
     u16 x[4];
 };
 
-__device__ __forceinline__ float float_of(u32 bits) {
+// The same bits as another type.
+template <class To, class From>
+__device__ __forceinline__ To as_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "the types have one size");
     union {
-        u32 i;
-        float f;
+        From from;
+        To to;
     } both;
-    both.i = bits;
-    return both.f;
+    both.from = x;
+    return both.to;
 }
 
-__device__ __forceinline__ u32 bits_of(float x) {
-    union {
-        float f;
-        u32 i;
-    } both;
-    both.f = x;
-    return both.i;
-}
-
-__device__ __forceinline__ u64 bits_of(double x) {
-    union {
-        double f;
-        u64 i;
-    } both;
-    both.f = x;
-    return both.i;
-}
+__device__ __forceinline__ float float_of(u32 bits) { return as_bits<float>(bits); }
+__device__ __forceinline__ u32 bits_of(float x) { return as_bits<u32>(x); }
+__device__ __forceinline__ u64 bits_of(double x) { return as_bits<u64>(x); }
 
 // The magnitude whose key this is.
 __device__ __forceinline__ Real real_of(u64 key) {
 #if STATE_BITS == 64
-    union {
-        u64 i;
-        double f;
-    } both;
-    both.i = key;
-    return both.f;
+    return as_bits<double>(key);
 #else
     return float_of((u32)key);
 #endif

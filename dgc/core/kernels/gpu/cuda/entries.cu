@@ -24,12 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_restore(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) dgc_gather(
-    const Real* __restrict__ array, const i64* __restrict__ positions, Real* __restrict__ out, i64 k) {
-    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < k; i += (i64)gridDim.x * THREADS)
-        out[i] = array[positions[i]];
-}
-
 // results[position] += value * factor. targets: (S).
 extern "C" __global__ void __launch_bounds__(THREADS) dgc_scatter_add(
     const Target* __restrict__ targets, int segments, const i64* __restrict__ positions,
