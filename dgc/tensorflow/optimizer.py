@@ -12,7 +12,8 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
 from dgc.tensorflow.engine.optimizers import V1, family
-from dgc.tensorflow.reduce.settings import Settings, check_compression
+from dgc.tensorflow.reduce.options import ReduceOptions
+from dgc.tensorflow.reduce.settings import HasSettings, Settings, check_compression
 
 
 def DistributedOptimizer(
@@ -72,7 +73,7 @@ def DistributedOptimizer(
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if isinstance(compression, DGCCompressor):
         check_predivide(gradient_predivide_factor, compression.op_of(op))
-    settings = Settings(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
+    settings = Settings(compression, ReduceOptions(op, process_set, sparse_as_dense))
     if is_alone(process_set) is False:
         settings.adopt(optimizer)
     optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
@@ -80,15 +81,8 @@ def DistributedOptimizer(
     return optimizer
 
 
-class _Distributed:
+class _Distributed(HasSettings):
     """Mixed into the class of the user's optimizer."""
-
-    _dgc_settings: Any
-
-    @property
-    def compression(self) -> Any:
-        """The compressor: statistics, state and residuals of this rank."""
-        return self._dgc_settings.compression
 
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(self, *args: Any, **options: Any) -> list[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.reduce.options import ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.settings import check_compression
 
@@ -67,9 +68,8 @@ def DistributedGradientTape(
             "that its momentum is taken over; or pass momentum=0 for plain error feedback"
         )
     _check_optimizer(compression)
-    reducer = Reducer(
-        compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense, user="a DistributedGradientTape"
-    )
+    options = ReduceOptions(op, process_set, sparse_as_dense)
+    reducer = Reducer(compression, options, user="a DistributedGradientTape")
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})

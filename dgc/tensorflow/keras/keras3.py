@@ -18,7 +18,7 @@ from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
-from dgc.tensorflow.reduce.settings import Settings
+from dgc.tensorflow.reduce.settings import HasSettings, Settings
 
 PACKAGE = "dgc"
 
@@ -63,11 +63,23 @@ def _users(name: str) -> Any:
     return property(get, set_, doc=f"The user's optimizer's ``{name}``.")
 
 
-class _Distributed:
+def _followed(name: str, how: str) -> Any:
+    """An option of the user's optimizer that the compressor may have taken over."""
+
+    def get(self: Any) -> Any:
+        return self._own(name)
+
+    def set_(self: Any, value: Any) -> None:
+        setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"The user's own, wherever it is applied; {how}.")
+
+
+class _Distributed(HasSettings):
     """What both distributed optimizers share."""
 
     inner_optimizer: Any
-    _settings: Settings
+    built: bool
     _complete = False
 
     weight_decay = _users("weight_decay")
@@ -77,23 +89,8 @@ class _Distributed:
     ema_momentum = _users("ema_momentum")
     ema_overwrite_frequency = _users("ema_overwrite_frequency")
 
-    @property
-    def momentum(self) -> Any:
-        """The user's own, wherever it is applied; a new one is followed from the next step on, 0 included."""
-        return self._own("momentum")
-
-    @momentum.setter
-    def momentum(self, value: Any) -> None:
-        self.inner_optimizer.momentum = value
-
-    @property
-    def nesterov(self) -> Any:
-        """The user's own, wherever it is applied; followed like the momentum."""
-        return self._own("nesterov")
-
-    @nesterov.setter
-    def nesterov(self, value: Any) -> None:
-        self.inner_optimizer.nesterov = value
+    momentum = _followed("momentum", "a new one is followed from the next step on, 0 included")
+    nesterov = _followed("nesterov", "followed like the momentum")
 
     def _own(self, name: str) -> Any:
         adoption = None if self.compression is None else self.compression.adoption
@@ -104,7 +101,7 @@ class _Distributed:
 
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
-        settings = self._settings
+        settings = self._dgc_settings
         if is_alone(settings.process_set) is not False:
             return
         steps = self.inner_optimizer.gradient_accumulation_steps
@@ -114,21 +111,11 @@ class _Distributed:
             hand_over(self.inner_optimizer)
         settings.adopt(self.inner_optimizer)
 
-    @property
-    def compression(self) -> Any:
-        """The compressor: statistics, state and residuals of this rank."""
-        return self._settings.compression
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that exchange; None for all."""
-        return self._settings.process_set
-
     def bind(self, variables: Sequence[Any]) -> None:
         """Attach the compressor to the model before the first step; collective."""
         self._prepare()
         if self.compression is not None:
-            self.compression.bind(list(variables), self.inner_optimizer, self._settings.process_set)
+            self.compression.bind(list(variables), self.inner_optimizer, self._dgc_settings.process_set)
 
     @property
     def iterations(self) -> Any:
@@ -154,7 +141,7 @@ class _Distributed:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         adoption = None if self.compression is None else self.compression.adoption
         inner["config"] = momentum_config(inner["config"], adoption)
-        return {"name": self.name, "inner_optimizer": inner, "settings": self._settings.to_config()}  # type: ignore[attr-defined]
+        return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}  # type: ignore[attr-defined]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -163,14 +150,23 @@ class _Distributed:
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, Settings.from_config(config.pop("settings")), **config)  # type: ignore[call-arg]
 
+    def _variables_to_update(self, trainable_variables: Any) -> list[Any]:
+        """Those given, or all; the first step makes the optimizer's own."""
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+            self.built = True
+        return variables
+
     def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
         self._prepare()
-        return self._settings.reducer.reduce(grads, variables, self.inner_optimizer)
+        return self._dgc_settings.reducer.reduce(grads, variables, self.inner_optimizer)
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
         self._prepare()
-        if self._settings.accumulation_steps:
+        if self._dgc_settings.accumulation_steps:
             return no_accumulators(self.inner_optimizer)
         return contextlib.nullcontext()
 
@@ -187,7 +183,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Hold ``inner_optimizer``; see :func:`wrap`."""
         super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
-        self._settings = settings
+        self._dgc_settings = settings
         self._prepare()
         self._complete = True
 
@@ -212,17 +208,13 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if not self.built:  # type: ignore[has-type]
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
-            self.built = True
+        variables = self._variables_to_update(trainable_variables)
         inner = self.inner_optimizer
         scale = inner.loss_scale_factor
         grads = _scaled(list(grads), None if scale is None else 1.0 / scale)
         reduced, verdict = self._reduce(grads, variables)
         reduced = _scaled(reduced, scale)
-        if self._settings.reducer.passes == 1:
+        if self._dgc_settings.reducer.passes == 1:
             inner.apply(reduced, variables)
         else:
             tf.cond(
@@ -289,7 +281,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             dynamic_growth_steps=dynamic_growth_steps,
             name=name or f"distributed_{inner_optimizer.name}",
         )
-        self._settings = settings
+        self._dgc_settings = settings
         settings.refuse_loss_scale()
         self._prepare()
         self._complete = True
@@ -307,11 +299,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if not self.built:  # type: ignore[has-type]
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
-            self.built = True
+        variables = self._variables_to_update(trainable_variables)
         grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
         reduced, verdict = self._reduce(grads, variables)
 

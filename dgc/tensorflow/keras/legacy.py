@@ -17,7 +17,7 @@ from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
 from dgc.tensorflow.engine.optimizers import LEGACY_V2, family
-from dgc.tensorflow.reduce.settings import Settings
+from dgc.tensorflow.reduce.settings import HasSettings, Settings
 
 
 def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
@@ -39,20 +39,8 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     return optimizer
 
 
-class _Distributed:
+class _Distributed(HasSettings):
     """Mixed into the class of the user's optimizer."""
-
-    _dgc_settings: Settings
-
-    @property
-    def compression(self) -> Any:
-        """The compressor: statistics, state and residuals of this rank."""
-        return self._dgc_settings.compression
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that exchange; None for all."""
-        return self._dgc_settings.process_set
 
     def bind(self, variables: Any) -> None:
         """Attach the compressor to the model before the first step; collective."""
@@ -115,7 +103,7 @@ class _Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Build it as it was saved; the compressor begins with empty residuals."""
-        base = cls.__mro__[2]
+        base = cls.__bases__[-1]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
         return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)  # type: ignore[attr-defined]

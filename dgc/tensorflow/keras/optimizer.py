@@ -9,6 +9,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
 from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family
+from dgc.tensorflow.reduce.options import ReduceOptions
 from dgc.tensorflow.reduce.settings import Settings, check_compression
 
 
@@ -54,14 +55,10 @@ def DistributedOptimizer(
         )
     if isinstance(compression, DGCCompressor):
         check_predivide(gradient_predivide_factor, compression.op_of(op))
-    settings = Settings(
-        compression,
-        op=op,
-        process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
+    options = ReduceOptions(
+        op, process_set, sparse_as_dense, passes=backward_passes_per_step, average_passes=average_aggregated_gradients
     )
+    settings = Settings(compression, options)
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap
     else:

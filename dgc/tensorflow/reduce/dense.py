@@ -15,6 +15,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED
 from dgc.tensorflow.engine.tensors import unique_names
+from dgc.tensorflow.reduce.options import ReduceOptions
 
 
 class DenseReducer:
@@ -28,33 +29,20 @@ class DenseReducer:
     compression = None
     passes = 1
 
-    def __init__(
-        self,
-        compression: Any = None,
-        *,
-        op: Any = None,
-        process_set: Any = None,
-        sparse_as_dense: bool = False,
-        passes: int = 1,
-        average_passes: bool = False,
-    ) -> None:
+    def __init__(self, compression: Any, options: ReduceOptions) -> None:
         """Remember how to reduce.
 
         Args:
-            compression: Horovod's ``Compression.none`` or ``Compression.fp16``.
-            op: Horovod's reduce op; None for Average.
-            process_set: the ranks that take part.
-            sparse_as_dense: turn ``tf.IndexedSlices`` into tensors.
-            passes: ``backward_passes_per_step``; only 1.
-            average_passes: without effect.
+            compression: Horovod's ``Compression.none`` or ``Compression.fp16``; None for the first.
+            options: how, in one pass.
 
         Raises:
             ConfigError: ``passes`` is not 1, or ``op`` is an unknown text.
         """
-        if passes != 1:
+        if options.passes != 1:
             raise ConfigError("accumulating gradients over several steps needs compression=Compression.dgc(...)")
-        self._compression, self._op, self._process_set = compression, HOROVOD.reduce_op(op), process_set
-        self._sparse_as_dense = sparse_as_dense
+        self._compression, self._op, self._process_set = compression, HOROVOD.reduce_op(options.op), options.process_set
+        self._sparse_as_dense = options.sparse_as_dense
 
     @tf.autograph.experimental.do_not_convert
     def reduce(

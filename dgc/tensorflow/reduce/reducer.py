@@ -17,6 +17,7 @@ from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.horovod import import_horovod
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED, cross
 from dgc.tensorflow.engine.optimizers import learning_rate
+from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
@@ -32,41 +33,33 @@ class Reducer:
     def __init__(
         self,
         compression: DGCCompressor,
+        options: ReduceOptions = DEFAULTS,
         *,
-        op: Any = None,
-        process_set: Any = None,
-        sparse_as_dense: bool = False,
-        passes: int = 1,
-        average_passes: bool = False,
         user: str = "a distributed optimizer",
     ) -> None:
         """Check what fits together. Talks to nobody.
 
         Args:
             compression: a compressor that no stock Horovod class uses.
-            op: Horovod's Average or Sum; None for the compressor's own.
-            process_set: the ranks that exchange; None for the compressor's own.
-            sparse_as_dense: turn ``tf.IndexedSlices`` into tensors and compress them too.
-            passes: ``backward_passes_per_step``.
-            average_passes: divide the added gradients by ``passes``.
+            options: how to reduce.
             user: whose gradients these are, for the error when two share a compressor.
 
         Raises:
             ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
         """
-        check_passes(passes)
+        check_passes(options.passes)
         self.compression = compression
-        self.passes = passes
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
-        self._factor = 1.0 / passes if average_passes else 1.0
+        self.passes = options.passes
+        self._sparse_as_dense = options.sparse_as_dense
+        self._process_set = options.process_set
+        self._factor = 1.0 / options.passes if options.average_passes else 1.0
         self._sums: list[np.ndarray] = []
         self._passed = 0
         self._generation = compression.generation
         compression.use_way(user)
-        if op is not None:
-            compression.use_op(op)
-        compression.process_set(process_set)
+        if options.op is not None:
+            compression.use_op(options.op)
+        compression.process_set(options.process_set)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(

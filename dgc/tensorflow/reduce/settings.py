@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.reduce.dense import DenseReducer
+from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
+
+_SAVED = ("sparse_as_dense", "passes", "average_passes")
+"""Options that are saved with a model as they are."""
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
@@ -30,23 +36,15 @@ class Settings:
     def __init__(
         self,
         compression: Any = None,
+        options: ReduceOptions = DEFAULTS,
         *,
-        op: Any = None,
-        process_set: Any = None,
-        sparse_as_dense: bool = False,
-        passes: int = 1,
-        average_passes: bool = False,
-        lost: tuple[str, ...] = (),
+        lost: Sequence[str] = (),
     ) -> None:
         """Build the reducer.
 
         Args:
             compression: ours, Horovod's or None.
-            op: Horovod's reduce op; None for the compressor's own, or Average.
-            process_set: the ranks that exchange.
-            sparse_as_dense: compress sparse gradients as tensors.
-            passes: ``backward_passes_per_step``.
-            average_passes: divide the added gradients by ``passes``.
+            options: how to reduce.
             lost: names of options that were in use when the model was saved but could not be saved with it.
 
         Raises:
@@ -54,12 +52,11 @@ class Settings:
         """
         check_compression(compression)
         kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
-        self.process_set = process_set
+        self.process_set = options.process_set
         self.accumulation_steps: int | None = None
+        self._options = options
         self._lost = tuple(lost)
-        self._arguments = {"sparse_as_dense": sparse_as_dense, "passes": passes, "average_passes": average_passes}
-        self._op = op
-        self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)  # type: ignore[arg-type]
+        self.reducer: Any = kind(compression, options)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -96,12 +93,8 @@ class Settings:
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.accumulation_steps = steps
-        self.reducer = type(self.reducer)(
-            self.compression,
-            op=self._op,
-            process_set=self.process_set,
-            **{**self._arguments, "passes": steps, "average_passes": True},
-        )
+        options = dataclasses.replace(self._options, passes=steps, average_passes=True)
+        self.reducer = type(self.reducer)(self.compression, options)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -117,7 +110,8 @@ class Settings:
 
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
-        config: dict[str, Any] = {**self._arguments, "op": None, "options": None, "lost": list(self._lost)}
+        config: dict[str, Any] = {name: getattr(self._options, name) for name in _SAVED}
+        config.update(op=None, options=None, lost=list(self._lost))
         if self.process_set is not None:
             config["lost"].append("process_set")
         if self.compression is not None:
@@ -131,8 +125,24 @@ class Settings:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Settings:
         """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
-        config = dict(config)
-        options, algorithm = config.pop("options"), config.pop("algorithm", "dgc")
-        if "members" in config["lost"]:
-            algorithm = "dgc"  # a stand-in: it refuses to train until it is compiled anew
-        return cls(None if options is None else DGCCompressor(options, algorithm), **config)
+        options, lost = config["options"], config["lost"]
+        # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
+        algorithm = "dgc" if "members" in lost else config.get("algorithm", "dgc")
+        compression = None if options is None else DGCCompressor(options, algorithm)
+        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED}), lost=lost)
+
+
+class HasSettings:
+    """Mixed into a distributed optimizer: what everybody may ask it about its exchange."""
+
+    _dgc_settings: Settings
+
+    @property
+    def compression(self) -> Any:
+        """The compressor: statistics, state and residuals of this rank."""
+        return self._dgc_settings.compression
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that exchange; None for all."""
+        return self._dgc_settings.process_set

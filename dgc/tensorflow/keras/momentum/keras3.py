@@ -14,7 +14,7 @@ class _Paddle(PaddleOptimizer):
     """What both classes share."""
 
     inner_optimizer: Any
-    _settings: Any
+    _dgc_settings: Any
     name: str
 
     def _set_iterations(self, value: int) -> None:
@@ -24,7 +24,7 @@ class _Paddle(PaddleOptimizer):
 
     def _arguments_of(self) -> dict[str, Any]:
         inner = self.inner_optimizer.get_config()
-        return {"learning_rate": inner["learning_rate"], "name": self.name, **saved_arguments(self._settings)}
+        return {"learning_rate": inner["learning_rate"], "name": self.name, **saved_arguments(self._dgc_settings)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
