@@ -1,15 +1,14 @@
 """What ``DGCMomentum`` is in every framework: Paddle's arguments, the flow of its construction, its state."""
 
-from dgc.adapter.paddle.flow import as_state_error, coefficients, compressed, for_ranks, sparse_refusal
+from dgc.adapter.paddle.flow import as_state_error, coefficients, config_for, sparse_refusal
+from dgc.adapter.paddle.methods import ExchangeMethods
 from dgc.adapter.paddle.options import (
     CODEC_OPTIONS,
     COMPRESSED_TYPES,
     MIN_NUMEL,
     ArgumentError,
     L1Decay,
-    L1DecayRegularizer,
     L2Decay,
-    L2DecayRegularizer,
     PaddleOptions,
     Regularizer,
     StateError,
@@ -23,10 +22,9 @@ __all__ = [
     "COMPRESSED_TYPES",
     "MIN_NUMEL",
     "ArgumentError",
+    "ExchangeMethods",
     "L1Decay",
-    "L1DecayRegularizer",
     "L2Decay",
-    "L2DecayRegularizer",
     "PaddleOptions",
     "Regularizer",
     "StateError",
@@ -34,8 +32,7 @@ __all__ = [
     "check_regularizer",
     "checked_buffer",
     "coefficients",
-    "compressed",
-    "for_ranks",
+    "config_for",
     "require_keys",
     "sparse_refusal",
 ]

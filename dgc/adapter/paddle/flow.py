@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from dgc.adapter.paddle.options import L1Decay, Regularizer, StateError
+from dgc.adapter.paddle.options import L1Decay, PaddleOptions, Regularizer, StateError
 from dgc.core.config.config import DGCConfig
 from dgc.core.state.layout import Parameter, travels_dense
 from dgc.errors import ConfigError, LayoutError
@@ -17,23 +17,24 @@ _NEVER: Final = 2**62
 """A first compressed step that no run reaches."""
 
 
-def for_ranks(config: DGCConfig, ranks: int) -> DGCConfig:
-    """The options for a job of ``ranks`` processes: one process compresses nothing, whatever the step.
+def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> tuple[DGCConfig, set[int]]:
+    """The core's options for these parameters in a job of ``ranks`` processes, and which of them it compresses.
 
-    Paddle refuses to run then; here a script can be tried out without a launcher.
+    One process compresses nothing, whatever the step. Paddle refuses to run then; here a script can be tried out
+    without a launcher.
+
+    Returns:
+        The options, and the places of the parameters that are compressed once the ramp-up has begun.
 
     Warns:
         RuntimeWarning: there is one process.
     """
-    if ranks > 1:
-        return config
-    warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=3)
-    return dataclasses.replace(config, rampup_begin_step=_NEVER)
-
-
-def compressed(parameters: Sequence[Parameter], config: DGCConfig) -> set[int]:
-    """Places of the parameters that are compressed once the ramp-up has begun."""
-    return {i for i, parameter in enumerate(parameters) if not travels_dense(parameter, config)}
+    config = options.to_config(parameters)
+    compressed = {i for i, parameter in enumerate(parameters) if not travels_dense(parameter, config)}
+    if ranks == 1:
+        warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=3)
+        config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+    return config, compressed
 
 
 def coefficients(regularizer: Regularizer) -> tuple[float, float]:

@@ -52,9 +52,6 @@ class L2Decay:
 
 Regularizer = L1Decay | L2Decay | None
 
-L1DecayRegularizer = L1Decay
-L2DecayRegularizer = L2Decay
-
 
 @dataclass(frozen=True)
 class PaddleOptions:

@@ -13,6 +13,7 @@ from dgc.adapter.compressor import own_state
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
+    ExchangeMethods,
     L1Decay,
     L2Decay,
     PaddleOptions,
@@ -21,11 +22,9 @@ from dgc.adapter.paddle import (
     as_state_error,
     check_regularizer,
     coefficients,
-    compressed,
-    for_ranks,
+    config_for,
     sparse_refusal,
 )
-from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine
@@ -37,7 +36,7 @@ from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
 
 
-class DGCMomentum(Optimizer):
+class DGCMomentum(ExchangeMethods, Optimizer):
     """Momentum SGD with Deep Gradient Compression, under Paddle's names.
 
     ``step()`` exchanges the local gradients of all ranks and updates the parameters; do not wrap it in a
@@ -147,10 +146,8 @@ class DGCMomentum(Optimizer):
 
         agree_or_raise(self._transport, build, "arguments")
         named = [(n, p) for n, p in momentum_state.named_parameters(self.param_groups) if p.requires_grad]
-        config = self.options.to_config(described := [describe(n, p) for n, p in named])
-        self._compressed = compressed(described, config)
+        config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
         self._scale = 1.0
-        config = for_ranks(config, self._transport.size)
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         if self._transport.size > 1:
             stand_in = StandIn(hvd, self._transport, members)
@@ -251,11 +248,6 @@ class DGCMomentum(Optimizer):
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    @property
-    def stats(self) -> Stats:
-        """Bytes, densities and seconds of the exchange."""
-        return self._engine.stats
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
 
@@ -298,23 +290,15 @@ class DGCMomentum(Optimizer):
             "every rank, and hand it this one's state with load_state_dict(optimizer.state_dict())"
         )
 
-    def describe(self) -> dict[str, Any]:
-        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
-        return self._engine.describe()
-
-    def reset(self) -> None:
-        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
-        self._engine.reset()
-
-    def close(self) -> None:
-        """End the communication thread and free the communicator."""
-        self._engine.close()
-
     def __repr__(self) -> str:
         text = super().__repr__()
         return text if self.options.name is None else f"{self.options.name}: {text}"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _exchanges(self) -> Engine:
+        return self._engine
 
     def _load(self, state_dict: Any, resize: bool) -> dict[str, Any]:
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)

@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, Regularizer
-from dgc.core.exchange.records import Stats
+from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay, PaddleOptions, Regularizer
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
+from dgc.tensorflow.reduce.options import ReduceOptions
 from dgc.tensorflow.reduce.settings import Settings
 
 _PLACE = ("iterations", "learning_rate")
@@ -47,8 +47,9 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
         codecs=given,
     )
     compressor = MomentumCompressor(options, {k: _regularizer(v) for k, v in own.items()}, process_set, transport)
-    settings = Settings(compressor, process_set=process_set, lost=tuple(lost))
-    settings.reducer = MomentumReducer(compressor, process_set=process_set)
+    reduction = ReduceOptions(process_set=process_set)
+    settings = Settings(compressor, reduction, lost=lost)
+    settings.reducer = MomentumReducer(compressor, reduction)
     return settings
 
 
@@ -81,17 +82,12 @@ def saved_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-class PaddleOptimizer:
+class PaddleOptimizer(ExchangeMethods):
     """What ``DGCMomentum`` has beside Keras' methods, mixed into a class of either Keras."""
 
     compression: Any
     iterations: Any
     learning_rate: Any
-
-    @property
-    def stats(self) -> Stats:
-        """Bytes, densities and seconds of the exchange."""
-        return self.compression.stats
 
     def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, name: str | None = None) -> None:
         """One whole iteration: compute this rank's gradients, exchange them, update the variables.
@@ -155,17 +151,9 @@ class PaddleOptimizer:
     set_dict = load_state_dict
     """Paddle's name."""
 
-    def describe(self) -> dict[str, Any]:
-        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
-        return self.compression.describe()
-
-    def reset(self) -> None:
-        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
-        self.compression.reset()
-
-    def close(self) -> None:
-        """End the communication thread and free the communicator."""
-        self.compression.close()
+    @property
+    def _exchanges(self) -> Any:
+        return self.compression
 
     def _set_iterations(self, value: int) -> None:
         raise NotImplementedError

@@ -20,8 +20,7 @@ from dgc.adapter.paddle import (
     as_state_error,
     check_regularizer,
     coefficients,
-    compressed,
-    for_ranks,
+    config_for,
     sparse_refusal,
 )
 from dgc.core.exchange.records import Hyper
@@ -163,12 +162,10 @@ class MomentumCompressor(DGCCompressor):
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
-        config = self.options.to_config(described)
-        self._compressed = compressed(described, config)
+        config, self._compressed = config_for(self.options, described, transport.size)
         self._shapes = {parameter.name: parameter.shape for parameter in described}
-        config = for_ranks(config, transport.size)
-        self._adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
-        return Engine(variables, config, transport, self._adoption, 1.0)
+        self.adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
+        return Engine(variables, config, transport, self.adoption, 1.0)
 
     def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.

@@ -1,0 +1,33 @@
+"""What ``DGCMomentum`` has in every framework beside the methods of the framework's optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgc.core.exchange.records import Stats
+
+
+class ExchangeMethods:
+    """Mixed into an optimizer: methods that are its exchange's."""
+
+    @property
+    def _exchanges(self) -> Any:
+        """The engine or the compressor."""
+        raise NotImplementedError
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, densities and seconds of the exchange."""
+        return self._exchanges.stats
+
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
+        return self._exchanges.describe()
+
+    def reset(self) -> None:
+        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
+        self._exchanges.reset()
+
+    def close(self) -> None:
+        """End the communication thread and free the communicator."""
+        self._exchanges.close()
