@@ -1,5 +1,7 @@
 """Every error this package raises on purpose. A message says what was given, what is allowed and what to do."""
 
+__all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "TransportError", "WireError"]
+
 
 class DGCError(Exception):
     """Base of all errors raised on purpose."""

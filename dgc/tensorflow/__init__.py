@@ -9,30 +9,29 @@
 Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dgc import errors
 from dgc.adapter.paddle import L1Decay, L2Decay
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer
 from dgc.tensorflow.tape import DistributedGradientTape
 
+if TYPE_CHECKING:
+    from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
+
 __all__ = [
     "Compression",
-    "ConfigError",
     "DGCCompressor",
-    "DGCError",
     "DGCMomentum",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "L1Decay",
     "L2Decay",
-    "LayoutError",
-    "RemoteError",
-    "TransportError",
-    "WireError",
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

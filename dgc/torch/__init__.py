@@ -6,7 +6,8 @@ import dgc.torch as dgc
 optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
 """
 
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc import errors
+from dgc.errors import *  # noqa: F403
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor
@@ -17,17 +18,11 @@ from dgc.torch.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "Compression",
-    "ConfigError",
     "DGCCompressor",
-    "DGCError",
     "DGCMomentum",
     "DistributedOptimizer",
     "L1Decay",
     "L2Decay",
-    "LayoutError",
-    "RemoteError",
-    "TransportError",
-    "WireError",
     "ZeroRedundancyOptimizer",
     "fuse_optimizer",
     "fuse_step",
@@ -35,3 +30,4 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+__all__ += errors.__all__

@@ -11,8 +11,9 @@ Use::
 
 import tensorflow as tf
 
+from dgc import errors
 from dgc.adapter.paddle import L1Decay, L2Decay
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
@@ -27,18 +28,5 @@ else:
     from dgc.tensorflow.keras import keras3  # noqa: F401
     from dgc.tensorflow.keras.momentum import keras3 as momentum_keras3  # noqa: F401
 
-__all__ = [
-    "Compression",
-    "ConfigError",
-    "DGCCompressor",
-    "DGCError",
-    "DGCMomentum",
-    "DistributedOptimizer",
-    "L1Decay",
-    "L2Decay",
-    "LayoutError",
-    "RemoteError",
-    "TransportError",
-    "WireError",
-    "callbacks",
-]
+__all__ = ["Compression", "DGCCompressor", "DGCMomentum", "DistributedOptimizer", "L1Decay", "L2Decay", "callbacks"]
+__all__ += errors.__all__
