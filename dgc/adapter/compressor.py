@@ -42,22 +42,16 @@ class CompressorBase(Generic[EngineT]):
     works_alone: ClassVar[bool] = False
     """Whether it has an engine in a job of one process too, because nobody else would apply its momentum."""
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        horovod: Horovod | None,
-        algorithm: str = "dgc",
-        members: Any = None,
-        read_loss_scale: Callable[[Any], LossScale] = as_loss_scale,
-    ) -> None:
-        """Check the options.
+    _horovod: Horovod | None = None
+    """The framework's; None for a compressor that is never bound, and whose ``op`` is a name."""
+
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
+        """Check the options; what is compressed comes with ``bind``.
 
         Args:
             options: keyword options of ``Compression.dgc``, or of the compressor that ``algorithm`` names.
-            horovod: the framework's; None for a compressor that is never bound, and whose ``op`` is a name.
             algorithm: the compressor's name in the registry, or that of a wrapper.
             members: of a wrapper: key -> compressor or None.
-            read_loss_scale: makes what the core asks of the option ``loss_scale``.
 
         Raises:
             TypeError: an option is unknown.
@@ -66,7 +60,6 @@ class CompressorBase(Generic[EngineT]):
         self.given_options = dict(options) if members is None else {**options, "members": members}
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
-        self._horovod = horovod
         self._op_was_given = "op" in options
         options["op"] = self._op_name(options.get("op", "average"))
         try:
@@ -77,12 +70,16 @@ class CompressorBase(Generic[EngineT]):
             )
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
-        self._loss_scale = read_loss_scale(self._adapter.get("loss_scale", 1.0))
+        self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))
         self._engine: EngineT | None = None
         self._members: Any = None
         self._is_bound = False
         self._pending: tuple[Any, bool] | None = None
         self.generation = 0
+
+    def _read_loss_scale(self, value: Any) -> LossScale:
+        """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
+        return as_loss_scale(value)
 
     def was_given(self, option: str) -> bool:
         """Whether ``transport``, ``loss_scale`` or ``process_set`` was among the options."""

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
+from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
@@ -35,31 +36,20 @@ class DGCCompressor(CompressorBase[Engine]):
     With one process nothing is adopted, and the optimizer keeps its momentum.
     """
 
-    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
-        """Check the options; the variables come with :meth:`bind`.
+    adoption: Adoption | None = None
+    """What was taken from which optimizer; None before :meth:`adopt` and where there is nothing to exchange."""
+    optimizer: Any = None
+    """The optimizer that was last given to :meth:`adopt`; None if none was."""
 
-        Raises:
-            TypeError: an option is unknown.
-            ConfigError: an option is out of range.
-        """
-        super().__init__(options, HOROVOD, algorithm, members, loss_scale_of)
-        self._adoption: Adoption | None = None
-        self._optimizer: Any = None
-        self._bound_to: list[Any] = []
-        self._way: str | None = None
-        self._stock: Any = None
+    _horovod = HOROVOD
+    _bound_to: Sequence[Any] = ()
+    _way: str | None = None
+    _stock: Any = None
+
+    def _read_loss_scale(self, value: Any) -> LossScale:
+        return loss_scale_of(value)
 
     # -- binding -------------------------------------------------------------------------------------------------
-
-    @property
-    def adoption(self) -> Adoption | None:
-        """What was taken from which optimizer; None before :meth:`adopt` and where there is nothing to exchange."""
-        return self._adoption
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that was last given to :meth:`adopt`; None if none was."""
-        return self._optimizer
 
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
         """Take the momentum out of the optimizer, before it makes its variables. Talks to nobody.
@@ -69,19 +59,19 @@ class DGCCompressor(CompressorBase[Engine]):
         Raises:
             ConfigError: momentum would be applied twice, or another optimizer was adopted before.
         """
-        if self._adoption is not None:
-            if optimizer is not None and self._adoption.optimizer is not optimizer:
+        if self.adoption is not None:
+            if optimizer is not None and self.adoption.optimizer is not optimizer:
                 raise ConfigError(
                     "this compressor already belongs to another optimizer; residuals cannot be shared: build one "
                     "compressor for each model and optimizer"
                 )
-            self._adoption.take()
+            self.adoption.take()
             return
-        self._optimizer = optimizer = self._optimizer if optimizer is None else optimizer
+        self.optimizer = optimizer = self.optimizer if optimizer is None else optimizer
         if is_alone(self.process_set(process_set)) is False:
-            self._adoption = Adoption(optimizer, self.config)
-            if self._adoption.left_for and self.process_set(process_set).rank() == 0:
-                warnings.warn(_LEFT.format(self._adoption.left_for), stacklevel=2)
+            self.adoption = Adoption(optimizer, self.config)
+            if self.adoption.left_for and self.process_set(process_set).rank() == 0:
+                warnings.warn(_LEFT.format(self.adoption.left_for), stacklevel=2)
 
     def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
         """Attach to a model's variables; collective over the process set.
@@ -104,8 +94,8 @@ class DGCCompressor(CompressorBase[Engine]):
 
         def open_engine(transport: Transport, members: Any) -> Engine:
             self.adopt(optimizer, process_set)
-            assert self._adoption is not None
-            return Engine(list(variables), self.config, transport, self._adoption, self._loss_scale)
+            assert self.adoption is not None
+            return Engine(list(variables), self.config, transport, self.adoption, self._loss_scale)
 
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
@@ -114,7 +104,7 @@ class DGCCompressor(CompressorBase[Engine]):
         return make_transport(choice, members)
 
     def _give_back(self) -> None:
-        adoption, self._adoption = self._adoption, None
+        adoption, self.adoption = self.adoption, None
         if adoption is not None:
             adoption.undo()
 

@@ -32,18 +32,16 @@ class DGCCompressor(CompressorBase[Engine]):
     With one process Horovod calls no compressor: nothing is adopted, and the optimizer keeps its momentum.
     """
 
-    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
-        """Check the options; the parameters come with :meth:`bind`.
+    _horovod = HOROVOD
+    _deferred: DGCError | None = None
+    _giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
+    _last_found = 0
+    _owner_checked = False
 
-        Raises:
-            TypeError: an option is unknown.
-            ConfigError: an option is out of range.
-        """
-        super().__init__(options, HOROVOD, algorithm, members, _loss_scale_of)
-        self._deferred: DGCError | None = None
-        self._giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
-        self._last_found = 0
-        self._owner_checked = False
+    def _read_loss_scale(self, value: Any) -> LossScale:
+        """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
+        get_scale = getattr(value, "get_scale", None)
+        return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -240,9 +238,3 @@ def _refuse_densified(engine: Engine) -> None:
                 "or give the embedding dense gradients (sparse=False)"
             )
         )
-
-
-def _loss_scale_of(value: Any) -> LossScale:
-    """A number, a function, or anything with ``get_scale()`` (a GradScaler), as the core takes it."""
-    get_scale = getattr(value, "get_scale", None)
-    return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale

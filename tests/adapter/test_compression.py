@@ -52,7 +52,7 @@ def test_the_help_text_lists_all_options_with_their_defaults():
     names = {*row.common_options(), *(f.name for f in dataclasses.fields(row.Options)), *ADAPTER_OPTIONS}
     names.discard("error_feedback")  # what this compressor is
     assert {name for name in names if not re.search(rf"\b{name}\b", listed)} == set()
-    config = CompressorBase({}, None).config
+    config = CompressorBase({}).config
     for name, value in re.findall(r"``(\w+)=([^`]*)``", listed):
         if hasattr(config, name) and name not in ("bucket_bytes", "op"):
             assert repr(getattr(config, name)).replace("'", '"') in (value, f"({value},)"), name
@@ -68,11 +68,11 @@ def test_what_is_given_to_compress():
 
 
 def test_a_source_of_momentum():
-    config = CompressorBase({}, None).config
+    config = CompressorBase({}).config
     with pytest.raises(ConfigError, match=r"Compression.dgc\(names\) also needs optimizer="):
         shared.require_momentum_source(None, config, "names")
     shared.require_momentum_source(object(), config, "names")
-    shared.require_momentum_source(None, CompressorBase({"momentum": 0.0}, None).config, "names")
+    shared.require_momentum_source(None, CompressorBase({"momentum": 0.0}).config, "names")
 
 
 def test_compressors_of_another_framework():
@@ -82,9 +82,9 @@ def test_compressors_of_another_framework():
         compress = decompress = None
 
     with pytest.raises(ConfigError, match=r"another framework; take it from dgc.frame.Compression"):
-        shared.check_compression(WithMethods({}, None), Ours, "dgc.frame")
+        shared.check_compression(WithMethods({}), Ours, "dgc.frame")
     with pytest.raises(ConfigError, match=r"name is .*; it takes a text"):
-        shared.check_compression(None, Ours, "dgc.frame", name=Ours({}, None))
+        shared.check_compression(None, Ours, "dgc.frame", name=Ours({}))
     with pytest.raises(ConfigError, match="no compressor"):
         shared.check_compression("dgc", Ours, "dgc.frame")
 

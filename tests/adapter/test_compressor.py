@@ -13,7 +13,8 @@ from dgc.transport.local import run_ranks
 
 class Compressor(CompressorBase[FakeEngine]):
     def __init__(self, ranks, size=2, **options):
-        super().__init__({"momentum": 0.5, "sparsity": 0.9, **options}, FakeHorovod(size=size))
+        self._horovod = FakeHorovod(size=size)
+        super().__init__({"momentum": 0.5, "sparsity": 0.9, **options})
         self.transport, self.undone, self.fails = ranks, 0, None
 
     def _make_transport(self, choice, members):

@@ -14,11 +14,11 @@ from dgc.transport.local import run_ranks
 
 
 def member(name, **options):
-    return CompressorBase(options, None, name)
+    return CompressorBase(options, name)
 
 
 def wrapper(kind, members, **options):
-    return CompressorBase({"min_numel": 64, **options}, None, kind, members)
+    return CompressorBase({"min_numel": 64, **options}, kind, members)
 
 
 def wrapped(kind, members, **options):

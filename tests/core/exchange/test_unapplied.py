@@ -39,7 +39,7 @@ DISCARDED = 1000
 
 def of_wrapper(kind, members, **options):
     """A maker of exchanges with a compressor made of compressors."""
-    config = CompressorBase({"min_numel": 64, **options}, None, kind, members).config
+    config = CompressorBase({"min_numel": 64, **options}, kind, members).config
 
     def make(transport):
         return Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
@@ -48,7 +48,7 @@ def of_wrapper(kind, members, **options):
 
 
 def member(name, **options):
-    return CompressorBase(options, None, name)
+    return CompressorBase(options, name)
 
 
 def grads_of(step, rank, specs):
