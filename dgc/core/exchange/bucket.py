@@ -205,8 +205,12 @@ class BucketExchange:
                 self._vector.add(messages)
             if not self._vector.average(self._share):
                 outcome.flagged = True
-        if plan.ks and not outcome.flagged:
-            self.encoder.apply(step, plan, messages, self._vector, self._share)
+        if not plan.ks or outcome.flagged:
+            return
+        if plan.mode is Mode.SUM:
+            self._vector.write_sum(step, plan)
+        else:
+            self.encoder.apply(step, plan, messages, self._share)
 
     def _count(self, step: StepContext, plan: BucketPlan, count: int) -> None:
         stats, itemsize = step.stats, 8 if self.bucket.dtype == "float64" else 4

@@ -14,7 +14,6 @@ import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
-from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -144,11 +143,8 @@ class AlgorithmEncoder(Encoder):
         return self._fitted
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
     ) -> None:
-        if plan.mode is Mode.SUM:
-            vector.write_sum(step, plan)
-            return
         spec, factor = self._spec(plan.density), share * step.loss_scale
         results = [item.result for item in step.given.of(self._bucket.sparse)]
         decoded = [self._decode(message, spec) for message in messages]

@@ -117,16 +117,13 @@ class Encoder(ABC):
         return plan
 
     @abstractmethod
-    def apply(
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
-    ) -> None:
+    def apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float) -> None:
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
             step: the step.
-            plan: of this step.
+            plan: of this step; its mode is SPARSE.
             messages: of all ranks.
-            vector: holds the sum already where entries were summed densely.
             share: 1 / P, or 1 for a sum.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,8 +34,9 @@ def make_encoders(
         LayoutError: a message would be too large at a sparsity of the schedule.
     """
     vectors = [_vector(bucket, kernels) for bucket in layout.buckets]
-    choose = _composites if config.algorithm in WRAPPERS else _encoders
-    encoders = choose(layout.buckets, vectors, layout, config, kernels, transport)
+    maker = _Maker(vectors, layout, kernels, transport)
+    make = maker.composites if config.algorithm in WRAPPERS else maker.encoders
+    encoders = make(layout.buckets, config)
     for encoder in encoders:
         encoder.check_sizes(config.sparsity)
     return list(zip(encoders, vectors, strict=True))
@@ -45,52 +47,49 @@ def runs_on_devices(config: DGCConfig) -> bool:
     return config.algorithm not in WRAPPERS and compressor_class(config.algorithm).is_plain_selection(config)
 
 
-def _composites(
-    buckets: Sequence[Bucket],
-    vectors: Sequence[DenseVector],
-    layout: Layout,
-    config: DGCConfig,
-    kernels: Kernels,
-    transport: Transport,
-) -> list[Encoder]:
-    parts: Parts = config.own
-    members: dict[int, list[Member]] = {b.index: [] for b in buckets}
-    for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
-        by_step = config.algorithm == "by_step"
-        # Buckets of tensors that no member compresses stand with the first one, which only sums them.
-        mine = [b for b in buckets if by_step or b.part == place]
-        first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
-        member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
-        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
-        schedule = Schedule(member.sparsity, first, member.rampup_step)
-        for bucket, encoder in zip(mine, _encoders(mine, vectors, layout, member, kernels, transport), strict=True):
-            members[bucket.index].append(Member(first, encoder, schedule))
-    return [CompositeEncoder(members[b.index]) for b in buckets]
+@dataclass(frozen=True)
+class _Maker:
+    """Makes encoders for buckets of one layout.
 
+    ``vectors`` are those of all its buckets.
+    """
 
-def _encoders(
-    buckets: Sequence[Bucket],
-    vectors: Sequence[DenseVector],
-    layout: Layout,
-    config: DGCConfig,
-    kernels: Kernels,
-    transport: Transport,
-) -> list[Encoder]:
-    row = compressor_class(config.algorithm)
-    if row.is_plain_selection(config):
-        return [_selection(b, vectors[b.index], config, kernels, transport.size) for b in buckets]
-    for dtype in sorted({b.dtype for b in buckets}):
-        _warm_up(row(config), dtype, kernels)
-    algorithm = row(config)
-    return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
+    vectors: Sequence[DenseVector]
+    layout: Layout
+    kernels: Kernels
+    transport: Transport
 
+    def composites(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
+        parts: Parts = config.own
+        members: dict[int, list[Member]] = {b.index: [] for b in buckets}
+        for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
+            by_step = config.algorithm == "by_step"
+            # Buckets of tensors that no member compresses stand with the first one, which only sums them.
+            mine = [b for b in buckets if by_step or b.part == place]
+            first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
+            member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
+            member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
+            schedule = Schedule(member.sparsity, first, member.rampup_step)
+            for bucket, encoder in zip(mine, self.encoders(mine, member), strict=True):
+                members[bucket.index].append(Member(first, encoder, schedule))
+        return [CompositeEncoder(members[b.index]) for b in buckets]
 
-def _selection(bucket: Bucket, vector: DenseVector, config: DGCConfig, kernels: Kernels, ranks: int) -> Encoder:
-    if not getattr(kernels, "on_device", False):
-        return TopKEncoder(bucket, config, kernels, ranks)
-    from dgc.core.exchange.encoders.device import DeviceEncoder
+    def encoders(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
+        row = compressor_class(config.algorithm)
+        if row.is_plain_selection(config):
+            return [self._selection(b, config) for b in buckets]
+        for dtype in sorted({b.dtype for b in buckets}):
+            _warm_up(row(config), dtype, self.kernels)
+        algorithm = row(config)
+        return [AlgorithmEncoder(b, algorithm, self.kernels, self.transport, self.layout) for b in buckets]
 
-    return DeviceEncoder(bucket, config, kernels, ranks, vector)  # type: ignore[arg-type]
+    def _selection(self, bucket: Bucket, config: DGCConfig) -> Encoder:
+        kernels, ranks = self.kernels, self.transport.size
+        if not getattr(kernels, "on_device", False):
+            return TopKEncoder(bucket, config, kernels, ranks)
+        from dgc.core.exchange.encoders.device import DeviceEncoder
+
+        return DeviceEncoder(bucket, config, kernels, ranks, self.vectors[bucket.index])  # type: ignore[arg-type]
 
 
 def _vector(bucket: Bucket, kernels: Kernels) -> DenseVector:

@@ -9,7 +9,6 @@ import numpy as np
 
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.encoders.base import Buffers, Encoder
-from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming
@@ -64,9 +63,9 @@ class CompositeEncoder(Encoder):
         return self._in_turn(step).encoder.catch_up(step, plan)
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
     ) -> None:
-        self._in_turn(step).encoder.apply(step, plan, messages, vector, share)
+        self._in_turn(step).encoder.apply(step, plan, messages, share)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         self._in_turn(step).encoder.commit(step, plan, state, outcome)

@@ -165,11 +165,11 @@ class DeviceEncoder(TopKEncoder):
         return plan
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
     ) -> None:
         form = _format(plan)
         if form is None:
-            super().apply(step, plan, messages, vector, share)
+            super().apply(step, plan, messages, share)
             return
         # A damaged message is refused before anything is applied.
         for message in messages:

@@ -11,7 +11,6 @@ from typing import Any
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
-from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -91,11 +90,8 @@ class TopKEncoder(Encoder):
         return plan
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
     ) -> None:
-        if plan.mode is Mode.SUM:
-            vector.write_sum(step, plan)
-            return
         results = [item.result for item in step.given.of(self._bucket.sparse)]
         for result in results:
             self._memory.fill(result, 0)
