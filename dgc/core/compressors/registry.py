@@ -11,6 +11,7 @@ from dgc.core.compressors.sparsifiers.adacomp import Adacomp
 from dgc.core.compressors.sparsifiers.dryden import Dryden
 from dgc.core.compressors.sparsifiers.strom import Strom
 from dgc.core.compressors.sparsifiers.topk import DGC, Topk
+from dgc.core.config.checks import require_unused
 from dgc.errors import ConfigError
 
 OWN_NUMBERS = range(1, 128)
@@ -39,18 +40,9 @@ def register(algorithm: type[Algorithm], *, numbers: range = FREE_NUMBERS) -> ty
     Raises:
         ConfigError: name or number are taken, or the number is outside of ``numbers``.
     """
-    if not algorithm.name.isidentifier() or algorithm.name in ("none", "fp16"):
-        raise ConfigError(f"a compressor cannot be named {algorithm.name!r}; give it a Python name of its own")
-    if algorithm.number not in numbers:
-        raise ConfigError(
-            f"compressor {algorithm.name!r} has number {algorithm.number}; allowed: {numbers[0]} to {numbers[-1]}"
-        )
-    for other in _BY_NAME.values():
-        if other.name == algorithm.name or other.number == algorithm.number:
-            raise ConfigError(
-                f"compressor {algorithm.name!r} with number {algorithm.number} collides with {other.name!r}, which has "
-                f"number {other.number}; names and numbers must be unique"
-            )
+    taken = {other.name: other.number for other in _BY_NAME.values()}
+    name, number = algorithm.name, algorithm.number
+    require_unused("compressor", name, number, numbers=numbers, reserved=("none", "fp16"), taken=taken)
     _BY_NAME[algorithm.name] = algorithm
     return algorithm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,34 @@ def require_compressor(value: Any) -> None:
         f"compression is {value!r}, which is no compressor; call one: compression=Compression.{name}(), or leave it "
         "out for no compression"
     )
+
+
+def require_unused(
+    what: str, name: Any, number: Any, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
+) -> None:
+    """Require a name for options and a number for messages' headers that nothing else has.
+
+    Args:
+        what: is about to be registered, for the error.
+        name: its own.
+        number: its own.
+        numbers: those that are allowed.
+        reserved: names that mean something else.
+        taken: the numbers of all that is registered, by name.
+
+    Raises:
+        ConfigError: they are taken, or not allowed.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name in reserved:
+        raise ConfigError(f"a {what} cannot be named {name!r}; give it a Python name of its own")
+    if number not in numbers:
+        raise ConfigError(f"{what} {name!r} has number {number}; allowed: {numbers[0]} to {numbers[-1]}")
+    for other, its in taken.items():
+        if other == name or its == number:
+            raise ConfigError(
+                f"{what} {name!r} with number {number} collides with {other!r}, which has number {its}; names and "
+                "numbers must be unique"
+            )
 
 
 def as_loss_scale(value: Any, scaler: str = "loss scaler") -> float | Callable[[], float]:

@@ -12,9 +12,6 @@ import numpy as np
 from dgc.core.config.checks import plain, require_choice, require_flag, require_integer, require_number
 from dgc.errors import ConfigError
 
-PAPER_WARMUP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
-"""The sparsities of the paper's warm-up epochs (arXiv 1712.01887, section 3.3)."""
-
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Dense gradient bytes (as float32) per bucket."""
 

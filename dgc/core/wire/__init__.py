@@ -9,12 +9,11 @@ from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, Valu
 from dgc.core.wire.codecs.blocks import BLOCK_ALIGNMENT, padded
 from dgc.core.wire.codecs.registry import (
     index_codec,
-    index_codec_by_id,
     index_codec_names,
+    register_codec,
     resolve_index_codec,
     smallest_index_codec,
     value_codec,
-    value_codec_by_id,
     value_codec_names,
 )
 from dgc.core.wire.header import (
@@ -41,14 +40,13 @@ __all__ = [
     "ValueCodecId",
     "check_header",
     "index_codec",
-    "index_codec_by_id",
     "index_codec_names",
     "pack_header",
     "padded",
+    "register_codec",
     "resolve_index_codec",
     "smallest_index_codec",
     "unpack_header",
     "value_codec",
-    "value_codec_by_id",
     "value_codec_names",
 ]

@@ -9,7 +9,7 @@ from dgc.core.wire.codecs.blocks import padded
 from dgc.core.wire.codecs.float_values import Float16Values
 from dgc.core.wire.codecs.indices import Uint16Indices, tiles_of
 from dgc.core.wire.codecs.loops import default_loops
-from dgc.core.wire.codecs.registry import index_codec, smallest_index_codec, value_codec
+from dgc.core.wire.codecs.registry import resolve_index_codec, value_codec
 
 SPARSE_ID = 1
 """Compressor id of ``dgc`` in the header."""
@@ -27,7 +27,7 @@ class SparseCodec:
         self.compressor_id = compressor
         self._bucket = bucket
         n = bucket.sparse_size
-        self.indices = smallest_index_codec(n, k) if indices == "auto" else index_codec(indices)
+        self.indices = resolve_index_codec(indices, n, k)
         self.values = value_codec(values)
         self._is_default = (self.indices.name, self.values.name) == ("uint16", "float16")
         used = self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse)) if k else 0

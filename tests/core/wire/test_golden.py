@@ -63,9 +63,11 @@ def test_stored_message_can_be_read_from_its_header_alone():
     header = wire.unpack_header(message)
     payload = message[wire.HEADER_BYTES :][: header.payload_bytes]
     n, segments = regenerate_wire.MESSAGE_SEGMENTS[-1], regenerate_wire.MESSAGE_SEGMENTS
-    positions, used = wire.index_codec_by_id(header.index_codec).decode(payload, n, header.count)
+    index_codec = wire.index_codec(wire.IndexCodecId(header.index_codec).name.lower())
+    value_codec = wire.value_codec(wire.ValueCodecId(header.value_codec).name.lower())
+    positions, used = index_codec.decode(payload, n, header.count)
     bounds = np.searchsorted(positions, segments)
-    values, used_too = wire.value_codec_by_id(header.value_codec).decode(payload[used:], header.count, bounds)
+    values, used_too = value_codec.decode(payload[used:], header.count, bounds)
     assert positions.tolist() == regenerate_wire.MESSAGE_POSITIONS
     assert values.tolist() == regenerate_wire.MESSAGE_VALUES
     assert used + used_too == header.payload_bytes

@@ -11,6 +11,7 @@ for the one before it, and the length depends on (n, k) alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import numpy as np
@@ -164,7 +165,50 @@ def tiles_of(n: int) -> int:
     return (n + _TILE - 1) >> _TILE_BITS
 
 
-_LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
+class _BitVectors(ABC):
+    """Positions as bits in words of 64, which compiled loops write and check."""
+
+    name: str
+    LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
+
+    @abstractmethod
+    def max_bytes(self, n: int, k: int) -> int:
+        """See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+
+    @abstractmethod
+    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
+        """Write positions up to the first that is not above the one before it and below n; return how many."""
+
+    @abstractmethod
+    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
+        """Read positions up to the first that no writer makes; return how many, one more than fit if more follow."""
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
+        words = as_words(block)
+        written = self._write(positions, n, words)
+        if written != positions.size:
+            raise WireError(
+                f"{self.name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
+                f"ascending in 0..{n - 1}. The selection that made them is wrong."
+            )
+        if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
+            block.view("<u8")[...] = words
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        check_count(n, count, self.name)
+        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        positions = np.empty(count, np.int64)
+        found = self._read(as_words(block), n, positions)
+        if found != count:
+            raise WireError(
+                f"{self.name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
+                f"{', and more follow' if found > count else ''}. {_DAMAGED}"
+            )
+        return positions, block.size
 
 
 @lru_cache(maxsize=1024)
@@ -185,7 +229,7 @@ def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: shape[1] + shape[2])
 
 
-class EliasFanoIndices:
+class EliasFanoIndices(_BitVectors):
     """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
@@ -194,7 +238,6 @@ class EliasFanoIndices:
 
     id = IndexCodecId.ELIAS_FANO
     name = "elias_fano"
-    LIMIT = _LIMIT
 
     def max_bytes(self, n: int, k: int) -> int:
         """About log2(n/k) + 2 bits an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
@@ -202,77 +245,28 @@ class EliasFanoIndices:
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        k = positions.size
-        block = block_to_write(out, self.max_bytes(n, k), self.name)
-        width, low_words, _ = elias_fano_shape(n, k)
-        words = as_words(block)
-        written = bit_kernels().elias_fano_encode(positions, n, width, words[:low_words], words[low_words:])
-        _check_written(written, positions, n, self.name)
-        _store(words, block)
-        return block.size
+    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
+        width, low_words, _ = elias_fano_shape(n, positions.size)
+        return bit_kernels().elias_fano_encode(positions, n, width, words[:low_words], words[low_words:])
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
-        width, low_words, _ = elias_fano_shape(n, count)
-        words = as_words(block)
-        positions = np.empty(count, np.int64)
-        found = bit_kernels().elias_fano_decode(words[:low_words], words[low_words:], n, width, positions)
-        _check_found(found, count, n, self.name)
-        return positions, block.size
+    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
+        width, low_words, _ = elias_fano_shape(n, positions.size)
+        return bit_kernels().elias_fano_decode(words[:low_words], words[low_words:], n, width, positions)
 
 
-class BitmapIndices:
+class BitmapIndices(_BitVectors):
     """One bit an element, whatever is sent: smaller than ``uint16`` above 6 %, the smallest of all from 25 % on."""
 
     id = IndexCodecId.BITMAP
     name = "bitmap"
-    LIMIT = _LIMIT
 
     def max_bytes(self, n: int, k: int) -> int:
         """One bit an element. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         check_sizes(n, k, self.LIMIT, self.name)
         return 8 * words_for(n)
 
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
-        words = as_words(block)
-        written = bit_kernels().bitmap_encode(positions, n, words)
-        _check_written(written, positions, n, self.name)
-        _store(words, block)
-        return block.size
+    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
+        return bit_kernels().bitmap_encode(positions, n, words)
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
-        positions = np.empty(count, np.int64)
-        found = bit_kernels().bitmap_decode(as_words(block), n, positions)
-        _check_found(found, count, n, self.name)
-        return positions, block.size
-
-
-def _store(words: np.ndarray, block: np.ndarray) -> None:
-    if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
-        block.view("<u8")[...] = words
-
-
-def _check_written(written: int, positions: np.ndarray, n: int, name: str) -> None:
-    if written != positions.size:
-        raise WireError(
-            f"{name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
-            f"ascending in 0..{n - 1}. The selection that made them is wrong."
-        )
-
-
-def _check_found(found: int, count: int, n: int, name: str) -> None:
-    if found != count:
-        raise WireError(
-            f"{name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
-            f"{', and more follow' if found > count else ''}. The message is damaged, or was written for another "
-            "layout."
-        )
+    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
+        return bit_kernels().bitmap_decode(words, n, positions)

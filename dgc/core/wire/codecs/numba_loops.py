@@ -203,20 +203,32 @@ def _trailing_zeros(typing_context, word):
     return types.uint64(types.uint64), generate
 
 
+@helper
+def _sound(positions, n):
+    """How many positions stand before the first that is not above the one before it, or not below n."""
+    k = positions.size
+    wrong = 0
+    for i in range(1, k):  # without a way out, several at once
+        wrong += positions[i] <= positions[i - 1]
+    if k == 0 or (wrong == 0 and positions[0] >= 0 and positions[k - 1] < n):
+        return k
+    i = 0
+    while 0 <= positions[i] < n and (i == 0 or positions[i] > positions[i - 1]):
+        i += 1
+    return i
+
+
 @entry(__file__)
 def elias_fano_encode(positions, n, width, low, high):
     """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
+    sound = _sound(positions, n)
     high[:] = 0
     mask = (uint64(1) << uint64(width)) - uint64(1)
     pending = uint64(0)  # low bits that do not fill a word yet
     filled = 0
     word = 0
-    previous = -1
-    for i in range(positions.size):
+    for i in range(sound):
         position = positions[i]
-        if position <= previous or position >= n:
-            return i
-        previous = position
         bits = uint64(position) & mask
         pending |= bits << uint64(filled)
         filled += width
@@ -229,7 +241,7 @@ def elias_fano_encode(positions, n, width, low, high):
         high[bit >> 6] |= uint64(1) << uint64(bit & 63)
     if filled > 0:
         low[word] = pending
-    return positions.size
+    return sound
 
 
 @entry(__file__)
@@ -267,14 +279,10 @@ def elias_fano_decode(low, high, n, width, positions):
 def bitmap_encode(positions, n, words):
     """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
     words[:] = 0
-    previous = -1
-    for i in range(positions.size):
-        position = positions[i]
-        if position <= previous or position >= n:
-            return i
-        previous = position
-        words[position >> 6] |= uint64(1) << uint64(position & 63)
-    return positions.size
+    sound = _sound(positions, n)
+    for i in range(sound):
+        words[positions[i] >> 6] |= uint64(1) << uint64(positions[i] & 63)
+    return sound
 
 
 @entry(__file__)

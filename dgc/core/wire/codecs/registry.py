@@ -1,17 +1,21 @@
-"""Codecs by name (a user's option) and by number (a message's header)."""
+"""Codecs by name, as a user's options say it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from dgc.core.config.checks import require_unused
 from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId
 from dgc.core.wire.codecs.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
 from dgc.core.wire.codecs.indices import BitmapIndices, EliasFanoIndices, Int32Indices, Uint16Indices
 from dgc.core.wire.codecs.quantized_values import Int8Values, SignValues
-from dgc.errors import ConfigError, WireError
+from dgc.errors import ConfigError
+
+FREE_NUMBERS = range(128, 256)
+"""Numbers in a message's header that this package never gives to a codec of its own."""
 
 
 class _Named(Protocol):
@@ -59,8 +63,35 @@ _INDEX_CODECS: dict[str, IndexCodec] = by_name(
 _VALUE_CODECS: dict[str, ValueCodec] = by_name(
     (Float16Values(), Float32Values(), Bfloat16Values(), Int8Values(), SignValues(), Float64Values()), ValueCodecId
 )
-_INDEX_CODECS_BY_ID = {int(codec.id): codec for codec in _INDEX_CODECS.values()}
-_VALUE_CODECS_BY_ID = {int(codec.id): codec for codec in _VALUE_CODECS.values()}
+_KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "indices": (IndexCodec, _INDEX_CODECS),
+    "values": (ValueCodec, _VALUE_CODECS),
+}
+_OWN_INDEX_CODECS = tuple(_INDEX_CODECS.values())
+
+
+def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
+    """Add a codec, so that the option ``indices=`` or ``values=`` takes its name in every framework.
+
+    Every rank must register the same ones. ``indices="auto"`` goes on choosing among this package's own.
+
+    Args:
+        option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
+        codec: the object; every message is written and read by it, from several threads.
+
+    Raises:
+        ConfigError: another option, a member of the protocol is missing, the name or the number is taken, or the
+            number is not one of :data:`FREE_NUMBERS`.
+    """
+    if option not in _KINDS:
+        raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
+    protocol, table = _KINDS[option]
+    missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(codec, name)]
+    if missing:
+        raise ConfigError(f"{codec!r} is no {protocol.__name__}: it lacks {', '.join(missing)}")
+    taken = {other.name: int(other.id) for other in table.values()}
+    require_unused("codec", codec.name, codec.id, numbers=FREE_NUMBERS, reserved=("auto",), taken=taken)
+    table[codec.name] = codec
 
 
 def index_codec_names() -> tuple[str, ...]:
@@ -91,24 +122,6 @@ def value_codec(name: str) -> ValueCodec:
     return _look_up(_VALUE_CODECS, name, "values")
 
 
-def index_codec_by_id(number: int) -> IndexCodec:
-    """Return the index codec of this number.
-
-    Raises:
-        WireError: there is none.
-    """
-    return _look_up_id(_INDEX_CODECS_BY_ID, number, "index codec")
-
-
-def value_codec_by_id(number: int) -> ValueCodec:
-    """Return the value codec of this number.
-
-    Raises:
-        WireError: there is none.
-    """
-    return _look_up_id(_VALUE_CODECS_BY_ID, number, "value codec")
-
-
 @lru_cache(maxsize=1024)
 def smallest_index_codec(n: int, k: int) -> IndexCodec:
     """Return the codec whose reserve for k entries below n is the smallest; ties go to the quickest to decode.
@@ -120,7 +133,7 @@ def smallest_index_codec(n: int, k: int) -> IndexCodec:
     """
     reserves = {}
     refusal: ConfigError | None = None
-    for codec in _INDEX_CODECS.values():
+    for codec in _OWN_INDEX_CODECS:
         try:
             reserves[codec] = codec.max_bytes(n, k)
         except ConfigError as error:  # too large a bucket for this codec
@@ -157,13 +170,3 @@ def _look_up(table: dict[str, _Codec], name: str, option: str) -> _Codec:
 
 def _unknown(name: str, option: str, known: tuple[str, ...]) -> ConfigError:
     return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")
-
-
-def _look_up_id(table: dict[int, _Codec], number: int, what: str) -> _Codec:
-    if number not in table:
-        known = ", ".join(f"{key} ({codec.name})" for key, codec in sorted(table.items()))
-        raise WireError(
-            f"{what} number {number} is unknown, this release knows {known}. The message is damaged, or a "
-            "newer release wrote it: install the same release on every host."
-        )
-    return table[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc.core import wire
+from dgc.core.wire.codecs import registry
 from dgc.core.wire.codecs.base import IndexCodecId, ValueCodecId
 from dgc.core.wire.codecs.registry import by_name
-from dgc.errors import ConfigError, WireError
+from dgc.errors import ConfigError
 
 
 def fake(name, number):
@@ -40,16 +42,14 @@ def test_numbers_are_fixed():
     }
 
 
-def test_names_and_numbers_lead_to_the_same_codec():
+def test_names_lead_to_codecs():
     for name in wire.index_codec_names():
         codec = wire.index_codec(name)
         assert codec.name == name
-        assert wire.index_codec_by_id(codec.id) is codec
         assert isinstance(codec, wire.IndexCodec)
     for name in wire.value_codec_names():
         codec = wire.value_codec(name)
         assert codec.name == name
-        assert wire.value_codec_by_id(codec.id) is codec
         assert isinstance(codec, wire.ValueCodec)
 
 
@@ -62,16 +62,52 @@ def test_unknown_name_lists_the_valid_ones():
         wire.value_codec("fp16")
 
 
-@pytest.mark.parametrize("number", [0, 5, 99, 255])
-def test_unknown_index_number_is_a_wire_error(number):
-    with pytest.raises(WireError, match=rf"index codec number {number} is unknown.*3 \(elias_fano\)"):
-        wire.index_codec_by_id(number)
+class TwoBytes(type(wire.index_codec("int32"))):
+    """An index codec of a user's own, smaller than any of this package."""
+
+    id, name = 128, "two_bytes"
+
+    def max_bytes(self, n, k):
+        return 0
 
 
-@pytest.mark.parametrize("number", [0, 7, 255])
-def test_unknown_value_number_is_a_wire_error(number):
-    with pytest.raises(WireError, match=rf"value codec number {number} is unknown.*5 \(sign\)"):
-        wire.value_codec_by_id(number)
+@pytest.fixture
+def two_bytes():
+    codec = TwoBytes()
+    wire.register_codec("indices", codec)
+    yield codec
+    del registry._INDEX_CODECS[codec.name]
+
+
+def test_a_registered_index_codec_is_taken_by_its_name_alone(two_bytes):
+    assert wire.resolve_index_codec("two_bytes", 100, 10) is two_bytes
+    assert "two_bytes" in wire.index_codec_names()
+    assert wire.smallest_index_codec.__wrapped__(100, 10).name in {"int32", "uint16", "elias_fano", "bitmap"}
+
+
+@pytest.mark.parametrize(
+    ("option", "changes", "said"),
+    [
+        ("codec", {}, "option 'codec'; choose one of indices, values"),
+        ("values", {}, "no ValueCodec: it lacks grouped, dtype, roundtrip"),
+        ("indices", {"name": "two_bytes"}, "number 129 collides with 'two_bytes', which has number 128"),
+        ("indices", {"name": "int32"}, "'int32' with number 129 collides with 'int32', which has number 1; names"),
+        ("indices", {"id": 128}, "'other' with number 128 collides with 'two_bytes'"),
+        ("indices", {"id": 7}, "number 7; allowed: 128 to 255"),
+        ("indices", {"id": 256}, "number 256; allowed: 128 to 255"),
+        ("indices", {"name": "auto"}, "cannot be named 'auto'"),
+        ("indices", {"name": "two bytes"}, "cannot be named 'two bytes'"),
+        ("indices", {"name": 5}, "cannot be named 5"),
+    ],
+)
+def test_a_codec_that_does_not_fit_is_refused(two_bytes, option, changes, said):
+    other = TwoBytes()
+    other.id, other.name = 129, "other"
+    vars(other).update(changes)
+    before = wire.index_codec_names(), wire.value_codec_names()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        wire.register_codec(option, other)
+    assert (wire.index_codec_names(), wire.value_codec_names()) == before
 
 
 def test_inconsistent_tables_are_refused():
