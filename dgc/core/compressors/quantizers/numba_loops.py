@@ -54,31 +54,32 @@ def _pack_few(codes, bits, out, start):
         out[at] = uint8(pending & uint64(255))
 
 
+@helper
+def _pack_bytes(codes, bits, out):
+    """All whole bytes; returns how many. Fast where ``bits``, a divisor of 8, is a constant."""
+    each = 8 // bits
+    whole = codes.size // each
+    for b in range(whole):
+        byte = uint8(0)
+        for j in range(each):
+            byte |= codes[each * b + j] << bits * j
+        out[b] = byte
+    return whole
+
+
 @entry(__file__)
 def pack(codes, bits, out):
     """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    done = 0
     if bits == 1:
-        done = codes.size // 8
-        for b in range(done):
-            byte = uint8(0)
-            for j in range(8):
-                byte |= codes[8 * b + j] << j
-            out[b] = byte
+        done = _pack_bytes(codes, 1, out)
     elif bits == 2:
-        done = codes.size // 4
-        for b in range(done):
-            byte = uint8(0)
-            for j in range(4):
-                byte |= codes[4 * b + j] << 2 * j
-            out[b] = byte
+        done = _pack_bytes(codes, 2, out)
     elif bits == 4:
-        done = codes.size // 2
-        for b in range(done):
-            out[b] = codes[2 * b] | codes[2 * b + 1] << 4
+        done = _pack_bytes(codes, 4, out)
     elif bits == 8:
-        done = codes.size
-        out[:done] = codes
+        done = _pack_bytes(codes, 8, out)
+    else:
+        done = 0
     _pack_few(codes, bits, out, done)
 
 
@@ -99,28 +100,30 @@ def _unpack_few(data, bits, codes, start):
         filled -= bits
 
 
+@helper
+def _unpack_bytes(data, bits, codes):
+    """The codes of all whole bytes; returns how many bytes. Fast as :func:`_pack_bytes`."""
+    each = 8 // bits
+    whole = codes.size // each
+    for b in range(whole):
+        for j in range(each):
+            codes[each * b + j] = data[b] >> bits * j & (1 << bits) - 1
+    return whole
+
+
 @entry(__file__)
 def unpack(data, bits, codes):
     """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    done = 0
     if bits == 1:
-        done = codes.size // 8
-        for b in range(done):
-            for j in range(8):
-                codes[8 * b + j] = data[b] >> j & 1
+        done = _unpack_bytes(data, 1, codes)
     elif bits == 2:
-        done = codes.size // 4
-        for b in range(done):
-            for j in range(4):
-                codes[4 * b + j] = data[b] >> 2 * j & 3
+        done = _unpack_bytes(data, 2, codes)
     elif bits == 4:
-        done = codes.size // 2
-        for b in range(done):
-            codes[2 * b] = data[b] & 15
-            codes[2 * b + 1] = data[b] >> 4
+        done = _unpack_bytes(data, 4, codes)
     elif bits == 8:
-        done = codes.size
-        codes[:] = data[:done]
+        done = _unpack_bytes(data, 8, codes)
+    else:
+        done = 0
     _unpack_few(data, bits, codes, done)
 
 
