@@ -71,11 +71,6 @@ class StepWatch:
         if optimizer is not None:
             _tell_of_clearing(optimizer, self)
 
-    @property
-    def knows_owner(self) -> bool:
-        """Whether :attr:`owner` was ever set."""
-        return self._owner is not None
-
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer steps our parameters: what the compressor applies is hidden from it.
 
