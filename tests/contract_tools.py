@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import exchange_tools
 import numpy as np
 from documented import documented_compressor, own_names
 from exchange_tools import gradient, run_step
@@ -17,13 +18,7 @@ from dgc.core.kernels.threshold import new_control
 from dgc.core.state.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
 
-SHAPES = {
-    "conv.weight": (8, 4, 3, 3),
-    "conv.bias": (8,),
-    "fc.weight": (33, 40),
-    "fc.bias": (33,),
-    "head.weight": (5, 17),
-}
+SHAPES = {**exchange_tools.SHAPES, "head.weight": (5, 17)}
 
 
 @dataclass(frozen=True)
@@ -106,6 +101,31 @@ def train(ranks, steps, case, *, shapes=None, dtype="float32", on_step=None, exc
         return results, exchange
 
     return run_ranks(ranks, one_rank, timeout=300)
+
+
+def resumed(make, steps, at):
+    """Each of two ranks' results of every step; before the steps ``at`` a new exchange takes over the saved state."""
+
+    def one_rank(transport):
+        exchange, results = make(transport), []
+        for step in range(steps):
+            if step in at:
+                saved = exchange.state_dict()
+                exchange.close()
+                exchange = make(transport)
+                exchange.load_state_dict(saved)
+            results.append(run_step(exchange, gradients(step, transport.rank))[1])
+        exchange.close()
+        return results
+
+    return run_ranks(2, one_rank, timeout=300)
+
+
+def same_results(expected, found):
+    """The same bits, by step and parameter."""
+    for a, b in zip(expected, found, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def snapshot(exchange):

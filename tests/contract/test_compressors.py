@@ -1,5 +1,7 @@
 """What every compressor promises, run over all rows of the registry."""
 
+import functools
+
 import numpy as np
 import pytest
 from contract_tools import (
@@ -10,6 +12,8 @@ from contract_tools import (
     gradients,
     make_exchange,
     payload_formula,
+    resumed,
+    same_results,
     snapshot,
     specs,
     train,
@@ -189,25 +193,9 @@ def test_what_float64_loses_is_kept_too(case):
 
 @every
 def test_a_saved_state_continues_as_if_nothing_had_happened(case):
-    whole = train(2, 5, case)
-
-    def one_rank(transport):
-        exchange = make_exchange(transport, case)
-        results = []
-        for step in range(5):
-            if step == 3:
-                saved = exchange.state_dict()
-                exchange.close()
-                exchange = make_exchange(transport, case)
-                exchange.load_state_dict(saved)
-            results.append(run_step(exchange, gradients(step, transport.rank))[1])
-        exchange.close()
-        return results
-
-    for (expected, _), found in zip(whole, run_ranks(2, one_rank, timeout=300), strict=True):
-        for step in range(5):
-            for a, b in zip(expected[step], found[step], strict=True):
-                np.testing.assert_array_equal(a, b)
+    resume = resumed(functools.partial(make_exchange, case=case), 5, (3,))
+    for (expected, _), found in zip(train(2, 5, case), resume, strict=True):
+        same_results(expected, found)
 
 
 @every

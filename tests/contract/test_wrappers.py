@@ -1,8 +1,10 @@
 """Compressors made of compressors: by size, by name, by step."""
 
+import functools
+
 import numpy as np
 import pytest
-from contract_tools import SHAPES, Case, gradients, make_exchange, specs, train
+from contract_tools import SHAPES, Case, gradients, make_exchange, resumed, same_results, specs, train
 from exchange_tools import run_step
 
 from dgc.adapter.compressor import CompressorBase
@@ -109,25 +111,9 @@ def test_by_step_flushes_the_residual_into_an_unbiased_compressor():
     ids=["by_name", "by_size", "by_step"],
 )
 def test_a_saved_state_continues(kind, members):
-    whole = run(kind, members, steps=6)
-
-    def one_rank(transport):
-        make = wrapped(kind, members)
-        exchange, results = make(transport, None, shapes=None, dtype="float32"), []
-        for step in range(6):
-            if step in (2, 3, 4):
-                saved = exchange.state_dict()
-                exchange.close()
-                exchange = make(transport, None, shapes=None, dtype="float32")
-                exchange.load_state_dict(saved)
-            results.append(run_step(exchange, gradients(step, transport.rank))[1])
-        exchange.close()
-        return results
-
-    for (expected, _), found in zip(whole, run_ranks(2, one_rank, timeout=300), strict=True):
-        for step in range(6):
-            for a, b in zip(expected[step], found[step], strict=True):
-                same(a, b)
+    make = functools.partial(wrapped(kind, members), case=None, shapes=None, dtype="float32")
+    for (expected, _), found in zip(run(kind, members, steps=6), resumed(make, 6, (2, 3, 4)), strict=True):
+        same_results(expected, found)
 
 
 def test_each_member_has_its_own_schedule_and_momentum_is_shared():
