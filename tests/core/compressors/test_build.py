@@ -29,7 +29,7 @@ def test_every_codec_can_be_chosen_and_auto_for_indices_only():
     for indices in (*index_codec_names(), "auto"):
         for values in value_codec_names():
             check_codecs(indices, values)
-    with pytest.raises(ConfigError, match="^values is 'auto'; allowed: "):
+    with pytest.raises(ConfigError, match=r"^values is 'auto'; allowed: "):
         check_codecs("auto", "auto")
 
 
@@ -81,10 +81,10 @@ def test_what_cannot_be_is_refused_with_advice(kind, members, options, advice):
 
 def test_a_wrapper_is_no_member_of_another():
     inner = SimpleNamespace(config=make_wrapper_config("by_size", {0: member()}, {}), given_options={})
-    with pytest.raises(ConfigError, match="give a compressor such as Compression.topk"):
+    with pytest.raises(ConfigError, match=r"give a compressor such as Compression.topk"):
         make_wrapper_config("by_step", {0: inner}, {})
 
 
 def test_an_option_of_one_compressor_belongs_to_the_member():
-    with pytest.raises(TypeError, match="unknown option 'sparsity'.*options of one compressor belong to that member"):
+    with pytest.raises(TypeError, match=r"unknown option 'sparsity'.*options of one compressor belong to that member"):
         make_wrapper_config("by_size", {0: member()}, {"sparsity": 0.9})

@@ -78,13 +78,13 @@ def test_a_whole_number_below_the_least_or_of_another_type_is_refused(value):
 @pytest.mark.parametrize("value", [1, 1.0, "b", None, False])
 def test_a_choice_is_compared_by_value_and_type(value):
     """``1 == True``, and still 1 was not offered."""
-    with pytest.raises(ConfigError, match="allowed: 'a', True$"):
+    with pytest.raises(ConfigError, match=r"allowed: 'a', True$"):
         checks.require_choice("x", value, ("a", True))
     checks.require_choice("x", True, ("a", True))
 
 
 def test_a_choice_that_is_an_array_is_refused_and_not_compared():
-    with pytest.raises(ConfigError, match="allowed: 'a'$"):
+    with pytest.raises(ConfigError, match=r"allowed: 'a'$"):
         checks.require_choice("x", np.zeros(2), ("a",))
 
 
@@ -117,7 +117,7 @@ def test_horovods_own_compressors_are_compressors():
 
 @pytest.mark.parametrize("value", [0, -1, True, "2", None, float("nan")])
 def test_a_loss_scale_is_positive_or_a_function(value):
-    with pytest.raises(ConfigError, match="a function that returns one, or the GradScaler$"):
+    with pytest.raises(ConfigError, match=r"a function that returns one, or the GradScaler$"):
         checks.as_loss_scale(value, "GradScaler")
 
 

@@ -97,7 +97,7 @@ FOREIGN = {
 def test_another_file_is_refused_by_name(content, tmp_path):
     path = tmp_path / "other.npz"
     path.write_bytes(content)
-    with pytest.raises(LayoutError, match="other.npz is no state of a compressor, or damaged; give the file"):
+    with pytest.raises(LayoutError, match=r"other.npz is no state of a compressor, or damaged; give the file"):
         load_state(path)
 
 

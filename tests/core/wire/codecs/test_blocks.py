@@ -45,7 +45,7 @@ def test_one_byte_too_many_is_refused(block, advice):
 @pytest.mark.parametrize("array", [np.zeros(8, np.int8), np.zeros((1, 8), np.uint8), np.zeros(16, np.uint8)[::2]])
 @pytest.mark.parametrize("block", [blocks.block_to_read, blocks.block_to_write])
 def test_only_bytes_in_a_row_are_a_message(block, array):
-    with pytest.raises(WireError, match="^raw: a message is a contiguous one-dimensional uint8 array"):
+    with pytest.raises(WireError, match=r"^raw: a message is a contiguous one-dimensional uint8 array"):
         block(array, 0, "raw")
 
 
