@@ -6,7 +6,7 @@ import pytest
 from dgc.core.transport import Transport
 from dgc.errors import TransportError
 from dgc.transport import horovod
-from dgc.transport.horovod import SMALL_BYTES, HorovodTransportBase
+from dgc.transport.horovod import HorovodTransportBase
 from dgc.transport.local import run_ranks
 
 RANKS = 3
@@ -56,8 +56,9 @@ def numbers(rank, n, dtype="float32"):
 
 
 @pytest.mark.parametrize(("beyond", "dtype"), [(0, "float32"), (1, "float32"), (0, "float64"), (1, "float64")])
-def test_small_sums_are_folded_in_rank_order_and_larger_ones_are_horovods(beyond, dtype):
-    n = SMALL_BYTES // (RANKS * np.dtype(dtype).itemsize) + beyond
+def test_small_sums_are_folded_in_rank_order_and_larger_ones_are_horovods(beyond, dtype, monkeypatch):
+    n = 100 + beyond
+    monkeypatch.setattr(horovod, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
 
     def act(transport):
         array = numbers(transport.rank, n, dtype)

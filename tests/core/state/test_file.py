@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -41,6 +41,7 @@ def assert_same(one, other):
         assert one == other
 
 
+@settings(max_examples=30)
 @given(state=STATES)
 def test_what_was_saved_is_read(state, tmp_path_factory):
     path = tmp_path_factory.mktemp("state") / "rank0.npz"
