@@ -22,7 +22,7 @@ def words_for(bits: int) -> int:
 
 def block_to_write(out: np.ndarray, nbytes: int, what: str) -> np.ndarray:
     """:func:`block_to_read` for a codec that is about to write the block."""
-    return _first(out, nbytes, what, "left for it. Size the message with max_bytes().")
+    return _first(out, nbytes, what, "{} left for it. Size the message with max_bytes().")
 
 
 def block_to_read(data: np.ndarray, nbytes: int, what: str) -> np.ndarray:
@@ -36,7 +36,7 @@ def block_to_read(data: np.ndarray, nbytes: int, what: str) -> np.ndarray:
     Raises:
         WireError: ``data`` is not such an array, or is shorter (a truncated message).
     """
-    return _first(data, nbytes, what, "left. It was cut short, or its header does not belong to it.")
+    return _first(data, nbytes, what, "only {} left. It was cut short, or its header does not belong to it.")
 
 
 def as_words(block: np.ndarray) -> np.ndarray:
@@ -45,11 +45,11 @@ def as_words(block: np.ndarray) -> np.ndarray:
     return words if words.flags.aligned else words.copy()
 
 
-def _first(array: np.ndarray, nbytes: int, what: str, advice: str) -> np.ndarray:
+def _first(array: np.ndarray, nbytes: int, what: str, left: str) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise WireError(
             f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
         )
     if array.size < nbytes:
-        raise WireError(f"{what}: the block takes {nbytes} bytes, the message has only {array.size} {advice}")
+        raise WireError(f"{what}: the block takes {nbytes} bytes, the message has {left.format(array.size)}")
     return array[:nbytes]
