@@ -13,6 +13,7 @@ SHARDING = WORKERS / "zero_cases.py"
 STATE = WORKERS / "zero_state_cases.py"
 ERRORS = WORKERS / "zero_error_cases.py"
 RECOVERY = WORKERS / "zero_recovery_cases.py"
+REPLICAS = WORKERS / "zero_replica_cases.py"
 COMPOSITION = WORKERS / "zero_dgc_cases.py"
 
 
@@ -34,6 +35,11 @@ def errors(request, ranks):
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def recovery(request, ranks):
     return ranks(RECOVERY, request.param)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
+def replicas(request, ranks):
+    return ranks(REPLICAS, request.param)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
@@ -63,6 +69,12 @@ def test_bad_input(errors, name):
 @pytest.mark.parametrize("name", case_names(RECOVERY))
 def test_after_failed_steps(recovery, name):
     recovery.check(name)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(REPLICAS))
+def test_replicas_that_differ(replicas, name):
+    replicas.check(name)
 
 
 @pytest.mark.mpi
