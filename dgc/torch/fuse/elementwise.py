@@ -31,7 +31,7 @@ _NOT_ELEMENTWISE = tuple(
 )
 
 _LOOK_AT_ALL = (
-    frozenset({"Prodigy", "ProdigyPlusScheduleFree", "DoG", "DoWG"})
+    frozenset({"Prodigy", "ProdigyPlusScheduleFree"})
     | {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion", "DAdaptSGD"}
     | {"Adai", "AdaiV2", "AdaGC", "AvaGrad", "AliG", "Ranger21"}
     | {"SAM", "ASAM", "BSAM", "FriendlySAM", "GSAM", "LookSAM", "WSAM"}

@@ -166,7 +166,7 @@ def values_digest(parameters: Sequence[torch.Tensor]) -> int:
     """64 signed bits of a digest of all bits of ``parameters``."""
     digest = hashlib.blake2b(digest_size=8)
     for p in parameters:
-        digest.update(np.ascontiguousarray(bits_of(p).cpu().numpy()))
+        digest.update(np.ascontiguousarray(bits_of(p).cpu().numpy()).data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

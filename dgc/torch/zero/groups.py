@@ -239,14 +239,16 @@ def require_no_common_norm(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: names the option.
     """
-    limits = {group["max_grad_norm"] for group in optimizer.param_groups if group.get("max_grad_norm")}
-    # One LAMB has the option always, and uses it if it is told so.
-    if limits and getattr(optimizer, "pre_norm", True):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has max_grad_norm={limits.pop()}: it would limit the norm of each rank's share "
-            "of the gradients instead of that of all; switch it off (max_grad_norm=0, or None) and call "
-            "torch.nn.utils.clip_grad_norm_ on the averaged gradients before step()"
-        )
+    # A class that knows the option has it among its defaults. One LAMB has it always, and uses it if it is told so.
+    if "max_grad_norm" not in optimizer.defaults or not getattr(optimizer, "pre_norm", True):
+        return
+    for group in optimizer.param_groups:
+        if group["max_grad_norm"]:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has max_grad_norm={group['max_grad_norm']}: it would limit the norm of "
+                "each rank's share of the gradients instead of that of all; switch it off (max_grad_norm=0, or None) "
+                "and call torch.nn.utils.clip_grad_norm_ on the averaged gradients before step()"
+            )
 
 
 def checked_transport(transport: str | Transport, rank: int, size: int) -> str:

@@ -49,8 +49,10 @@ class ZeroRedundancyOptimizer(ShardedState):
     others: only the changed entries where that is fewer bytes (after a compressed gradient exchange, say), all of them
     otherwise. All ranks hold the same bits after every step, also when they started with different ones: then every
     parameter becomes its owner's, with a warning, as it does when some ranks alone changed it between two steps (what
-    they write through ``p.data`` is found within 512 steps, if no whole update corrects it before). Gradients must have been averaged before ``step()``: wrap
-    this optimizer in Horovod's or this package's ``DistributedOptimizer``, or average them yourself.
+    they write through ``p.data`` is found within 512 steps, if no whole update corrects it before).
+
+    Gradients must have been averaged before ``step()``: wrap this optimizer in Horovod's or this package's
+    ``DistributedOptimizer``, or average them yourself.
 
     ``param_groups`` hold all parameters, so schedulers, ``zero_grad`` and the like work as with any optimizer. All
     ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together. After a step
@@ -224,6 +226,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         owners = partition.add_group([p.numel() for p in group["params"]])
         try:
             self.optim.add_param_group(local_group(group, owners, self._ranks.rank))
+            require_no_common_norm(self.optim)
         except Exception:
             del self.param_groups[number:], self.optim.param_groups[number:]
             raise
@@ -242,9 +245,9 @@ class ZeroRedundancyOptimizer(ShardedState):
             ConfigError: always.
         """
         raise ConfigError(
-            "torch.distributed's Join works on process groups of torch, and this optimizer shards over Horovod's ranks: "
-            "leave it out, and let every rank make the same number of steps (a rank without data steps with zero "
-            "gradients)"
+            "torch.distributed's Join works on process groups of torch, and this optimizer shards over Horovod's "
+            "ranks: leave it out, and let every rank make the same number of steps (a rank without data steps with "
+            "zero gradients)"
         )
 
     @property
@@ -296,9 +299,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         elif self._views is not None and not self._views.intact():
             self._rebuild_shards()
         self._push_options()
-        self._sharing.before_update(
-            self.param_groups, gradients_known=gradients_known, state_loaded=self._state_loaded
-        )
+        self._sharing.before_update(self.param_groups, gradients_known=gradients_known, state_loaded=self._state_loaded)
 
     def _after_update(self) -> None:
         self._pull_options()

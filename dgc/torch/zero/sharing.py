@@ -55,8 +55,8 @@ _UNSHARDABLE = (
 
 _DIFFERENT = (
     "the ranks held different parameters when this step began; all of them hold those of each parameter's owner now. "
-    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step and after loading or changing "
-    "parameters on one rank, for otherwise a model that was put together from several ranks is trained"
+    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step and after loading or "
+    "changing parameters on one rank: otherwise a model that was put together from several ranks is trained"
 )
 
 

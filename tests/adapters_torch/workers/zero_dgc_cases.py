@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -48,7 +49,7 @@ def inside_stock_horovod():
 def what_is_frozen_for_a_while_gets_horovods_zero_gradients():
     """Sharded or not: moments decay and move it on, while without a gradient, as under torch's DDP, it would stay."""
 
-    def run(make, horovod=True):
+    def run(make, horovod=True, keep=False):
         model = make_model()
         optimizer = _horovod(model, make(model)) if horovod else make(model)
         for step in range(9):
@@ -61,7 +62,11 @@ def what_is_frozen_for_a_while_gets_horovods_zero_gradients():
                 for p in model.parameters():
                     if p.grad is not None:
                         p.grad = hvd.allreduce(p.grad)
-            with warnings.catch_warnings():
+            if horovod:
+                optimizer.synchronize()
+            if keep and 3 <= step < 6:
+                model.last.weight.grad = model.last.bias.grad = None
+            with warnings.catch_warnings(), optimizer.skip_synchronize() if horovod else contextlib.nullcontext():
                 warnings.simplefilter("ignore")
                 optimizer.step()
             if step == 5:
@@ -72,8 +77,10 @@ def what_is_frozen_for_a_while_gets_horovods_zero_gradients():
         dense, moved = run(lambda m: cls(m.parameters(), lr=0.01))  # noqa: B023
         sharded, moved_too = run(lambda m: Zero(m.parameters(), cls, lr=0.01))  # noqa: B023
         ddp, moved_ddp = run(lambda m: cls(m.parameters(), lr=0.01), horovod=False)  # noqa: B023
-        assert (moved, moved_too, moved_ddp) == (True, True, False)
+        kept, moved_kept = run(lambda m: Zero(m.parameters(), cls, lr=0.01), keep=True)  # noqa: B023
+        assert (moved, moved_too, moved_ddp, moved_kept) == (True, True, False, False)
         assert_bits_equal(sharded, dense)
+        assert_bits_equal(kept, ddp)
         assert any(not torch.equal(a, b) for a, b in zip(dense, ddp, strict=True))
         assert_replicas_identical(sharded)
 

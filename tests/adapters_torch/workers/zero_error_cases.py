@@ -155,7 +155,8 @@ def classes_that_look_at_all_parameters_are_refused():
     for name in ("Prodigy", "DAdaptAdam", "Adai", "SAM"):
         published = type(name, (torch.optim.Adam,), {})
         for cls in (published, type("Mine", (published,), {})):
-            raises(ConfigError, f"{cls.__name__} computes .* over all parameters.*use it without", lambda: Zero(own, cls))  # noqa: B023
+            refused = f"{cls.__name__} computes .* over all parameters.*use it without"
+            raises(ConfigError, refused, lambda: Zero(own, cls))  # noqa: B023
     for name in ("Lamb", "Lion", "ASGD"):
         Zero(own, type(name, (torch.optim.Adam,), {}))
 
@@ -165,8 +166,9 @@ class _Lamb(torch.optim.SGD):
         super().__init__(params)
         if pre_norm is not None:
             self.pre_norm = pre_norm
+        self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
-            group["max_grad_norm"] = max_grad_norm
+            group.setdefault("max_grad_norm", max_grad_norm)
 
 
 @case
@@ -176,6 +178,11 @@ def a_limit_for_the_norm_of_all_gradients_is_refused():
         raises(ConfigError, "_Lamb has max_grad_norm=1.0.*clip_grad_norm_", lambda: Zero(own, _Lamb, **options))  # noqa: B023
     for options in ({"max_grad_norm": 0.0}, {"max_grad_norm": None}, {"max_grad_norm": 1.0, "pre_norm": False}):
         Zero(own, _Lamb, **options)
+    zero = Zero(own[:1], _Lamb, max_grad_norm=None)
+    group = {"params": own[1:], "max_grad_norm": 2.0}
+    raises(ConfigError, "_Lamb has max_grad_norm=2.0", lambda: zero.add_param_group(group))
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    Zero([group], torch.optim.Adam)  # to torch's it is somebody else's note
 
 
 class _OwnStepSize(torch.optim.SGD):
