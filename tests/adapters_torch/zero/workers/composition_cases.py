@@ -10,7 +10,7 @@ import warnings
 import horovod.torch as hvd
 import numpy as np
 import torch
-from models import loss_of, make_model, train, wrap
+from adapters_torch.workers.models import loss_of, make_model, train, wrap
 from torch import nn
 from worker_tools import SkipCase, case, report, run_cases
 from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
