@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels, as_float, effective_gradient, top_k
 from dgc.errors import LayoutError
 
@@ -93,5 +93,5 @@ def test_a_dense_update_is_sgd_with_momentum(nesterov, expected):
     """u = 0.5 * 4 + 2 = 4 where the gradient is 1 + 0.5 * 2."""
     result, u = np.empty(1), np.full(1, 4.0)
     options = {"momentum": 0.5, "nesterov": nesterov, "weight_decay": 0.5, "scale": 2.0}
-    ReferenceKernels().dense_update(result, np.ones(1), u, np.full(1, 2.0), **options)
+    ReferenceKernels().dense_update(result, np.ones(1), u, np.full(1, 2.0), MomentumRule(**options))
     assert (u, result) == (4, expected if not nesterov else 8)
