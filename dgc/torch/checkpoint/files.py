@@ -198,12 +198,27 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _save(content: Any, file: BinaryIO) -> None:
-    """``torch.save``, with the error of the file where torch raises one of its own."""
+    """``torch.save`` with checksums, and with the error of the file where torch raises one of its own."""
     noting = _Noting(file)
+    with _checksums():
+        try:
+            torch.save(content, noting)
+        except RuntimeError as error:
+            raise (noting.error or error) from error
+
+
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """Since some version of torch users can do without them."""
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        yield
+        return
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
-        torch.save(content, noting)
-    except RuntimeError as error:
-        raise (noting.error or error) from error
+        yield
+    finally:
+        torch.serialization.set_crc32_options(chosen)
 
 
 class _Noting:
