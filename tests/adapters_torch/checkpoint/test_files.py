@@ -1,26 +1,12 @@
-"""Checkpoint files: how one is written, and on real ranks what becomes of bad ones."""
+"""How the files of a checkpoint are written and read."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from launch_tools import case_names
 
 from dgc.errors import TransportError
 from dgc.torch.checkpoint import files
-
-WORKER = Path(__file__).parent / "workers" / "checkpoint_cases.py"
-
-
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_checkpoint(cases, name):
-    cases.check(name)
 
 
 def test_the_reason_of_a_file_that_torch_cannot_write_is_told(tmp_path, monkeypatch):

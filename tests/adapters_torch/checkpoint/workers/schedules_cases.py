@@ -7,7 +7,7 @@ import shutil
 
 import horovod.torch as hvd
 import torch
-from models import flat, shared_folder
+from adapters_torch.workers.models import flat, shared_folder
 from torch.optim import lr_scheduler, swa_utils
 from worker_tools import case, run_cases
 
