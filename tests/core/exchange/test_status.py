@@ -347,6 +347,31 @@ def puts_back():
         alone(step)
 
 
+@event("`state_dict()`, `save_checkpoint()`")
+def is_not_saved():
+    """Nor in a step, nor by a rank whose error the others have not heard of yet."""
+
+    def step(exchange):
+        for phase in (Phase.RUNNING, Phase.THROUGH, Phase.BROKEN, Phase.FAILED):
+            bring_to(exchange, phase)
+            text = (
+                "after a step that failed .*the network is gone" if phase is Phase.FAILED else "while a step is under"
+            )
+            with pytest.raises(LayoutError, match=text):
+                exchange.state_dict()
+            exchange.reset()
+            assert exchange.state_dict()["step"] == 0
+        submit(exchange)
+        exchange.wait()
+        with pytest.raises(LayoutError, match="mine"):
+            exchange.fail(LayoutError("mine"))
+        assert exchange.owes_failure
+        with pytest.raises(LayoutError, match=r"after a step that failed \(mine\)"):
+            exchange.state_dict()
+
+    alone(step)
+
+
 @event("any gradient")
 def is_refused():
     def step(exchange):

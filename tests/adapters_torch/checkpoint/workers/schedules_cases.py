@@ -132,6 +132,35 @@ def every_schedule_of_torch_goes_on_from_a_checkpoint():
         shutil.rmtree(folder)
 
 
+@case
+def stock_horovod_may_wrap_the_optimizer_after_the_checkpoint_was_loaded():
+    """In the middle of an epoch, with options that were set by hand since the optimizer was built."""
+    folder = shared_folder("early")
+    straight = Run("a", "dgc", "momentum by hand")
+    for number in range(STEPS):
+        if number == CUT:
+            dgc.save_checkpoint(folder, **straight.objects(), extra=straight.scheduler.state_dict())
+        straight.step(number)
+    straight.compression.close()
+
+    resumed = Run.__new__(Run)
+    resumed.model = torch.nn.Linear(16, 16)
+    sgd = torch.optim.SGD(resumed.model.parameters(), lr=0.3, momentum=0.1)
+    named = list(resumed.model.named_parameters())
+    resumed.compression = dgc.Compression.dgc(named, optimizer=sgd, sparsity=0.9, min_numel=64)
+    extra = dgc.load_checkpoint(folder, model=resumed.model, optimizer=sgd, compression=resumed.compression)
+    resumed.optimizer = hvd.DistributedOptimizer(sgd, named, compression=resumed.compression)
+    resumed.scheduler = ByHand(resumed.optimizer)
+    resumed.scheduler.load_state_dict(extra)
+    for number in range(CUT, STEPS):
+        resumed.step(number)
+    assert torch.equal(flat(resumed.model), flat(straight.model))
+    resumed.compression.close()
+    hvd.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
 if __name__ == "__main__":
     hvd.init()
     torch.set_num_threads(1)
