@@ -41,22 +41,23 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        LayoutError: the file is something else, damaged or cut off.
+        OSError: it cannot be read.
+        LayoutError: it is something else, damaged or cut off.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if _HEADER in archive:
-                header = json.loads(archive[_HEADER].tobytes().decode())
-                loaded: dict[str, Any] = _put_back(header, archive)
-                return loaded
+        file = Path(path).open("rb")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} is missing; put the states of all ranks where they were saved") from error
-    except Exception as error:  # NumPy, zipfile, zlib and json raise whatever they like
-        raise LayoutError(
-            f"{path} is no state of a compressor, or is damaged or cut off ({type(error).__name__}: {error}); take "
-            "another copy, or an earlier state"
-        ) from error
-    raise LayoutError(f"{path} is no state of a compressor; give the file that was saved from one")
+    with file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                loaded: dict[str, Any] = _put_back(json.loads(archive[_HEADER].tobytes().decode()), archive)
+                return loaded
+        except Exception as error:  # NumPy, zipfile, zlib and json raise whatever they like
+            raise LayoutError(
+                f"{path} is no state of a compressor, or damaged; give the file that was saved from one, or an earlier "
+                f"one ({type(error).__name__}: {error})"
+            ) from error
 
 
 def write_whole(
