@@ -41,7 +41,6 @@ ELSEWHERE = {
     "torch/momentum/state.py": "adapters_torch/momentum/test_optimizer.py",
     "torch/zero/groups.py": "adapters_torch/zero/test_state.py",
     "torch/zero/ranks.py": "adapters_torch/zero/test_bad_input.py",
-    "torch/zero/sharing.py": "adapters_torch/zero/test_optimizer.py",
     "tensorflow/compression.py": "adapter/test_face.py",
     "tensorflow/optimizer.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/adoption.py": "adapters_tensorflow/test_habits.py",

@@ -1,5 +1,7 @@
 """Which entries an update changed, and how they travel."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,12 @@ from dgc.errors import WireError  # noqa: E402
 from dgc.torch.zero.delta import (  # noqa: E402
     UNKNOWN,
     ChangeTracker,
+    ReplicaWatch,
     bits_of,
     choose_travel,
     entries_bytes,
     read_entries,
+    values_digest,
     write_entries,
 )
 
@@ -108,3 +112,44 @@ def test_dense_gradients_are_not_even_copied():
     parameters[1].grad[5:] = 0
     tracker.before_update(gradients_known=True)
     assert len(tracker._before) == 2
+
+
+def _suspected(steps, between):
+    """The steps that compare, when ``between(step, parameter)`` is done before each."""
+    (parameter,) = _parameters(5)
+    watch, found = ReplicaWatch(), []
+    for step in range(steps):
+        with torch.no_grad():
+            between(step, parameter)
+        if watch.suspects([parameter]):
+            found.append(step)
+        with torch.no_grad():
+            parameter.mul_(2)
+        watch.remember([parameter])
+    return found
+
+
+def test_replicas_are_compared_less_and_less_often_but_never_no_more():
+    assert _suspected(1600, lambda step, p: None) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.add_(1), lambda p: setattr(p, "data", p.data.clone())])
+def test_a_write_between_two_steps_has_replicas_compared(write):
+    assert _suspected(20, lambda step, p: write(p) if step == 11 else None) == [0, 1, 2, 4, 8, 11, 16]
+
+
+def test_writes_between_all_steps_wear_out():
+    found = _suspected(1000, lambda step, p: p.add_(1))
+    assert len(found) < 40
+    assert max(b - a for a, b in itertools.pairwise(found)) <= 65
+
+
+def test_a_digest_sees_every_bit_in_any_memory_order():
+    t = torch.arange(12.0).view(3, 4)
+    same = values_digest([t, torch.tensor(0.5)])
+    assert same == values_digest([t.t().contiguous().t(), torch.tensor(0.5)])
+    assert same == values_digest([torch.arange(24.0)[::2].div(2).view(3, 4), torch.arange(4.0).div(2)[1::2][0]])
+    assert values_digest([torch.tensor([0.0])]) != values_digest([torch.tensor([-0.0])])
+    strided = torch.arange(8.0)[::2]
+    assert values_digest([strided]) == values_digest([strided.clone()])
+    values_digest([torch.zeros(3, dtype=torch.bfloat16), torch.zeros(0)])
