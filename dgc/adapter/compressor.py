@@ -185,8 +185,9 @@ class CompressorBase(Generic[EngineT]):
     def _load_pending(self) -> None:
         """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
         assert self._engine is not None
-        advice, given = "Call load_state_dict() on every rank or on none.", self._pending is not None
-        agree_or_raise(self._engine.transport, lambda: {"loaded": given}, "states", LayoutError, advice)
+        advice = "Call load_state_dict() on every rank or on none."
+        given = {"step": "none loaded" if self._pending is None else "one loaded"}
+        agree_or_raise(self._engine.transport, lambda: given, "states", LayoutError, advice)
         if self._pending is not None:
             self._load(*self._pending, advice)
         self._pending = None
