@@ -265,7 +265,7 @@ def meets_an_error():
     run_ranks(3, rank, timeout=20)
 
 
-@event("this rank meets an error when its last bucket is through: announced; the step ends as on the others")
+@event("this rank meets an error when its last bucket is through: announced; this step counts, as on the others")
 def meets_an_error_too_late():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
@@ -384,7 +384,7 @@ def is_refused():
     alone(step)
 
 
-@event("`reset()`, `load_state_dict()`; a step under way is given up first, and announced")
+@event("`reset()`, `load_state_dict()`; a step under way is given up first, announced and put back (`Exchange.abandon`)")
 def recovers():
     for phase in Phase:
         for load in (False, True):
