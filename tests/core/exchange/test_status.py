@@ -384,7 +384,9 @@ def is_refused():
     alone(step)
 
 
-@event("`reset()`, `load_state_dict()`; a step under way is given up first, announced and put back (`Exchange.abandon`)")
+@event(
+    "`reset()`, `load_state_dict()`; a step under way is given up first, announced and put back (`Exchange.abandon`)"
+)
 def recovers():
     for phase in Phase:
         for load in (False, True):
