@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from dgc.adapter.engine import EMPTY, EngineBase, is_empty
+from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Horovod, same_set
+from dgc.adapter.states import EMPTY, INACTIVE, holds_nothing, is_empty, own_state, require_states, warn_of_dropped
 from dgc.core.compressors.build import make_config, make_wrapper_config
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
-from dgc.core.state.state import resized
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import agree_or_raise
 
 ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 """Options that concern one rank's surroundings, not the mathematics that all ranks must share."""
-
-INACTIVE = {"inactive": True, "rank": 0, "size": 1}
-"""The state of a compressor in a job of one process, which exchanges nothing."""
-
 
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
@@ -120,6 +115,11 @@ class CompressorBase(Generic[EngineT]):
         return self._engine
 
     @property
+    def takes_part(self) -> bool:
+        """Whether this process is in the process set; also where there is nobody else, and before ``bind``."""
+        return self._members is None or bool(self._members.included())
+
+    @property
     def is_bound(self) -> bool:
         """Whether the compressor belongs to a model already."""
         return self._is_bound
@@ -164,11 +164,10 @@ class CompressorBase(Generic[EngineT]):
             if self.works_alone or (members.included() and members.size() > 1):
                 transport = self._make_transport(choice, self._horovod.member_set(members))
                 self._engine = open_engine(transport, members)
-                self._members = members
                 self._load_pending()
             elif self._pending is not None:
                 (state, _), self._pending = self._pending, None
-                _warn_of_dropped(state)
+                warn_of_dropped(state)
         except BaseException:
             if self._engine is not None:
                 self._engine.close(keep_transport=True)
@@ -177,15 +176,17 @@ class CompressorBase(Generic[EngineT]):
                 transport.close()
             undo()
             raise
+        self._members = members
         self._is_bound = True
 
     def _load_pending(self) -> None:
         """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
-        pending = self._pending
-        load = lambda: {"step": "none loaded"} if pending is None else self._load(*pending)  # noqa: E731
-        advice = "Call load_state_dict() on every rank or on none."
         assert self._engine is not None
-        agree_or_raise(self._engine.transport, load, "states", LayoutError, advice)
+        advice = "Call load_state_dict() on every rank or on none."
+        given = {"step": "none loaded" if self._pending is None else "one loaded"}
+        agree_or_raise(self._engine.transport, lambda: given, "states", LayoutError, advice)
+        if self._pending is not None:
+            self._load(*self._pending, advice)
         self._pending = None
 
     def _exchanging(self, missing: str) -> EngineT | None:
@@ -238,7 +239,7 @@ class CompressorBase(Generic[EngineT]):
         Before the compressor is bound: what was loaded, or an empty state (so with ``resize=True``).
 
         Raises:
-            LayoutError: called in the middle of a step.
+            LayoutError: called in the middle of a step, or after one that failed.
         """
         if self._engine is not None:
             return self._engine.state_dict()
@@ -258,52 +259,80 @@ class CompressorBase(Generic[EngineT]):
             resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
 
         Raises:
-            LayoutError: the state belongs to another model, rank or number of ranks, on this rank or another, or the
-                ranks' states are of different steps.
+            LayoutError: the state belongs to another model, rank or number of ranks, or is damaged, on this rank or
+                another, or the ranks' states are of different steps; no rank's state is changed then.
 
         Warns:
             RuntimeWarning: this process has nobody to exchange with, so residuals and momentum are dropped.
         """
         if self._engine is not None:
+            self._engine.require_open("load_state_dict()")
             self._engine.abandon()  # the transport belongs to a step until it is over
             advice = "Load a state on every rank, each its own."
-            agree_or_raise(self._engine.transport, lambda: self._load(state, resize), "states", LayoutError, advice)
+            self._load(state, resize, advice)
             self.generation += 1
         elif self._is_bound:
-            _warn_of_dropped(state)
+            self._require_states(state, resize)
+            warn_of_dropped(state)
         else:
             self._require_states(state, resize)
             self._pending = state, resize
 
-    def _load(self, state: Any, resize: bool) -> dict[str, Any]:
-        """Take over a state without asking anybody.
+    def fitting_state(self, state: Any, resize: bool = False) -> dict[str, Any]:
+        """Look whether :meth:`load_state_dict` will take a state on this rank; changes nothing and asks nobody.
+
+        Args:
+            state: as in :meth:`load_state_dict`.
+            resize: as in :meth:`load_state_dict`.
 
         Returns:
-            What all ranks must have in common.
+            What it comes to on this rank, to be loaded without ``resize``; {} resets.
+
+        Raises:
+            LayoutError: it will not.
         """
-        assert self._engine is not None
         states = self._require_states(state, resize)
-        if is_empty(states[0]) or (resize and states[0].get("inactive")):
-            self._engine.reset()
-            return {"step": 0, "empty": True}
-        if not resize:
-            if states[0].get("inactive"):
-                raise LayoutError(
-                    "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
-                    "resize=True to start with empty residuals"
-                )
-            self._engine.load_state_dict(states[0])
-            return {"step": states[0]["step"], "empty": False}
-        own = own_state(states, self._engine.transport, self.config.rampup_begin_step)
-        self._engine.load_state_dict(own)
-        return {"step": own["step"], "empty": False}
+        return self._own(states, resize) if self._engine is not None else {}
+
+    def _load(self, state: Any, resize: bool, advice: str) -> None:
+        """Take over a state on all ranks, or on none: each looks at its own before any of them changes anything."""
+        engine, found = self._engine, {}
+        assert engine is not None
+
+        def look() -> dict[str, Any]:
+            found["own"] = own = self.fitting_state(state, resize)
+            return {"step": own.get("step", 0), "empty": is_empty(own)}
+
+        def change() -> dict[str, Any]:
+            engine.load_state_dict(found["own"])
+            return {}
+
+        agree_or_raise(engine.transport, look, "states", LayoutError, advice)
+        agree_or_raise(engine.transport, change, "results of loading the states", LayoutError)
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
-        if isinstance(state, Mapping):
-            return [state]
-        if not resize or not len(state):
-            raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
-        return list(state)
+        """What was given, as a list; see :func:`dgc.adapter.states.require_states`."""
+        return require_states(state, resize)
+
+    def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
+        """The state that this rank goes on with, and that its engine will take.
+
+        Raises:
+            LayoutError: it cannot be made of those that were given, or does not fit.
+        """
+        assert self._engine is not None
+        if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
+            return {}
+        own: dict[str, Any] = states[0]
+        if resize:
+            own = own_state(states, self._engine.transport, self.config.rampup_begin_step, op=self.config.op)
+        elif own.get("inactive"):
+            raise LayoutError(
+                "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
+                "resize=True to start with empty residuals"
+            )
+        self._engine.require_loadable(own)
+        return own
 
     def discard_step(self) -> bool:
         """Take back the latest step, which was exchanged and shall not be applied; call it on all ranks.
@@ -338,27 +367,3 @@ class CompressorBase(Generic[EngineT]):
         """End the communication threads and free the communicator."""
         if self._engine is not None:
             self._engine.close()
-
-
-def own_state(states: Sequence[dict[str, Any]], transport: Transport, rampup_begin_step: int) -> dict[str, Any]:
-    """This rank's share of the states of all ranks of a job of another size.
-
-    Raises:
-        LayoutError: they are not those of all its ranks.
-    """
-    if len(states) != states[0]["size"]:
-        raise LayoutError(
-            f"resize=True needs the states of all {states[0]['size']} old ranks in rank order, got {len(states)}"
-        )
-    own = resized(list(states), transport.rank, transport.size, rampup_begin_step)
-    return {**own, "rank": transport.rank, "size": transport.size}
-
-
-def _warn_of_dropped(state: Any) -> None:
-    states = [state] if isinstance(state, Mapping) else list(state)
-    if not all(is_empty(s) or s.get("inactive") for s in states):
-        warnings.warn(
-            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
-            RuntimeWarning,
-            stacklevel=3,
-        )

@@ -5,27 +5,20 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
+from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper, Stats
+from dgc.core.state.checks import require_fit, require_place, require_sound
 from dgc.core.state.layout import Layout
-from dgc.core.state.state import FORMAT
 from dgc.core.transport import Transport
-from dgc.errors import DGCError, LayoutError
+from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise
-
-EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
-"""The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step."""
-
-
-def is_empty(state: Mapping[str, Any]) -> bool:
-    """Whether a state is one of a compressor that has exchanged nothing, though it had others to exchange with."""
-    return not state or ("parameters" in state and not state["parameters"])
 
 
 class Adopted(Protocol):
@@ -61,6 +54,7 @@ class EngineBase(abc.ABC):
         # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
         self._exchanges: list[Exchange] = []
         self._extra_bytes = 0
+        self._is_closed = False
 
     # -- the framework's half ------------------------------------------------------------------------------------
 
@@ -87,6 +81,10 @@ class EngineBase(abc.ABC):
         Raises:
             LayoutError: it belongs to another model, rank or number of ranks.
         """
+
+    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state under this model's names, where they may differ from those it was saved under."""
+        return saved
 
     def _leave_step(self) -> None:  # noqa: B027
         """Forget what belongs to a step that was given up."""
@@ -178,13 +176,33 @@ class EngineBase(abc.ABC):
         for exchange in self._exchanges:
             exchange.require_between_steps(what)
 
+    def require_open(self, what: str) -> None:
+        """Refuse what would ask the other ranks.
+
+        Raises:
+            TransportError: the engine was closed.
+        """
+        if self._is_closed:
+            raise TransportError(
+                f"{what} was called after close() of the compressor; call it before, or build a new one"
+            )
+
+    def require_whole(self, what: str) -> None:
+        """Refuse what would save the state, where it is not that of a moment between two steps.
+
+        Raises:
+            LayoutError: a step is under way on this rank, or one has failed.
+        """
+        for exchange in self._exchanges:
+            exchange.require_whole(what)
+
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: that of :meth:`dgc.core.exchange.exchange.Exchange.state_dict`, of all exchanges in one.
 
         Raises:
-            LayoutError: called in the middle of a step.
+            LayoutError: called in the middle of a step, or after one that failed.
         """
         states = [exchange.state_dict() for exchange in self._exchanges]
         parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
@@ -192,15 +210,33 @@ class EngineBase(abc.ABC):
         whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **place}
         return {**whole, **self._extra_state(states)}
 
+    def require_loadable(self, saved: dict[str, Any]) -> None:
+        """Look whether :meth:`load_state_dict` will take a state; changes nothing and asks nobody.
+
+        Raises:
+            LayoutError: it belongs to another model, rank or number of ranks, or is damaged.
+        """
+        if is_empty(saved):
+            return
+        require_place(saved, self.transport.rank, self.transport.size)
+        require_sound(saved)
+        _require_extras(saved)
+        saved = self._renamed(saved)
+        # Tensors whose gradients travel otherwise have no state; which ones is part of it.
+        others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
+        without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
+        require_fit(saved, self.layout.sparsified(), self.layout.lengths(), {*others, *without})
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks.
 
         Raises:
-            LayoutError: it belongs to another model, rank or number of ranks.
+            LayoutError: it belongs to another model, rank or number of ranks, or is damaged; nothing is changed then.
         """
         if is_empty(saved):
             self.reset()
             return
+        self.require_loadable(saved)
         self.abandon()
         self._take_state(saved)
 
@@ -219,8 +255,26 @@ class EngineBase(abc.ABC):
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and, unless it shall be kept, the transport."""
+        self._is_closed = True
         self._at_end.detach()
         close_all(self._exchanges, None if keep_transport else self.transport)
+
+
+def _require_extras(saved: Mapping[str, Any]) -> None:
+    """What the frameworks add to a state must be what they can read.
+
+    Raises:
+        LayoutError: it is not.
+    """
+    for key in ("names", "kinds", "sparse_gradients"):
+        value = saved.get(key, ())
+        if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+            raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
+    groups = saved.get("groups", ())
+    for group in groups if isinstance(groups, (list, tuple)) else [groups]:
+        whole = isinstance(group, Mapping) and {"names", "step", "rate"} <= set(group)
+        if not whole or any(name not in saved["parameters"] for name in group["names"]):
+            raise LayoutError("the saved compressor state has a group without its variables; it is damaged")
 
 
 def close_all(exchanges: list[Exchange], transport: Transport | None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import FakeEngine
 
-from dgc.adapter.engine import EMPTY, is_empty
+from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.compressors.build import make_config
 from dgc.errors import LayoutError, RemoteError
 from dgc.transport.local import run_ranks

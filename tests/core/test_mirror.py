@@ -25,7 +25,10 @@ ELSEWHERE = {
     "adapter/paddle/options.py": "adapter/test_paddle.py",
     "adapter/paddle/state.py": "adapter/test_paddle.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
-    "torch/checkpoint.py": "adapters_torch/test_resume.py",
+    "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
+    "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",
+    "torch/checkpoint/before.py": "adapters_torch/checkpoint/test_load.py",
+    "torch/checkpoint/ranks.py": "adapters_torch/checkpoint/test_save.py",
     "torch/compression.py": "adapter/test_face.py",
     "torch/optimizer.py": "adapters_torch/test_equality.py",
     "torch/engine/adoption.py": "adapters_torch/test_equality.py",
@@ -53,7 +56,6 @@ ELSEWHERE = {
     # One behaviour in two Kerases: each test runs in both.
     "tensorflow/keras/accumulation.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/callbacks.py": "adapters_tensorflow/keras/test_optimizer.py",
-    "tensorflow/keras/checkpoint.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/legacy.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/momentum/base.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",

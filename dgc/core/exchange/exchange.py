@@ -21,6 +21,7 @@ from dgc.core.exchange.records import Hyper, Stats, StepContext, Submission, Sub
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
+from dgc.core.state.checks import require_place
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
@@ -73,6 +74,7 @@ class Exchange:
         clipping = Clipping(config, kernels, transport.size)
         self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status)
         self._step: StepContext | None = None
+        self._is_whole = False  # whether the state is that from before a step that failed
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -238,13 +240,34 @@ class Exchange:
                 "exception ended the step, after reset() on all ranks"
             )
 
+    def require_whole(self, what: str) -> None:
+        """Refuse what would save the state, where it is not that of a moment between two steps.
+
+        A step that failed is half in it, unless a copy from before it was put back (``discardable=True``).
+
+        Args:
+            what: is called, for the message.
+
+        Raises:
+            LayoutError: a step is under way on this rank, or one has failed.
+        """
+        self.require_between_steps(what)
+        if self._status.owes_failure or (self._status.phase is Phase.FAILED and not self._is_whole):
+            cause = self._status.error or (self._status.announced or ["?"])[0]
+            raise LayoutError(
+                f"{what} was called after a step that failed ({cause}), whose gradients are half in this rank's "
+                "momentum and residuals; go on from the last checkpoint, or call reset() on all ranks, which drops "
+                "momentum and residuals, and save then. With discardable=True the state from before the failed step "
+                "is kept, and can be saved"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain containers of NumPy arrays (copies).
 
         Raises:
-            LayoutError: called in the middle of a step.
+            LayoutError: called in the middle of a step, or after one that failed.
         """
-        self.require_between_steps("state_dict()")
+        self.require_whole("state_dict()")
         return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -256,17 +279,7 @@ class Exchange:
             LayoutError: it belongs to another layout, rank or number of ranks; the state was not changed.
         """
         self.abandon()
-        size, rank = saved.get("size"), saved.get("rank")
-        if size != self.transport.size:
-            raise LayoutError(
-                f"the saved compressor state is one of {size} ranks, this job has {self.transport.size}; pass the "
-                "states of all old ranks and resize=True to redistribute the residuals"
-            )
-        if rank != self.transport.rank:
-            raise LayoutError(
-                f"the saved compressor state belongs to rank {rank}, this is rank {self.transport.rank}; residuals "
-                "differ between ranks: save and load one state per rank"
-            )
+        require_place(saved, self.transport.rank, self.transport.size)
         self.state.load(saved)
         self.unapplied.reset()
         self._status.recover()
@@ -356,5 +369,10 @@ class Exchange:
         """After a failed step: return what was sent to u and v."""
         with contextlib.ExitStack() as stack:  # which goes on when one fails
             stack.callback(self._end)
+            stack.callback(self._rewind)
             for bucket in self._buckets:
                 stack.callback(bucket.put_back)
+
+    def _rewind(self) -> None:
+        """After a failed step: the state from before it, where copies of that were made."""
+        self._is_whole = self.unapplied.rewind()

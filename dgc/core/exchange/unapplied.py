@@ -133,6 +133,19 @@ class Unapplied:
             self._sent = step
             self._pending = True
 
+    def rewind(self) -> bool:
+        """After a step that failed: what the state was before it.
+
+        Returns:
+            False where no copies are made, and the state stays as it is.
+        """
+        if not self.exact:
+            return False
+        if self._captured:
+            self._restore()
+            self._captured = False
+        return True
+
     def take_back(self) -> bool:
         """Put back what the latest step changed, as the class says; only once.
 
@@ -142,11 +155,7 @@ class Unapplied:
         if not self._pending:
             return False
         if self._sent is None:
-            for bucket, (u, v, control) in zip(self._state.buckets, self._copies, strict=True):
-                self._memory.copy(bucket.u, u)
-                self._memory.copy(bucket.v, v)
-                bucket.control[...] = control
-            self._state.step = self._step
+            self._restore()
             self.discarded += self.exact
         else:
             for each in self._buckets:
@@ -160,6 +169,13 @@ class Unapplied:
             (zeros(b.u.size, b.u.dtype), zeros(b.v.size, b.v.dtype), np.empty_like(b.control))
             for b in self._state.buckets
         ]
+
+    def _restore(self) -> None:
+        for bucket, (u, v, control) in zip(self._state.buckets, self._copies, strict=True):
+            self._memory.copy(bucket.u, u)
+            self._memory.copy(bucket.v, v)
+            bucket.control[...] = control
+        self._state.step = self._step
 
     def _copy(self) -> None:
         for bucket, (u, v, control) in zip(self._state.buckets, self._copies, strict=True):

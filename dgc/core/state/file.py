@@ -4,52 +4,92 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from dgc.errors import LayoutError
+from dgc.errors import LayoutError, TransportError
 
 _HEADER = "header"
 
 
-def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def save_state(path: str | os.PathLike[str], state: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
     """Write ``state_dict()`` of one rank, whole or not at all.
 
     Args:
         path: of the file; the folder is made when it is missing.
         state: nested dictionaries and lists of arrays and plain values.
+        ready: called when everything is written, before it takes the file's place; where it raises, it does not.
+
+    Raises:
+        TransportError: it could not be written; the file that was there before stays.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
     header = json.dumps(_take_out(state, arrays))
-    draft = path.with_name(path.name + ".part")
-    with draft.open("wb") as file:
+
+    def write(file: BinaryIO) -> None:
         np.savez(file, **arrays, **{_HEADER: np.frombuffer(header.encode(), np.uint8)})  # type: ignore[arg-type]
-    draft.replace(path)
+
+    write_whole(path, path.with_name(path.name + ".part"), write, ready)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote.
+    """Read what :func:`save_state` wrote. Its checksums are compared.
 
     Raises:
-        LayoutError: the file is something else, or was cut short.
-        OSError: there is no such file, or it cannot be read.
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+        LayoutError: it is something else, damaged or cut off.
     """
-    with Path(path).open("rb") as file:
+    try:
+        file = Path(path).open("rb")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; put the states of all ranks where they were saved") from error
+    with file:
         try:
-            archive = np.load(file, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise ValueError("a single array")
-            with archive:
-                return _put_back(json.loads(archive[_HEADER].tobytes().decode()), archive)
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            with np.load(file, allow_pickle=False) as archive:
+                loaded: dict[str, Any] = _put_back(json.loads(archive[_HEADER].tobytes().decode()), archive)
+                return loaded
+        except Exception as error:  # NumPy, zipfile, zlib and json raise whatever they like
             raise LayoutError(
-                f"{path} is no state of a compressor, or damaged; give the file that was saved from one"
+                f"{path} is no state of a compressor, or damaged; give the file that was saved from one, or an earlier "
+                f"one ({type(error).__name__}: {error})"
             ) from error
+
+
+def write_whole(
+    path: Path, draft: Path, write: Callable[[BinaryIO], None], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Write a file whole or not at all; what was there before stays until then.
+
+    Args:
+        path: of the file; the folder is made when it is missing.
+        draft: where it is written first; removed when that fails.
+        write: writes the content.
+        ready: as in :func:`save_state`.
+
+    Raises:
+        TransportError: it could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())  # a network's file system may say only now that it is full
+        ready()
+        os.replace(draft, path)
+    except BaseException as error:
+        draft.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise TransportError(
+                f"{path} could not be written: {error.strerror or error}; what was saved before stays. Make room or "
+                "mend the folder, or save elsewhere"
+            ) from error
+        raise
 
 
 def _take_out(value: Any, arrays: dict[str, np.ndarray]) -> Any:

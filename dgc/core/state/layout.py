@@ -112,6 +112,19 @@ class Layout:
         """Elements of the sparsified parameters."""
         return sum(s.length for b in self.buckets for s in b.sparse)
 
+    def is_sparsified(self, parameter: int) -> bool:
+        """Whether a parameter travels sparsified, once sparsification has begun."""
+        bucket, segment = self.places[parameter]
+        return segment.offset < self.buckets[bucket].sparse_size
+
+    def sparsified(self) -> dict[str, bool]:
+        """Parameter name -> :meth:`is_sparsified`."""
+        return {p.name: self.is_sparsified(i) for i, p in enumerate(self.parameters)}
+
+    def lengths(self) -> dict[str, int]:
+        """Parameter name -> number of elements."""
+        return {p.name: p.numel for p in self.parameters}
+
     def describe(self) -> dict[str, str]:
         """Parameter name -> shape and type, in registration order, for the ranks to compare."""
         return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.state.checks import FORMAT, require_fit, require_sound
 from dgc.core.state.layout import Layout, Segment
-from dgc.errors import LayoutError
-
-FORMAT = 1
 
 
 class BucketState:
@@ -71,7 +69,7 @@ class State:
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
             entry = {"u": self._memory.to_host(self.momentum_buffer(i))}
-            if self._is_sparse(i):
+            if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
                 entry["control"] = self._control_row(i).copy()
             parameters[p.name] = entry
@@ -81,13 +79,15 @@ class State:
         """Take over what :meth:`to_dict` returned.
 
         Raises:
-            LayoutError: another format, other parameters, or other lengths; nothing is changed then.
+            LayoutError: another format, other parameters, other lengths, or values that are not finite; nothing is
+                changed then.
         """
-        self._check(saved)
+        require_sound(saved)
+        require_fit(saved, self._layout.sparsified(), self._layout.lengths())
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
             self.set_momentum_buffer(i, entry["u"])
-            if self._is_sparse(i):
+            if self._layout.is_sparsified(i):
                 self._memory.copy_in(self.residual(i), entry["v"])
                 row = self._control_row(i)
                 row[...] = np.nan
@@ -96,53 +96,21 @@ class State:
                     row[...] = control
         self.step = int(saved["step"])
 
-    def _is_sparse(self, parameter: int) -> bool:
-        bucket, segment = self._layout.places[parameter]
-        return segment.offset < self._layout.buckets[bucket].sparse_size
-
     def _control_row(self, parameter: int) -> np.ndarray:
         bucket, segment = self._layout.places[parameter]
         segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
         return self.buckets[bucket].control[segments.index(segment)]
 
-    def _check(self, saved: dict[str, Any]) -> None:
-        if saved.get("format") != FORMAT:
-            raise LayoutError(
-                f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
-                "load it with the version that wrote it"
-            )
-        names = [p.name for p in self._layout.parameters]
-        missing = [n for n in names if n not in saved["parameters"]]
-        surplus = [n for n in saved["parameters"] if n not in set(names)]
-        if missing or surplus:
-            what = f"lacks parameter {missing[0]!r}" if missing else f"has a parameter {surplus[0]!r} too many"
-            raise LayoutError(
-                f"the saved compressor state {what}; it belongs to another model or another choice of parameters: "
-                "build the compressor for the model that was saved, or call reset() to start with empty residuals"
-            )
-        for i, p in enumerate(self._layout.parameters):
-            entry = saved["parameters"][p.name]
-            wanted = {"u"} | ({"v"} if self._is_sparse(i) else set())
-            if {"u", "v"} & set(entry) != wanted:
-                now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
-                raise LayoutError(
-                    f"parameter {p.name!r} is {now} here but was {then} when the state was saved; "
-                    "use the same min_numel, include and exclude"
-                )
-            for key in wanted:
-                if np.shape(entry[key]) != (p.numel,):
-                    raise LayoutError(
-                        f"parameter {p.name!r} has {p.numel} elements, its saved {key} has shape "
-                        f"{np.shape(entry[key])}; the state belongs to another model"
-                    )
 
-
-def resized(states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin_step: int) -> dict[str, Any]:
+def resized(
+    states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin_step: int, *, op: str = "average"
+) -> dict[str, Any]:
     """Turn the states of N old ranks into this rank's state in a job of M ranks.
 
     Residuals and momentum buffers of the old ranks r with ``r % M == rank`` are summed and multiplied by M/N, which
-    keeps their mean over the ranks. What is equal on all ranks (everything before the ramp-up, the momentum buffer
-    of dense tensors after it) is taken over as it is.
+    keeps their mean over the ranks, and so what is still to be applied to the parameters. Where the ranks' gradients
+    are added up, not averaged, their sum is kept instead. What is equal on all ranks (everything before the ramp-up,
+    the momentum buffer of dense tensors after it) is taken over as it is.
 
     Args:
         states: (N,) results of :meth:`State.to_dict` in rank order; those that this rank does not need may be None,
@@ -150,8 +118,10 @@ def resized(states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin
         rank: this rank in the new job, 0 <= rank < size.
         size: M, ranks of the new job.
         rampup_begin_step: first sparsified step.
+        op: "average" or "sum".
     """
     first = states[0]
+    factor = size / len(states) if op == "average" else 1.0
     result = copy.deepcopy(first)
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
@@ -163,7 +133,7 @@ def resized(states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin
             total = np.zeros_like(entry[key])
             for state in mine:
                 total += state["parameters"][name][key]
-            entry[key] = (total * (size / len(states))).astype(total.dtype)
+            entry[key] = (total * factor).astype(total.dtype)
     return result
 
 

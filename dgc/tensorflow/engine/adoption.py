@@ -200,7 +200,13 @@ def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[s
     """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
     if adoption is None or not adoption.taken or "momentum" not in config:
         return config
-    return {**config, "momentum": adoption.momentum, "nesterov": adoption.nesterov}
+    # What was assigned since the last step, by a schedule perhaps, has not been taken yet.
+    momentum, nesterov = get_momentum(adoption.optimizer)
+    return {
+        **config,
+        "momentum": adoption.momentum if momentum is None else momentum,
+        "nesterov": adoption.nesterov if nesterov is None else nesterov,
+    }
 
 
 def _own_config(adoption: Adoption) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from dgc.core.state.checks import require_sound
 from dgc.core.state.file import load_state, save_state
-from dgc.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.transport.agreement import agree_or_raise
 
@@ -85,12 +87,41 @@ class CompressionCheckpoint(_Callback):
             self.save()
 
     def save(self) -> None:
-        """Write this rank's file now."""
+        """Write this rank's file now; call it on all ranks.
+
+        Raises:
+            LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
+            TransportError: a rank could not write; every rank gets the error, and what they saved before stays.
+        """
         engine = self._engine
         if engine is None:
             return
-        state = {**engine.state_dict(), ITERATIONS: self._iterations()}
-        save_state(self._path(self._filepath.format(epoch=self._epoch + 1)), state)
+        engine.require_open("CompressionCheckpoint.save()")
+        # Here alone: where one rank's step has failed, the others may be in the next.
+        engine.require_whole("CompressionCheckpoint.save()")
+        asked = False
+
+        def ask(here: Callable[[], dict[str, Any]]) -> None:
+            nonlocal asked
+            asked = True
+            agree_or_raise(
+                engine.transport, here, "results of the attempt to save the compressor's state", TransportError
+            )
+
+        try:
+            state = {**engine.state_dict(), ITERATIONS: self._iterations()}
+            require_sound(state)
+            path = self._path(self._filepath.format(epoch=self._epoch + 1))
+            save_state(path, state, lambda: ask(lambda: {"iterations": state[ITERATIONS]}))
+        except Exception as error:
+            if not asked:
+                failed = error
+
+                def tell() -> dict[str, Any]:
+                    raise failed
+
+                ask(tell)
+            raise
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -132,8 +163,13 @@ class CompressionCheckpoint(_Callback):
             pattern = self._path(glob.escape(self._filepath).replace("{epoch", "\0").split("\0")[0] + "*")
             if "{epoch" not in self._filepath:
                 pattern = self._path(glob.escape(self._filepath))
+            unreadable = ""
             for path in sorted(glob.glob(pattern), key=lambda p: Path(p).stat().st_mtime, reverse=True):
-                state = load_state(path)
+                try:
+                    state = load_state(path)
+                except LayoutError as error:
+                    unreadable = unreadable or f". Or it is the one that cannot be read: {error}"
+                    continue
                 if state.get(ITERATIONS) == self._iterations():
                     found.update(state)
                     return {"iterations": self._iterations()}
@@ -141,7 +177,7 @@ class CompressionCheckpoint(_Callback):
                 return {"iterations": "no file"}
             raise LayoutError(
                 f"no file {pattern} belongs to a model of {self._iterations()} iterations; restore the model and the "
-                "compressor from the same moment, or pass restore=False to begin with empty residuals"
+                f"compressor from the same moment, or pass restore=False to begin with empty residuals{unreadable}"
             )
 
         agree_or_raise(engine.transport, find, "checkpoints of the compressor", LayoutError)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.adapter.compressor import own_state
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -25,6 +24,7 @@ from dgc.adapter.paddle import (
     config_for,
     sparse_refusal,
 )
+from dgc.adapter.states import own_state
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine

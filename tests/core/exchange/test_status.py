@@ -265,7 +265,7 @@ def meets_an_error():
     run_ranks(3, rank, timeout=20)
 
 
-@event("this rank meets an error when its last bucket is through: announced; the step ends as on the others")
+@event("this rank meets an error when its last bucket is through: announced; this step counts, as on the others")
 def meets_an_error_too_late():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
@@ -347,6 +347,31 @@ def puts_back():
         alone(step)
 
 
+@event("`state_dict()`, `save_checkpoint()`")
+def is_not_saved():
+    """Nor in a step, nor by a rank whose error the others have not heard of yet."""
+
+    def step(exchange):
+        for phase in (Phase.RUNNING, Phase.THROUGH, Phase.BROKEN, Phase.FAILED):
+            bring_to(exchange, phase)
+            text = (
+                "after a step that failed .*the network is gone" if phase is Phase.FAILED else "while a step is under"
+            )
+            with pytest.raises(LayoutError, match=text):
+                exchange.state_dict()
+            exchange.reset()
+            assert exchange.state_dict()["step"] == 0
+        submit(exchange)
+        exchange.wait()
+        with pytest.raises(LayoutError, match="mine"):
+            exchange.fail(LayoutError("mine"))
+        assert exchange.owes_failure
+        with pytest.raises(LayoutError, match=r"after a step that failed \(mine\)"):
+            exchange.state_dict()
+
+    alone(step)
+
+
 @event("any gradient")
 def is_refused():
     def step(exchange):
@@ -359,7 +384,9 @@ def is_refused():
     alone(step)
 
 
-@event("`reset()`, `load_state_dict()`; a step under way is given up first, and announced")
+@event(
+    "`reset()`, `load_state_dict()`; a step under way is given up first, announced and put back (`Exchange.abandon`)"
+)
 def recovers():
     for phase in Phase:
         for load in (False, True):

@@ -1,6 +1,8 @@
 """A state in a file: what was saved is what is read, and whatever else lies there is refused by name."""
 
+import errno
 import io
+import zipfile
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dgc.core.state import file as state_file
 from dgc.core.state.file import load_state, save_state
-from dgc.errors import LayoutError
+from dgc.errors import LayoutError, TransportError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
 ARRAYS = hnp.arrays(
@@ -88,6 +91,7 @@ FOREIGN = {
     "arrays": of_numpy(np.savez, u=np.ones(3)),
     "arrays, one of them a header": of_numpy(np.savez, header=np.ones(3)),
     "the beginning of a state": of_numpy(np.savez, header=np.ones(3))[:40],
+    "a state whose array is missing": of_numpy(np.savez, header=np.frombuffer(b'{"u": {"__array__": "u"}}', np.uint8)),
     "a state with a wrong byte": of_numpy(
         np.savez, u=np.ones(999), header=np.frombuffer(b'{"u": {"__array__": "u"}}', np.uint8)
     ).replace(b"\xf0\x3f", b"\xf0\x3e", 1),
@@ -103,5 +107,37 @@ def test_another_file_is_refused_by_name(content, tmp_path):
 
 
 def test_a_missing_file_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="none is missing; put the states"):
         load_state(tmp_path / "none")
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("place", ["write", "flush"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, place):
+    path = tmp_path / "a.npz"
+    save_state(path, {"step": 3})
+    if place == "write":
+        monkeypatch.setattr(state_file.np, "savez", full)
+    else:
+        monkeypatch.setattr(state_file.os, "fsync", full)
+    with pytest.raises(TransportError, match=r"a\.npz could not be written: No space left on device; what was saved"):
+        save_state(path, {"step": 4})
+    assert [p.name for p in path.parent.iterdir()] == ["a.npz"]
+    assert load_state(path)["step"] == 3
+
+
+def test_a_save_that_another_rank_refuses_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.npz"
+    save_state(path, {"step": 3})
+
+    def refuse():
+        assert zipfile.is_zipfile(path.with_name("a.npz.part"))
+        raise RuntimeError("rank 1 could not")
+
+    with pytest.raises(RuntimeError, match="rank 1"):
+        save_state(path, {"step": 4}, refuse)
+    assert [p.name for p in path.parent.iterdir()] == ["a.npz"]
+    assert load_state(path)["step"] == 3

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import (
     L1Decay,
     PaddleOptions,
@@ -23,6 +22,7 @@ from dgc.adapter.paddle import (
     config_for,
     sparse_refusal,
 )
+from dgc.adapter.states import is_empty
 from dgc.core.exchange.records import Hyper
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
@@ -193,30 +193,28 @@ class MomentumCompressor(DGCCompressor):
             return super().state_dict()
         return shaped_state(self._engine.state_dict(), self._shapes)
 
-    def _load(self, state: Any, resize: bool) -> dict[str, Any]:
-        """Take over a state of this rank, in the form of :meth:`state_dict`.
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _require_states(self, state: Any, resize: bool) -> list[Any]:
+        with as_state_error():
+            return super()._require_states(state, resize)
+
+    def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
+        """This rank's state, made of some in the form of :meth:`state_dict`.
 
         Raises:
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is no array.
         """
         assert self._engine is not None
-        states = self._require_states(state, resize)
-        if is_empty(states[0]):
-            return super()._load(states[0], resize)
         wide = {
             name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
             for name, v in zip(self._engine.names, self._engine.variables, strict=True)
         }
-        flat = [flat_state(s, self._shapes, wide) for s in states]
+        if not is_empty(states[0]):
+            states = [flat_state(s, self._shapes, wide) for s in states]
         with as_state_error():
-            return super()._load(flat[0] if isinstance(state, Mapping) else flat, resize)
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _require_states(self, state: Any, resize: bool) -> list[Any]:
-        with as_state_error():
-            return super()._require_states(state, resize)
+            return super()._own(states, resize)
 
     def _regularizer_of(self, name: str) -> Regularizer:
         for pattern, regularizer in self.parameter_regularization.items():

@@ -83,6 +83,14 @@ class SavedState:
         """Nothing was loaded or broadcast."""
         self._loaded = self._broadcast = self._kept = False
 
+    def mark(self) -> tuple[bool, bool, bool]:
+        """What was loaded or broadcast until now, for :meth:`go_back`."""
+        return self._loaded, self._broadcast, self._kept
+
+    def go_back(self, mark: tuple[bool, bool, bool]) -> None:
+        """What was loaded or broadcast since then was taken back."""
+        self._loaded, self._broadcast, self._kept = mark
+
     def change(self, transport: Transport) -> Change:
         """What happened since the last step; collective after a broadcast.
 

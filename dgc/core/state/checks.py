@@ -1,0 +1,121 @@
+"""Looking at a saved state before anything is changed: is it one, whose is it, is it sound, does it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from dgc.errors import LayoutError
+
+FORMAT = 1
+"""Of the states that this version writes and reads."""
+
+
+def require_place(saved: Mapping[str, Any], rank: int, size: int) -> None:
+    """Refuse the state of another rank, or of a job of another size.
+
+    Args:
+        saved: what an exchange's ``state_dict()`` returned.
+        rank: this rank.
+        size: number of ranks.
+
+    Raises:
+        LayoutError: it is one.
+    """
+    if saved.get("size") != size:
+        raise LayoutError(
+            f"the saved compressor state is one of {saved.get('size')} ranks, this job has {size}; pass the "
+            "states of all old ranks and resize=True to redistribute the residuals"
+        )
+    if saved.get("rank") != rank:
+        raise LayoutError(
+            f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
+            "differ between ranks: save and load one state per rank"
+        )
+
+
+def require_sound(saved: Mapping[str, Any]) -> None:
+    """Refuse what is no state, or one that would spoil the training.
+
+    Args:
+        saved: what :meth:`dgc.core.state.state.State.to_dict` returned.
+
+    Raises:
+        LayoutError: another format, or a part of it is missing, of another kind or not finite.
+    """
+    if saved.get("format") != FORMAT:
+        raise LayoutError(
+            f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
+            "load it with the version that wrote it"
+        )
+    step = saved.get("step")
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise LayoutError(f"the saved compressor state says step {step!r}, which is no number of steps; it is damaged")
+    if not isinstance(saved.get("parameters"), Mapping):
+        raise LayoutError("the saved compressor state holds no parameters; give it what state_dict() returned")
+    for name, entry in saved["parameters"].items():
+        if not isinstance(entry, Mapping) or "u" not in entry:
+            raise LayoutError(f"the saved compressor state holds no u of {name!r}; give it what state_dict() returned")
+        for key in {"u", "v"} & set(entry):
+            values = _numbers(entry[key], name, key)
+            if not np.isfinite(values).all():
+                raise LayoutError(
+                    f"the saved {key} of {name!r} holds {int((~np.isfinite(values)).sum())} values that are not "
+                    "finite, which would spoil the training: load an earlier state, or call reset() to begin with "
+                    "empty residuals"
+                )
+        if entry.get("control") is not None:
+            _numbers(entry["control"], name, "control")
+
+
+def require_fit(
+    saved: Mapping[str, Any], sparsified: Mapping[str, bool], lengths: Mapping[str, int], optional: Collection[str] = ()
+) -> None:
+    """Refuse a sound state of other parameters.
+
+    Args:
+        saved: as in :func:`require_sound`.
+        sparsified: name -> whether a parameter travels sparsified.
+        lengths: name -> number of elements, of the same parameters.
+        optional: names of those that the state need not have, and of others that it may have.
+
+    Raises:
+        LayoutError: it has other parameters, of other lengths, or they travelled otherwise.
+    """
+    found = saved["parameters"]
+    missing = [n for n in lengths if n not in found and n not in optional]
+    surplus = [n for n in found if n not in lengths and n not in optional]
+    if missing or surplus:
+        what = f"lacks parameter {missing[0]!r}" if missing else f"has a parameter {surplus[0]!r} too many"
+        raise LayoutError(
+            f"the saved compressor state {what}; it belongs to another model or another choice of parameters: "
+            "build the compressor for the model that was saved, or call reset() to start with empty residuals"
+        )
+    for name, length in lengths.items():
+        if name not in found:
+            continue
+        entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
+        if {"u", "v"} & set(entry) != wanted:
+            now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
+            raise LayoutError(
+                f"parameter {name!r} is {now} here but was {then} when the state was saved; "
+                "use the same min_numel, include and exclude"
+            )
+        for key in sorted(wanted):
+            if np.shape(entry[key]) != (length,):
+                raise LayoutError(
+                    f"parameter {name!r} has {length} elements, its saved {key} has shape "
+                    f"{np.shape(entry[key])}; the state belongs to another model"
+                )
+
+
+def _numbers(values: Any, name: str, key: str) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"the saved {key} of {name!r} is no array: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise LayoutError(f"the saved {key} of {name!r} holds no numbers but {array.dtype}")
+    return array

@@ -1,0 +1,43 @@
+"""Model and optimizer as they were before a checkpoint was loaded, for the case that a rank cannot load it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from dgc.torch.compressor import DGCCompressor
+
+
+class Before:
+    """Copies of the model's tensors, on the host, and what the optimizer held."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> None:
+        """Copy; the tensors of the optimizer's state are not, as loading replaces them."""
+        self._saved = None if compression.engine is None else compression.engine.steps.saved
+        self._mark = None if self._saved is None else self._saved.mark()
+        self._optimizers = [
+            (each, each.state, each.param_groups, [dict(group) for group in each.param_groups])
+            for each in (optimizer, *_parts(optimizer))
+        ]
+        tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+        self._tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
+
+    def put_back(self) -> None:
+        """Let both hold what they held."""
+        with torch.no_grad():
+            for tensor, values in self._tensors:
+                tensor.copy_(values)
+        for optimizer, state, groups, contents in self._optimizers:
+            for group, content in zip(groups, contents, strict=True):
+                group.clear()
+                group.update(content)
+            optimizer.__dict__.update(state=state, param_groups=groups)
+        if self._saved is not None and self._mark is not None:
+            self._saved.go_back(self._mark)
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The optimizer that a sharding one drives."""
+    return [part for part in vars(optimizer).values() if isinstance(part, torch.optim.Optimizer)]

@@ -1,0 +1,128 @@
+"""Writing a checkpoint of a whole job."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgc.core.state.checks import require_sound
+from dgc.torch.checkpoint.arrays import to_tensors
+from dgc.torch.checkpoint.files import MAIN_FILE, Written, delete_replaced, rank_file, sweep, token_in
+from dgc.torch.checkpoint.ranks import Ranks
+from dgc.torch.compressor import DGCCompressor
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: DGCCompressor,
+    extra: Any = None,
+) -> None:
+    """Save model, optimizer and every rank's compressor state; call it on all ranks, between steps.
+
+    The optimizer is saved with its momentum and weight decay as the user gave them, so that ``checkpoint.pt`` is also
+    an ordinary dense checkpoint. A rank outside the process set has nothing to save.
+
+    Args:
+        directory: where to save; made if missing. It must be the same place for all ranks to be able to resize.
+        model: its ``state_dict()`` is saved by rank 0.
+        optimizer: the distributed one.
+        compression: the compressor.
+        extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
+
+    Raises:
+        ConfigError: the optimizer was not wrapped yet.
+        LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
+        TransportError: a rank could not write; every rank gets the error, the old checkpoint stays, and nothing is left
+            of the new one. Or the compressor was closed.
+        TypeError: ``extra`` holds something that cannot be loaded safely.
+    """
+    folder, ranks = Path(directory), Ranks(compression, "save_checkpoint()")
+    if compression.engine is not None:
+        # Here alone: where one rank's step has failed, the others may be in the next.
+        compression.engine.require_whole("save_checkpoint()")
+    if not ranks.takes_part:
+        return
+    state = compression.state_dict()
+
+    def look() -> dict[str, Any]:
+        _require_loadable(extra)
+        if state.get("parameters"):
+            require_sound(state)
+        return {"step": state.get("step", 0)}
+
+    ranks.agree(look, "save")
+    token = ranks.of_first(secrets.token_hex(8))
+    assert token is not None
+    written = Written(token)
+    replaced: str | None = None
+
+    def write_own() -> None:
+        own = to_tensors({**state, "token": token})
+        written.add(folder / rank_file(token, ranks.rank, ranks.size), own)
+
+    def write_main() -> None:
+        nonlocal replaced
+        if ranks.rank == 0:
+            content = {
+                "token": token,
+                "size": ranks.size,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "extra": extra,
+            }
+            replaced = token_in(folder)
+            written.add(folder / MAIN_FILE, content)
+
+    try:
+        _write(ranks, written, write_own, "write the compressor's state")
+        _write(ranks, written, write_main, "write the checkpoint")
+        replaced = ranks.of_first(replaced)
+        if replaced is not None:
+            delete_replaced(folder, replaced, ranks.rank, ranks.size)
+        sweep(folder, token, ranks.rank, ranks.size)
+    finally:
+        written.release()
+
+
+def _write(ranks: Ranks, written: Written, work: Callable[[], None], what: str) -> None:
+    """Write on all ranks, or leave nothing behind on any.
+
+    Where the ranks cannot be asked, the files stay: another rank may have completed the checkpoint.
+    """
+    failed: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failed = error
+    if ranks.any(failed is not None):
+        written.discard()
+
+    def outcome() -> dict[str, Any]:
+        if failed is not None:
+            raise failed
+        return {}
+
+    ranks.agree(outcome, what)
+
+
+def _require_loadable(extra: Any) -> None:
+    """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
+            f"be loaded safely; convert it (float(x), vars(args)): {str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,137 @@
+"""States as users hand them over, without a framework."""
+
+import copy
+
+import numpy as np
+import pytest
+from fakes import FakeEngine
+from test_compressor import Compressor
+
+from dgc.adapter.states import EMPTY, INACTIVE, own_state, require_states
+from dgc.core.compressors.build import make_config
+from dgc.errors import LayoutError, TransportError
+from dgc.transport.local import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("state", "resize", "text"),
+    [
+        (None, False, "got None; give it what state_dict"),
+        (None, True, "got None"),
+        (3, False, "got a int"),
+        ("state.pt", True, "got a str"),
+        (np.zeros(3), False, "got a ndarray"),
+        ([], True, "got 0 states"),
+        ([None, {}], True, "None as the state of old rank 0"),
+        ([{}, 5], True, "a int as the state of old rank 1"),
+    ],
+)
+@pytest.mark.parametrize("bound", [False, True])
+def test_what_is_no_state_is_refused_before_and_after_binding(state, resize, text, bound):
+    with pytest.raises(LayoutError, match=text):
+        require_states(state, resize)
+
+    def one_rank(transport):
+        compressor = Compressor(transport)
+        if bound:
+            compressor.bind()
+        with pytest.raises(LayoutError, match=text):
+            compressor.load_state_dict(state, resize)
+        assert compressor.state_dict()["step"] == 0
+        if bound:
+            compressor.close()
+
+    run_ranks(2, one_rank)
+
+
+def trained(transport, steps=1):
+    compressor = Compressor(transport)
+    compressor.bind()
+    for step in range(steps):
+        compressor.engine.step(step)
+    return compressor
+
+
+def test_no_rank_changes_anything_when_one_cannot_load():
+    """Also with several exchanges, of which only the last does not fit."""
+
+    def one_rank(transport):
+        other = trained(transport, 2)
+        state = other.state_dict()
+        other.engine.close(keep_transport=True)
+        compressor = trained(transport)
+        before = compressor.residual_norm
+        damaged = copy.deepcopy(state)
+        damaged["parameters"]["b"]["v"] = damaged["parameters"]["b"]["v"][:-1]
+        spoiled = copy.deepcopy(state)
+        spoiled["parameters"]["b"]["u"][0] = np.nan
+        for bad in (damaged, spoiled, [state], {**state, "step": 9}, {**state, "rank": 1 - transport.rank}, None):
+            with pytest.raises(LayoutError):
+                compressor.load_state_dict(bad if transport.rank else state)
+            assert compressor.residual_norm == before
+            assert compressor.state_dict()["step"] == 1
+        compressor.load_state_dict(state)
+        assert compressor.state_dict()["step"] == 2
+
+    run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda states: states[::-1], "place 0 is that of rank 1 of 2"),
+        (lambda states: [states[0], states[0]], "place 1 is that of rank 0 of 2"),
+        (lambda states: [states[0], {**states[1], "step": 5}], "step 5, that of rank 0 of step 1"),
+        (lambda states: [states[0], {**states[1], "parameters": {"a": {}}}], "another model"),
+        (lambda states: [states[0], {**states[1], "parameters": 3}], "no parameters"),
+        (lambda states: [states[0], None], "old rank 1 on this rank"),
+        (lambda states: [states[0]] * 3, "all 2 old ranks"),
+    ],
+)
+def test_states_that_were_not_saved_together_are_not_added_up(change, text):
+    states = run_ranks(2, lambda transport: trained(transport).state_dict())
+
+    def one_rank(transport):
+        compressor = trained(transport)
+        before = compressor.residual_norm
+        with pytest.raises(LayoutError, match=text):
+            compressor.load_state_dict(change(states), resize=True)
+        assert compressor.residual_norm == before
+        compressor.close()
+
+    run_ranks(1, one_rank)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 1)])
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_resizing_keeps_what_is_still_to_be_applied(old, new, op):
+    """Results are means or sums over the ranks, so it is the mean or the sum of the residuals that must stay."""
+    config = make_config({"momentum": 0.5, "sparsity": 0.9, "op": op, "min_numel": 64, "rampup_begin_step": 0})
+
+    def saved(transport):
+        engine = FakeEngine(transport, config)
+        engine.step()
+        return engine.state_dict()
+
+    states = run_ranks(old, saved)
+    fresh = run_ranks(new, lambda transport: own_state(states, transport, 0, op=op))
+    join = np.mean if op == "average" else np.sum
+    for name in ("a", "b"):
+        for key in ("u", "v"):
+            before = join([s["parameters"][name][key] for s in states], axis=0)
+            after = join([s["parameters"][name][key] for s in fresh], axis=0)
+            np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def test_states_in_which_nothing_is_kept_reset_whatever_their_number():
+    def one_rank(transport):
+        compressor = trained(transport)
+        for states in ([EMPTY], [EMPTY, {}, EMPTY], [INACTIVE]):
+            compressor.engine.step(1)
+            compressor.load_state_dict(states, resize=True)
+            assert compressor.residual_norm == 0
+        compressor.close()
+        with pytest.raises(TransportError, match=r"load_state_dict\(\) was called after close\(\)"):
+            compressor.load_state_dict({})
+
+    run_ranks(2, one_rank)

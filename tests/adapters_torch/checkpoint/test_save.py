@@ -1,0 +1,19 @@
+"""Checkpoints that cannot be written, or share a directory, on real ranks."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names
+
+WORKER = Path(__file__).parent / "workers" / "save_cases.py"
+
+
+@pytest.fixture(scope="module")
+def cases(ranks):
+    return ranks(WORKER, 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", case_names(WORKER))
+def test_save(cases, name):
+    cases.check(name)

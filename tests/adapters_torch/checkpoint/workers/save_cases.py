@@ -1,0 +1,195 @@
+"""On real ranks: checkpoints that cannot be written, share a directory, or come at the wrong moment."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+
+import horovod.torch as hvd
+import torch
+from adapters_torch.workers.models import flat, make_model, on_every_rank
+from checkpoint_tools import OPTIONS, Job, files_of, folders, sgd
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+from dgc.torch.checkpoint import save as save_module
+
+
+@contextlib.contextmanager
+def full_disk(after, here):
+    """From the ``after``-th file on that is flushed, on this rank, the disk is full."""
+    flush, count = os.fsync, 0
+
+    def fsync(file):
+        nonlocal count
+        count += 1
+        if count > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(file)
+
+    if here:
+        os.fsync = fsync
+    try:
+        yield
+    finally:
+        os.fsync = flush
+
+
+@case
+def a_full_disk_leaves_the_old_checkpoint_and_nothing_else():
+    with folders("full") as folder:
+        job = Job().train(2)
+        job.save(folder, extra=1)
+        before = files_of(folder)
+        job.train(1)
+        for after, rank, name in ((0, 1, "00001-of-"), (1, 0, "checkpoint.pt"), (0, 0, "00000-of-")):
+            with full_disk(after, hvd.rank() == rank):
+                on_every_rank(
+                    dgc.TransportError,
+                    f"{name}.* could not be written: No space left on device; what was saved before stays",
+                    functools.partial(job.save, folder, extra=2),
+                    f"full {after} {rank}",
+                )
+            assert files_of(folder) == before, name
+        assert job.load(folder) == 1
+        job.save(folder, extra=3)
+        assert len(files_of(folder)) == 1 + hvd.size()
+        assert job.load(folder) == 3
+        job.close()
+
+
+@case
+def a_state_that_is_not_finite_does_not_replace_a_good_one():
+    with folders("finite") as folder:
+        job = Job().train(1)
+        job.save(folder)
+        before = files_of(folder)
+        if hvd.rank() == 1:
+            job.compression.engine.exchange.state.buckets[0].v[3] = float("inf")
+        on_every_rank(dgc.LayoutError, "not finite", functools.partial(job.save, folder))
+        assert files_of(folder) == before
+        job.close()
+
+
+@case
+def two_jobs_that_save_into_one_directory_leave_each_others_files_alone():
+    """The second saves while the first has written its ranks' files, and not yet the file that names them."""
+    with folders("shared") as folder:
+        first, second = Job().train(1), Job(seed=5).train(2)
+        write, seen = save_module._write, []
+
+        def interrupted(ranks, written, work, what):
+            if what == "write the checkpoint" and not seen:
+                seen.append(files_of(folder))
+                second.save(folder, extra="second")
+                seen.append(files_of(folder))
+            write(ranks, written, work, what)
+
+        save_module._write = interrupted
+        try:
+            first.save(folder, extra="first")
+        finally:
+            save_module._write = write
+        assert set(seen[0]) < set(seen[1]), "the first job's files are still there"
+        assert len(files_of(folder)) == 1 + hvd.size(), "what the first has replaced is gone"
+        loaded = Job(seed=9)
+        assert loaded.load(folder) == "first"
+        assert torch.equal(flat(loaded.model), flat(first.model))
+        for job in (first, second, loaded):
+            job.close()
+
+
+@case
+def leftovers_of_dead_saves_and_of_more_ranks_are_deleted_and_nothing_else():
+    dead, live, old = "d" * 16, "a" * 16, "0" * 16
+    with folders("left") as folder:
+        job = Job().train(1)
+        kept = [f"compressor-{live}-00001-of-00002.pt", "checkpoint.pt.bak", "notes.txt", "compressor-mine.pt"]
+        if hvd.rank() == 0:
+            gone = [f"compressor-{old}-{rank:05d}-of-00004.pt" for rank in range(4)]
+            gone += [f"compressor-{dead}-00003-of-00004.pt", f"compressor-{dead}-00000-of-00002.pt.partial"]
+            gone += [f"checkpoint-{dead}.pt.partial", "checkpoint.pt.partial"]
+            for name in (*gone, *kept):
+                (folder / name).write_bytes(b"x")
+            torch.save({"token": old, "size": 4}, folder / "checkpoint.pt")
+        hvd.barrier()
+        with (folder / kept[0]).open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)  # as a save that is under way
+            job.save(folder)
+            files = files_of(folder)
+        assert set(kept) < set(files), files
+        assert len(files) == len(kept) + 1 + hvd.size(), files
+        job.save(folder)
+        assert kept[0] not in files_of(folder), "whoever wrote it is gone"
+        job.close()
+
+
+# -- after a step that failed ----------------------------------------------------------------------------------------
+
+
+def fail_a_step(job):
+    """All ranks get the error of one whose learning rate differs."""
+    group = job.optimizer.param_groups[0]
+    group["lr"] *= 1 + hvd.rank()
+    on_every_rank(dgc.DGCError, "learning rate", lambda: job.train(1))
+    group["lr"] = 0.05
+
+
+@case
+def an_emergency_save_after_a_failed_step_is_refused_or_whole():
+    for way in "ab":
+        with folders("failed") as folder:
+            job = Job(way).train(2)
+            fail_a_step(job)
+            text = "after a step that failed .*reset.*discardable=True"
+            on_every_rank(dgc.LayoutError, text, functools.partial(job.save, folder), way)
+            assert files_of(folder) == []
+            on_every_rank(dgc.LayoutError, "after a step that failed", job.compression.state_dict, way)
+            job.compression.reset()
+            job.save(folder)
+            job.close()
+
+            straight = Job(way, discardable=True).train(5)
+            job = Job(way, discardable=True).train(2)
+            fail_a_step(job)
+            job.save(folder)
+            job.close()
+            resumed = Job(way, seed=4, discardable=True)
+            resumed.load(folder)
+            resumed.steps = 2
+            resumed.train(3)
+            assert torch.equal(flat(resumed.model), flat(straight.model)), way
+            resumed.close()
+            straight.close()
+
+
+# -- too early, too late ------------------------------------------------------------------------------------------
+
+
+@case
+def before_wrapping_and_after_closing_there_is_one_error():
+    with folders("early") as folder:
+        model = make_model()
+        early = dict(model=model, optimizer=sgd(model), compression=dgc.Compression.dgc(**OPTIONS))
+        for call in (dgc.save_checkpoint, dgc.load_checkpoint):
+            on_every_rank(
+                dgc.ConfigError, "wrap the optimizer first", functools.partial(call, folder, **early), "early"
+            )
+        assert files_of(folder) == []
+        job = Job().train(1)
+        job.save(folder)
+        job.close()
+        before = files_of(folder)
+        for function in (job.save, job.load):
+            call = functools.partial(function, folder)
+            on_every_rank(dgc.TransportError, r"after close\(\)", call, "closed")
+        assert files_of(folder) == before
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()
