@@ -11,12 +11,12 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 
 from typing import Any
 
-from dgc.adapter.paddle import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer
-from dgc.tensorflow.tape import DistributedGradientTape
+from dgc.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [
     "Compression",
@@ -27,8 +27,11 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "L1Decay",
+    "L1DecayRegularizer",
     "L2Decay",
+    "L2DecayRegularizer",
     "LayoutError",
+    "PartialDistributedGradientTape",
     "RemoteError",
     "TransportError",
     "WireError",

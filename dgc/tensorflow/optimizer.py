@@ -70,9 +70,16 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
-    if isinstance(compression, DGCCompressor):
-        check_predivide(gradient_predivide_factor, compression.op_of(op))
-    settings = Settings(compression, op=op, process_set=process_set, sparse_as_dense=sparse_as_dense)
+    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(gradient_predivide_factor, name_of_op)
+    settings = Settings(
+        compression,
+        op=op,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        predivide=gradient_predivide_factor,
+        scale_local=scale_local_gradients,
+    )
     if is_alone(process_set) is False:
         settings.adopt(optimizer)
     optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
@@ -84,6 +91,10 @@ class _Distributed:
     """Mixed into the class of the user's optimizer."""
 
     _dgc_settings: Any
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._dgc_settings.local.add(var)
 
     @property
     def compression(self) -> Any:
@@ -99,7 +110,7 @@ class _Distributed:
         """
         grads_and_vars = super().compute_gradients(*args, **options)  # type: ignore[misc]
         gradients, variables = zip(*grads_and_vars, strict=True)
-        reduced, _ = self._dgc_settings.reducer.reduce(list(gradients), list(variables), self)
+        reduced, _ = self._dgc_settings.reduce(list(gradients), list(variables), self)
         return list(zip(reduced, variables, strict=True))
 
 

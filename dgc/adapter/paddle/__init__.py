@@ -14,6 +14,7 @@ from dgc.adapter.paddle.options import (
     Regularizer,
     StateError,
     check_regularizer,
+    require_parameters,
 )
 from dgc.adapter.paddle.state import BUFFERS, checked_buffer, require_keys
 
@@ -37,5 +38,6 @@ __all__ = [
     "compressed",
     "for_ranks",
     "require_keys",
+    "require_parameters",
     "sparse_refusal",
 ]

@@ -11,13 +11,13 @@ Use::
 
 import tensorflow as tf
 
-from dgc.adapter.paddle import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
 from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
-from dgc.tensorflow.keras.optimizer import DistributedOptimizer
+from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 
 # What is saved with a model must be known to Keras before the model is loaded.
 if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
@@ -35,10 +35,13 @@ __all__ = [
     "DGCMomentum",
     "DistributedOptimizer",
     "L1Decay",
+    "L1DecayRegularizer",
     "L2Decay",
+    "L2DecayRegularizer",
     "LayoutError",
     "RemoteError",
     "TransportError",
     "WireError",
     "callbacks",
+    "load_model",
 ]

@@ -44,6 +44,10 @@ class _Distributed:
 
     _dgc_settings: Settings
 
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._dgc_settings.local.add(var)
+
     @property
     def compression(self) -> Any:
         """The compressor: statistics, state and residuals of this rank."""
@@ -101,7 +105,7 @@ class _Distributed:
         grads, variables = zip(*list(grads_and_vars), strict=True)
         if is_alone(self._dgc_settings.process_set) is False:
             self._dgc_settings.adopt(self)
-        reduced, verdict = self._dgc_settings.reducer.reduce(list(grads), list(variables), self)
+        reduced, verdict = self._dgc_settings.reduce(list(grads), list(variables), self)
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.reduce.dense import DenseReducer
+from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.reducer import Reducer
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
@@ -37,6 +38,8 @@ class Settings:
         passes: int = 1,
         average_passes: bool = False,
         lost: tuple[str, ...] = (),
+        predivide: float = 1.0,
+        scale_local: bool = True,
     ) -> None:
         """Build the reducer.
 
@@ -47,19 +50,24 @@ class Settings:
             sparse_as_dense: compress sparse gradients as tensors.
             passes: ``backward_passes_per_step``.
             average_passes: divide the added gradients by ``passes``.
+            predivide: ``gradient_predivide_factor``, of Horovod's dense exchange; ours divides once, in float32.
+            scale_local: ``scale_local_gradients``.
             lost: names of options that were in use when the model was saved but could not be saved with it.
 
         Raises:
             ConfigError: arguments that do not fit together.
         """
         check_compression(compression)
-        kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
+        self._given = compression
         self.process_set = process_set
         self.accumulation_steps: int | None = None
         self._lost = tuple(lost)
         self._arguments = {"sparse_as_dense": sparse_as_dense, "passes": passes, "average_passes": average_passes}
+        self._dense = {"predivide": predivide} if not isinstance(compression, DGCCompressor) else {}
+        self._scale_local = scale_local
+        self.local = LocalVariables(scale_local)
         self._op = op
-        self.reducer: Any = kind(compression, op=op, process_set=process_set, **self._arguments)  # type: ignore[arg-type]
+        self.reducer: Any = self._make_reducer(compression)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -96,12 +104,16 @@ class Settings:
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.accumulation_steps = steps
-        self.reducer = type(self.reducer)(
-            self.compression,
-            op=self._op,
-            process_set=self.process_set,
-            **{**self._arguments, "passes": steps, "average_passes": True},
-        )
+        self.reducer = self._make_reducer(self._given, passes=steps, average_passes=True)
+
+    def reduce(self, gradients: Any, variables: Any, optimizer: Any) -> tuple[list[Any], Any]:
+        """One step: see :meth:`dgc.tensorflow.reduce.local.LocalVariables.reduce`."""
+        return self.local.reduce(self.reducer, gradients, variables, optimizer)
+
+    def _make_reducer(self, compression: Any, **changed: Any) -> Any:
+        kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
+        options = {**self._arguments, **self._dense, **changed}
+        return kind(compression, op=self._op, process_set=self.process_set, **options)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -117,7 +129,8 @@ class Settings:
 
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
-        config: dict[str, Any] = {**self._arguments, "op": None, "options": None, "lost": list(self._lost)}
+        config: dict[str, Any] = {**self._arguments, **self._dense, "scale_local": self._scale_local}
+        config.update(op=None, options=None, lost=list(self._lost))
         if self.process_set is not None:
             config["lost"].append("process_set")
         if self.compression is not None:
