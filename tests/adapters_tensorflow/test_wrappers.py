@@ -6,7 +6,7 @@ import pytest
 from launch_tools import case_names
 from rank_jobs import FLAVOURS
 
-WORKER = Path(__file__).parent / "workers" / "wrapper_cases.py"
+WORKER = Path(__file__).parent / "workers" / "wrappers_cases.py"
 
 
 @pytest.mark.mpi

@@ -16,7 +16,7 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.state.layout import Bucket
+from dgc.core.state.layout import Bucket, Segment
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
 from dgc.core.wire.plan import BucketPlan, Mode
@@ -149,6 +149,19 @@ class Encoder(ABC):
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
     """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
     return plan.mode is not Mode.DENSE and bool(tensors)
+
+
+def masks(config: DGCConfig, sent: int, tensors: Sequence[Segment]) -> bool:
+    """Whether momentum is cleared where entries were sent.
+
+    That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
+
+    Args:
+        config: the options.
+        sent: entries that this rank sends.
+        tensors: those that they are chosen from.
+    """
+    return config.momentum_masking and sent < sum(tensor.length for tensor in tensors)
 
 
 def segment_work(
