@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import warnings
 
-import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
@@ -53,18 +52,8 @@ def fit(model, steps=STEPS, first=0):
     return model
 
 
-SETS = []
-
-
-def alone():
-    """A process set in which this rank exchanges with nobody."""
-    if not SETS or SETS[0].process_set_id is None:
-        SETS[:] = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
-    return SETS[hvd.rank()]
-
-
 def saved_by_one_process(folder, **options):
-    model = fit(distributed(alone(), **options))
+    model = fit(distributed(m.alone(), **options))
     settings = getattr(model.optimizer, "_settings", None) or model.optimizer._dgc_settings
     settings.process_set = None  # what a job of one process would save
     path = f"{folder}/one.keras"
@@ -174,7 +163,7 @@ def a_model_of_several_goes_on_in_one_process():
         raise SkipCase("legacy Keras' optimizers have the same variables in both")
     with Folder() as folder:
         fit(distributed()).save_weights(f"{folder}/model.weights.h5")
-        other = distributed(alone())
+        other = distributed(m.alone())
         other.optimizer.build(other.trainable_variables)
         other.load_weights(f"{folder}/model.weights.h5")
     assert int(other.optimizer.iterations) == STEPS

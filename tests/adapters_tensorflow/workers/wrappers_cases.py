@@ -19,19 +19,10 @@ TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": Tru
 
 def large_batches(steps=10):
     """A run without Horovod, on the same data as each rank's pairs of passes."""
-    model = m.compile_model(None, learning_rate=0.05, process_set=alone())
+    model = m.compile_model(None, learning_rate=0.05, process_set=m.alone())
     x, y = m.dataset(steps, rank=0)
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     return m.values(model)
-
-
-SETS = []
-
-
-def alone():
-    if not SETS or SETS[0].process_set_id is None:
-        SETS[:] = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
-    return SETS[hvd.rank()]
 
 
 # -- without a compressor ------------------------------------------------------------------------------------------
