@@ -37,7 +37,7 @@ class LocalVariables:
         """:meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce` for the others; these keep their own gradients.
 
         Raises:
-            ConfigError: passes are added up, or the compressor has taken a momentum, which would not act on them.
+            ConfigError: passes are added up, or the compressor applies a momentum, which would not act on them.
         """
         places = self.shared(variables)
         if len(places) == len(variables):
@@ -49,11 +49,11 @@ class LocalVariables:
             )
         reduced, verdict = reducer.reduce([gradients[i] for i in places], [variables[i] for i in places], optimizer)
         engine = None if reducer.compression is None else reducer.compression.engine
-        if engine is not None and engine.adoption.momentum:
+        if engine is not None and any(engine.adoption.hyper.momentum):
             engine.fail(
                 ConfigError(
-                    "the compressor has taken the optimizer's momentum, which would not act on local variables: pass "
-                    "momentum=0 to the compressor to leave it in the optimizer"
+                    "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to "
+                    "the compressor to leave it in the optimizer"
                 )
             )
         results = list(gradients)
