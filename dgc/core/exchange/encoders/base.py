@@ -16,7 +16,7 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.state.layout import Bucket, Segment
+from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
 from dgc.core.wire.plan import BucketPlan, Mode
@@ -151,7 +151,7 @@ def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
     return plan.mode is not Mode.DENSE and bool(tensors)
 
 
-def masks(config: DGCConfig, sent: int, tensors: Sequence[Segment]) -> bool:
+def masks(config: DGCConfig, sent: int, tensors: Sequence[Any]) -> bool:
     """Whether momentum is cleared where entries were sent.
 
     That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
