@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -102,11 +103,18 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
     own = "\n".join(f"    {f.name}={f.default!r}" for f in dataclasses.fields(row.Options))
     build.__name__ = build.__qualname__ = name
+    build.__signature__ = _shown_signature(make)  # type: ignore[attr-defined]
     build.__doc__ = (
         f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
         f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"
     )
     return build
+
+
+def _shown_signature(make: Callable[..., Any]) -> inspect.Signature:
+    """That of ``make`` without what the constructor's name says already."""
+    parameters = inspect.signature(make).parameters.values()
+    return inspect.Signature([p for p in parameters if p.name not in ("algorithm", "members")])
 
 
 def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,8 +99,10 @@ class Horovod(abc.ABC):
         """The process set that a compressor or its wrapper names; all ranks when neither does (None).
 
         Raises:
-            ConfigError: they name two different ones.
+            ConfigError: they name two different ones, or something else than a process set.
         """
+        for given in (own, other):
+            _require_set(given)
         if own is not None and other is not None and not same_set(own, other):
             raise ConfigError("the compressor and the optimizer name different process sets; give it in one place")
         named = own if own is not None else other
@@ -116,6 +118,7 @@ class Horovod(abc.ABC):
             ConfigError: Horovod is not ready, does not know the set, or this process is not in it.
         """
         hvd = self.module()
+        _require_set(process_set)
         chosen = hvd.global_process_set if process_set is None else process_set
         if getattr(chosen, "process_set_id", None) is None:
             raise ConfigError(
@@ -129,9 +132,10 @@ class Horovod(abc.ABC):
         """Whether this process has nobody to exchange with: one rank, or outside the set; None before ``hvd.init()``.
 
         Raises:
-            ConfigError: Horovod is missing.
+            ConfigError: Horovod is missing, or it is no process set.
         """
         hvd = self.module(initialized=False)
+        _require_set(process_set)
         if not hvd.is_initialized():
             return None
         chosen = hvd.global_process_set if process_set is None else process_set
@@ -219,6 +223,14 @@ class Horovod(abc.ABC):
         if op.lower() not in known:
             raise ConfigError(f"op is {op!r}; allowed: hvd.Average and hvd.Sum, or their names")
         return known[op.lower()]
+
+
+def _require_set(process_set: Any) -> None:
+    """Refuse what is neither None nor a ``hvd.ProcessSet``; a number, say, or a list of ranks."""
+    if process_set is not None and not hasattr(process_set, "process_set_id"):
+        raise ConfigError(
+            f"process_set is {process_set!r}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
+        )
 
 
 def same_set(one: Any, other: Any) -> bool:

@@ -12,12 +12,12 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 from typing import TYPE_CHECKING, Any
 
 from dgc import errors
-from dgc.adapter.paddle import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer
-from dgc.tensorflow.tape import DistributedGradientTape
+from dgc.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 if TYPE_CHECKING:
     from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
@@ -29,7 +29,10 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "L1Decay",
+    "L1DecayRegularizer",
     "L2Decay",
+    "L2DecayRegularizer",
+    "PartialDistributedGradientTape",
 ]
 __all__ += errors.__all__
 

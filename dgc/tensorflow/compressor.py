@@ -99,6 +99,7 @@ class DGCCompressor(CompressorBase[Engine]):
 
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
+        keep_with(ours, self)
 
     def _make_transport(self, choice: Any, members: Any) -> Transport:
         return make_transport(choice, members)
@@ -167,6 +168,12 @@ class DGCCompressor(CompressorBase[Engine]):
         if self._engine is not None:
             self._engine.fail(error)
         raise error
+
+
+def keep_with(variables: Sequence[Any], compressor: DGCCompressor) -> None:
+    """Let a model hold the compressor that was bound to it last: no graph does, though a script may build it in one."""
+    for variable in variables[:1]:
+        variable._dgc_compressor = compressor
 
 
 def _refuse_sessions() -> None:

@@ -71,9 +71,12 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
-    if isinstance(compression, DGCCompressor):
-        check_predivide(gradient_predivide_factor, compression.op_of(op))
-    settings = Settings(compression, ReduceOptions(op, process_set, sparse_as_dense))
+    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(gradient_predivide_factor, name_of_op)
+    options = ReduceOptions(
+        op, process_set, sparse_as_dense, predivide=gradient_predivide_factor, scale_local=scale_local_gradients
+    )
+    settings = Settings(compression, options)
     if is_alone(process_set) is False:
         settings.adopt(optimizer)
     optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
@@ -93,7 +96,7 @@ class _Distributed(HasSettings):
         """
         grads_and_vars = super().compute_gradients(*args, **options)  # type: ignore[misc]
         gradients, variables = zip(*grads_and_vars, strict=True)
-        reduced, _ = self._dgc_settings.reducer.reduce(list(gradients), list(variables), self)
+        reduced, _ = self._dgc_settings.reduce(list(gradients), list(variables), self)
         return list(zip(reduced, variables, strict=True))
 
 

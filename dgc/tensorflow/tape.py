@@ -12,6 +12,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.options import ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.settings import check_compression
@@ -74,10 +75,55 @@ def DistributedGradientTape(
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
     distributed._dgc_reducer = reducer
-    distributed._dgc_local = set()
+    distributed._dgc_local = LocalVariables(scale_local_gradients)
     distributed._dgc_seen = set()
-    distributed._dgc_scale_local = scale_local_gradients
     return distributed
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    op: Any = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """:func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
+
+    Arguments are those of ``horovod.tensorflow.PartialDistributedGradientTape``; ``local_layers`` is a layer or
+    several.
+
+    Raises:
+        ConfigError: as there, or ``local_layers`` holds something else than layers.
+    """
+    several = isinstance(local_layers, (list, tuple, set, frozenset))
+    layers = list(local_layers) if several else [] if local_layers is None else [local_layers]
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ConfigError(f"local_layers holds {layer!r}; give Keras layers")
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(raw_variable(variable))
+    return tape
 
 
 def _check_optimizer(compression: DGCCompressor) -> None:
@@ -105,13 +151,12 @@ class _DistributedTape:
     """Mixed into the class of the user's tape."""
 
     _dgc_reducer: Reducer
-    _dgc_local: set[int]
+    _dgc_local: LocalVariables
     _dgc_seen: set[int]
-    _dgc_scale_local: bool
 
     def register_local_source(self, source: Any) -> None:
         """Leave this variable's gradient on its rank."""
-        self._dgc_local.add(id(raw_variable(source)))
+        self._dgc_local.add(source)
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -133,16 +178,8 @@ class _DistributedTape:
         variables = tf.nest.flatten(sources)
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
         gradients = tf.nest.flatten(local, expand_composites=False)
-        shared = [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._dgc_local]
-        self._refuse_momentum_twice({id(raw_variable(variables[i])) for i in shared})
-        reduced, _ = self._dgc_reducer.reduce([gradients[i] for i in shared], [variables[i] for i in shared])
-        results = list(gradients)
-        for i, gradient in zip(shared, reduced, strict=True):
-            results[i] = gradient
-        engine = self._dgc_reducer.compression.engine
-        if engine is not None and self._dgc_scale_local:
-            for i in set(range(len(variables))) - set(shared):
-                results[i] = _divided(results[i], engine.transport.size)
+        self._refuse_momentum_twice({id(raw_variable(variables[i])) for i in self._dgc_local.shared(variables)})
+        results, _ = self._dgc_local.reduce(self._dgc_reducer, gradients, variables)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
@@ -162,9 +199,3 @@ class _DistributedTape:
                     "momentum=0 to the compressor to leave momentum in the optimizer"
                 )
             )
-
-
-def _divided(gradient: Any, size: int) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient / tf.cast(size, gradient.dtype)

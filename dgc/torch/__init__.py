@@ -7,12 +7,13 @@ optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compre
 """
 
 from dgc import errors
+from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
 from dgc.errors import *  # noqa: F403
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
-from dgc.torch.momentum.optimizer import DGCMomentum, L1Decay, L2Decay
+from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.zero import ZeroRedundancyOptimizer
 
@@ -22,7 +23,9 @@ __all__ = [
     "DGCMomentum",
     "DistributedOptimizer",
     "L1Decay",
+    "L1DecayRegularizer",
     "L2Decay",
+    "L2DecayRegularizer",
     "ZeroRedundancyOptimizer",
     "fuse_optimizer",
     "fuse_step",

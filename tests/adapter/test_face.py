@@ -26,6 +26,7 @@ print(json.dumps(dict(
     compression=sorted(dir(dgc.Compression)),
     options=inspect.getdoc(dgc.Compression.dgc),
     compressor=names,
+    constructors={{n: arguments(getattr(dgc.Compression, n)) for n in set(dir(dgc.Compression)) - {{"none", "fp16"}}}},
     signatures={{n: arguments(getattr(compressor, n)) for n in names if callable(getattr(compressor, n))}},
     constructor=arguments(compressor),
     momentum=arguments(dgc.DGCMomentum),
@@ -55,8 +56,8 @@ ONLY = {
         "load_checkpoint",
         "save_checkpoint",
     },
-    "tensorflow": {"DistributedGradientTape"},
-    "keras": {"callbacks"},
+    "tensorflow": {"DistributedGradientTape", "PartialDistributedGradientTape"},
+    "keras": {"callbacks", "load_model"},
 }
 
 
@@ -75,6 +76,14 @@ def test_each_loads_its_own_framework(faces):
 def test_compression(faces):
     assert faces["torch"]["compression"] == faces["tensorflow"]["compression"] == faces["keras"]["compression"]
     assert faces["torch"]["options"] == faces["tensorflow"]["options"]
+
+
+def test_constructors_show_what_they_take(faces):
+    for name, face in faces.items():
+        first = "named_parameters" if name == "torch" else "variables"
+        for kind, shown in face["constructors"].items():
+            expected = ["members"] if kind.startswith("by_") else [first, "optimizer", "options"]
+            assert [a[0] for a in shown][: len(expected)] == expected, (name, kind, shown)
 
 
 METHODS_ONLY_IN_TENSORFLOW = {"adopt", "adoption", "optimizer", "use_way"}
@@ -96,5 +105,5 @@ def test_compressors(faces):
 
 def test_dgc_momentum(faces):
     torch = [a for a in faces["torch"]["momentum"] if a[0] != "params"]
-    tensorflow = [a for a in faces["tensorflow"]["momentum"] if a[0] != "parameter_regularization"]
+    tensorflow = [a for a in faces["tensorflow"]["momentum"] if not a[0].startswith("parameter_")]
     assert [(name, default) for name, _, default in torch] == [(name, default) for name, _, default in tensorflow]

@@ -1,8 +1,9 @@
 """Paddle's arguments without a framework: its schedule, its k, its eligibility, its errors."""
 
+import numpy as np
 import pytest
 
-from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer
+from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer, require_parameters
 from dgc.core.config.schedule import Schedule, entries_to_send
 from dgc.core.state.layout import Parameter, travels_dense
 from dgc.errors import ConfigError
@@ -101,6 +102,24 @@ def test_momentum_options_reach_the_core():
     )
 
 
+def test_truth_is_enough_for_nesterov():
+    assert options(use_nesterov=1).use_nesterov is True
+    assert options(use_nesterov=0).use_nesterov is False
+
+
+@pytest.mark.parametrize("params", [None, 0.1])
+def test_the_argument_that_is_missing_is_named(params):
+    with pytest.raises(TypeError, match=r"params is missing: .*parameter_list"):
+        require_parameters(params)
+
+
+def test_a_rate_that_torch_can_change():
+    options(learning_rate=np.array(0.1)).check_rate_is_number()
+    for wrong in (object(), np.array(-1.0)):
+        with pytest.raises(ConfigError, match="learning_rate is"):
+            options(learning_rate=wrong).check_rate_is_number()
+
+
 @pytest.mark.parametrize(
     ("error", "match", "changes"),
     [
@@ -120,6 +139,12 @@ def test_momentum_options_reach_the_core():
         (ConfigError, "rampup_step is 0", {"rampup_step": 0}),
         (ConfigError, "nesterov", {"use_nesterov": True, "momentum": 0.0}),
         (TypeError, "rampup_begin_step is missing", {"rampup_begin_step": None}),
+        (ConfigError, "learning_rate is -0.1", {"learning_rate": -0.1}),
+        (ConfigError, "learning_rate is nan", {"learning_rate": float("nan")}),
+        (ConfigError, "learning_rate is '0.1'", {"learning_rate": "0.1"}),
+        (ConfigError, "use_nesterov is 2", {"use_nesterov": 2}),
+        (TypeError, "'parameter_list'; .* the first argument, params", {"codecs": {"parameter_list": []}}),
+        (TypeError, "'grad_clip'; local_grad_clip_norm", {"codecs": {"grad_clip": 1.0}}),
         (TypeError, "unknown option 'momentum'", {"codecs": {"momentum": 0.5}}),
     ],
 )

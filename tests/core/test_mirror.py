@@ -22,6 +22,7 @@ ELSEWHERE = {
     "core/wire/codecs/numba_loops.py": "core/wire/codecs/test_loops.py",
     # One flow in three files.
     "adapter/paddle/flow.py": "adapter/test_paddle.py",
+    "adapter/paddle/methods.py": "adapter/test_face.py",
     "adapter/paddle/options.py": "adapter/test_paddle.py",
     "adapter/paddle/state.py": "adapter/test_paddle.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
@@ -55,6 +56,10 @@ ELSEWHERE = {
     "tensorflow/reduce/settings.py": "adapters_tensorflow/test_compressor.py",
     # One behaviour in two Kerases: each test runs in both.
     "tensorflow/keras/accumulation.py": "adapters_tensorflow/keras/test_optimizer.py",
+    "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
+    "tensorflow/reduce/local.py": "adapters_tensorflow/test_wrappers.py",
+    "tensorflow/reduce/options.py": "adapters_tensorflow/test_wrappers.py",
+    "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/callbacks.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/legacy.py": "adapters_tensorflow/keras/test_optimizer.py",

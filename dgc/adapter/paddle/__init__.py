@@ -8,11 +8,14 @@ from dgc.adapter.paddle.options import (
     MIN_NUMEL,
     ArgumentError,
     L1Decay,
+    L1DecayRegularizer,
     L2Decay,
+    L2DecayRegularizer,
     PaddleOptions,
     Regularizer,
     StateError,
     check_regularizer,
+    require_parameters,
 )
 from dgc.adapter.paddle.state import BUFFERS, checked_buffer, require_keys
 
@@ -24,7 +27,9 @@ __all__ = [
     "ArgumentError",
     "ExchangeMethods",
     "L1Decay",
+    "L1DecayRegularizer",
     "L2Decay",
+    "L2DecayRegularizer",
     "PaddleOptions",
     "Regularizer",
     "StateError",
@@ -34,5 +39,6 @@ __all__ = [
     "coefficients",
     "config_for",
     "require_keys",
+    "require_parameters",
     "sparse_refusal",
 ]

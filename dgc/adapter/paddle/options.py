@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dgc.core.compressors.build import make_config
-from dgc.core.config.checks import plain
+from dgc.core.config.checks import plain, require_flag
 from dgc.core.config.config import DGCConfig
 from dgc.core.state.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
@@ -26,6 +26,18 @@ COMPRESSED_TYPES = ("float32",)
 
 CODEC_OPTIONS = ("indices", "values", "bucket_bytes", "momentum_masking")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
+
+
+_PARAMETERS = (
+    "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
+)
+PADDLE_NAMES = {
+    "parameter_list": _PARAMETERS,
+    "parameters": _PARAMETERS,
+    "grad_clip": "local_grad_clip_norm is its name here, a float",
+    "weight_decay": "regularization=L2Decay(coefficient) is its name here",
+}
+"""What other versions of Paddle call an argument, and what to do instead."""
 
 
 class ArgumentError(ConfigError, AssertionError):
@@ -51,6 +63,9 @@ class L2Decay:
 
 
 Regularizer = L1Decay | L2Decay | None
+
+L1DecayRegularizer = L1Decay
+L2DecayRegularizer = L2Decay
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,13 @@ class PaddleOptions:
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))
         if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
+        if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
+            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes its truth
+        require_flag("use_nesterov", self.use_nesterov)
         _assert(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
+        rate = self.learning_rate
+        if isinstance(rate, (bool, str)) or (isinstance(rate, float) and not (math.isfinite(rate) and rate >= 0)):
+            raise ConfigError(f"learning_rate is {rate!r}; allowed: a finite number >= 0, or a schedule in TensorFlow")
         _assert(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
         if self.rampup_begin_step is None:
             raise TypeError("rampup_begin_step is missing: the first step that is compressed, such as 0")
@@ -117,7 +138,8 @@ class PaddleOptions:
         unknown = [name for name in self.codecs if name not in CODEC_OPTIONS]
         if unknown:
             known = ", ".join(CODEC_OPTIONS)
-            raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; besides Paddle's it takes {known}")
+            advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's it takes {known}")
+            raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; {advice}")
         flat = [_literally(p.name) for p in parameters if self.eligible(p) and len(p.shape) <= 1]
         other_types = [
             _literally(p.name) for p in parameters if p.numel >= max(1, self.min_numel) and not self.eligible(p)
@@ -142,6 +164,19 @@ class PaddleOptions:
         """Whether Paddle compresses a dense parameter like this one."""
         return parameter.numel >= max(1, self.min_numel) and parameter.dtype in self.dtypes
 
+    def check_rate_is_number(self) -> None:
+        """For PyTorch, whose schedulers change a number.
+
+        Raises:
+            ConfigError: ``learning_rate`` is no finite number >= 0.
+        """
+        try:
+            number = float(self.learning_rate)  # a tensor, too
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number >= 0")
+
     def check_ranks(self, ranks: int) -> None:
         """Compare ``num_trainers`` with the job.
 
@@ -152,6 +187,19 @@ class PaddleOptions:
             self.num_trainers is None or self.num_trainers == ranks,
             f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
             "clipping needs it",
+        )
+
+
+def require_parameters(params: Any) -> None:
+    """Say what is missing where Paddle's arguments stand without ``params`` before them.
+
+    Raises:
+        TypeError: ``params`` is None or a number.
+    """
+    if params is None or isinstance(params, (int, float)):
+        raise TypeError(
+            "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
+            "parameter_list); learning_rate, momentum and rampup_begin_step follow it"
         )
 
 

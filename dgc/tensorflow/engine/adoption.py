@@ -30,6 +30,7 @@ from dgc.tensorflow.engine.optimizers import (
     is_sgd,
     learning_rate,
     momentum_slot,
+    prepare_slots,
     restore_momentum,
     without_loss_scale,
 )
@@ -150,7 +151,7 @@ class Adoption:
         if self.taken and copy is not self.optimizer and is_sgd(copy):
             if family(copy) == LEGACY_V2:
                 copy.momentum, copy.nesterov = self.momentum, self.nesterov
-                clear_momentum(copy)
+            clear_momentum(copy)
             self.optimizer = copy
             self._keep_config()
 
@@ -162,15 +163,17 @@ class Adoption:
         """What weight decay is multiplied with: the variable's values."""
         return raw_variable(variable)
 
-    def absorb_slots(self, variables: Sequence[Any], absorb: Absorb) -> None:
+    def absorb_slots(self, variables: Sequence[Any], all_variables: Sequence[Any], absorb: Absorb) -> None:
         """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them.
 
         Args:
             variables: the compressed variables.
+            all_variables: those of the model.
             absorb: called with (variable index, u, learning rate that u is in units of) for each slot that is not zero.
         """
         if not (self.active and self.momentum):
             return
+        prepare_slots(self.optimizer, all_variables)
         with tf.init_scope():
             rate = float(learning_rate(self.optimizer)) if self.velocity_has_learning_rate else None
             factor = 1.0 if rate is None else -1.0 / rate if rate else 0.0

@@ -66,6 +66,7 @@ class Engine(EngineBase):
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
+        self._has_loaded = self._is_closed = False
 
         def build() -> Layout:
             layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
@@ -115,13 +116,14 @@ class Engine(EngineBase):
             )
 
     def take_momentum(self) -> None:
-        """Follow the momentum that the user has given the optimizer since the last step.
+        """Follow the momentum that the user has given the optimizer since the last step, and after a reset its slots.
 
         Raises:
             ConfigError: it cannot be taken over, on all ranks.
         """
         try:
             self.adoption.take()
+            self._absorb_loaded()
             self._refuse_sparse_momentum(self._kinds or ())
         except ConfigError as error:
             self.fail(error)
@@ -193,6 +195,7 @@ class Engine(EngineBase):
             )
         # Without groups the state comes from another framework or from resize, where everything was one group.
         whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
+        self._absorb_loaded()  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
             self._kinds = tuple(saved["kinds"])
         for entry in saved.get("groups", whole):
@@ -225,11 +228,31 @@ class Engine(EngineBase):
         for group in self._groups:
             if forget:
                 group.forget()
+                self._has_loaded = True
             group.compare_again()
+
+    def close(self, keep_transport: bool = False) -> None:
+        """End the communication threads and give the memory back; what is still known are options and statistics."""
+        super().close(keep_transport)
+        self._is_closed = True
+        for group in self._groups:
+            group.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state.
+
+        Raises:
+            LayoutError: in the middle of a step, or after :meth:`close`.
+        """
+        if self._is_closed:
+            raise LayoutError("the compressor was closed, and has kept no residuals: take its state before close()")
+        return super().state_dict()
 
     def _clear(self) -> None:
         for group in self._groups:
             group.rate = None
+        # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
+        self._has_loaded = True
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -245,9 +268,17 @@ class Engine(EngineBase):
         groups = [{**g, "names": [now[n] for n in g["names"]]} for g in saved["groups"]]
         return {**saved, "parameters": {now[n]: e for n, e in saved["parameters"].items()}, "groups": groups}
 
+    def _absorb_loaded(self) -> None:
+        if self._has_loaded:
+            self._has_loaded = False
+            for group in self._groups:
+                self._absorb_slots(group)
+
     def _absorb_slots(self, group: Group) -> None:
         members = [self.variables[i] for i in group.indices]
-        self.adoption.absorb_slots(members, lambda place, u, rate: group.absorb(group.indices[place], u, rate))
+        self.adoption.absorb_slots(
+            members, self.variables, lambda place, u, rate: group.absorb(group.indices[place], u, rate)
+        )
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
         if SPARSE not in kinds or not self.adoption.momentum:

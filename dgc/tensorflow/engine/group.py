@@ -152,6 +152,12 @@ class Group:
             bucket.u.fill(0)
             bucket.v.fill(0)
 
+    def release(self) -> None:
+        """Give back the memory of a group that is closed."""
+        self._pool = ResultPool([], [])
+        for bucket in self.exchange.state.buckets:
+            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
         require_replicas(

@@ -10,6 +10,7 @@ the last one: without groups that is one variable, with ``groups=1`` the whole m
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,7 +23,7 @@ from dgc.adapter.horovod import check_stand_in
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.engine.group import Group
-from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED, cross
+from dgc.tensorflow.engine.numpy_bridge import APPLY, GONE, REFUSED, Step, cross
 from dgc.tensorflow.engine.optimizers import family, learning_rate
 from dgc.tensorflow.engine.tensors import raw_variable
 
@@ -128,28 +129,15 @@ class Stock:
         engine.settle(kinds)
 
     def _cross(self, members: Sequence[_Pending], stand_in: tf.Tensor) -> None:
-        engine, compressor = self._engine(), self._compressor
-        group = engine.group([m.index for m in members])
+        engine = self._engine()
+        indices = engine.group([m.index for m in members]).indices
         # The first values of a variable are looked at in every step: Horovod uses a graph again for another model with
         # variables of the same shapes.
         probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
-        own = engine.variables[members[0].index]
         values = [m.variable for m in members] if engine.needs_parameters() else []
         count = len(members)
 
-        def step(arrays: list[np.ndarray], rate: float | None, extra: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-            *gradients, sum_of_ones, probed = arrays[: count + 2]
-            self._check(engine, group, own, probed, float(sum_of_ones[0]))
-            parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
-            engine.take_momentum()
-            follows = engine.adoption.velocity_has_learning_rate
-            results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
-            group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
-            # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.
-            return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], (
-                REFUSED if refused else APPLY
-            )
-
+        step = _step_of(self._compressor, indices)
         given = [*(m.gradient for m in members), stand_in, tf.cast(probe, tf.float32)]
         # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
         # variables in different orders. Horovod's stand-ins wait in line as well.
@@ -157,19 +145,44 @@ class Stock:
             results, _ = cross(step, given, self._rate, values)
         for member, result in zip(members, results[:count], strict=True):
             member.result = result
-        assert compressor.engine is engine
 
-    def _check(self, engine: Engine, group: Group, own: Any, probed: np.ndarray, value: float) -> None:
-        # All ranks that still train see the same stand-in; one that has joined could not be told anything.
-        check_stand_in(value, op=self._compressor.config.op, size=engine.transport.size)
-        expected = np.asarray(own).reshape(-1)[: probed.size].astype(np.float32)
-        if not np.array_equal(expected, probed, equal_nan=True):
-            group.fail(
-                ConfigError(
-                    "Horovod runs this compressor for another model, whose variables have the same shapes; residuals "
-                    "cannot be shared: build one compressor for each model and optimizer"
-                )
+
+def _step_of(compressor: Any, indices: Sequence[int]) -> Step:
+    """What the graph calls in each step; it must not hold the compressor, because TensorFlow never lets go of it."""
+    alive, count = weakref.ref(compressor), len(indices)
+
+    def step(arrays: list[np.ndarray], rate: float | None, extra: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        held = alive()
+        if held is None:
+            raise ConfigError(GONE)
+        engine: Engine = held.engine
+        group = engine.group(indices)
+        *gradients, sum_of_ones, probed = arrays[: count + 2]
+        _check(engine, group, probed, float(sum_of_ones[0]), held.config.op)
+        parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
+        engine.take_momentum()
+        follows = engine.adoption.velocity_has_learning_rate
+        results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
+        group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
+        # Horovod's allreduce of a variable has no second output: the stand-ins go back as they came.
+        back = [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)]
+        return back, REFUSED if refused else APPLY
+
+    return step
+
+
+def _check(engine: Engine, group: Group, probed: np.ndarray, value: float, op: str) -> None:
+    # All ranks that still train see the same stand-in; one that has joined could not be told anything.
+    check_stand_in(value, op=op, size=engine.transport.size)
+    own = engine.variables[group.indices[0]]
+    expected = np.asarray(own).reshape(-1)[: probed.size].astype(np.float32)
+    if not np.array_equal(expected, probed, equal_nan=True):
+        group.fail(
+            ConfigError(
+                "Horovod runs this compressor for another model, whose variables have the same shapes; residuals "
+                "cannot be shared: build one compressor for each model and optimizer"
             )
+        )
 
 
 _PROBED = 16

@@ -20,6 +20,12 @@ from dgc.tensorflow.engine.tensors import ALIGNMENT, raw_variable
 ACCUMULATED, APPLY, REFUSED = 0, 1, 2
 """What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
 
+GONE = (
+    "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the variables it was "
+    "bound to; keep it as long as the function is called"
+)
+"""What a graph says that has outlived its compressor."""
+
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ _TAKEN = -0.0
 another number."""
 _NESTEROV_TAKEN = 0
 """The same for Nesterov; a user assigns a bool."""
+
+_V1_UPDATES = ("_apply_dense", "_resource_apply_dense")
 
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
@@ -101,20 +106,43 @@ def is_cleared(optimizer: Any) -> bool:
 
 
 def clear_momentum(optimizer: Any) -> None:
-    """Make an SGD apply no momentum, in a way that tells it from a momentum of 0 that the user assigns afterwards."""
+    """Make an SGD apply no momentum, in a way that tells it from a momentum of 0 that the user assigns afterwards.
+
+    It no longer writes into its momentum slots either: at a momentum of 0 some go on keeping their last update there,
+    and whoever loaded that with the model would take it for a dense run's momentum.
+    """
     kind = family(optimizer)
     if kind == V1:
         optimizer._momentum, optimizer._use_nesterov = _TAKEN, False
+        plain = tf.compat.v1.train.GradientDescentOptimizer
+        for name in _V1_UPDATES:
+            setattr(optimizer, name, functools.partial(getattr(plain, name), optimizer))
     elif kind == LEGACY_V2:
         # It decides by a flag of its own whether it applies momentum, and saves the number in checkpoints.
         optimizer._momentum = False
     else:
         optimizer.momentum, optimizer.nesterov = _TAKEN, _NESTEROV_TAKEN
+        if kind == LEGACY:
+            # An instance's method: a class of its own would be saved with the model, and loaded without us.
+            optimizer.update_step = functools.partial(_update_without_slots, optimizer)
+
+
+def _update_without_slots(optimizer: Any, gradient: Any, variable: Any) -> None:
+    """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
+    attributes = vars(optimizer)  # TensorFlow must not track the stand-in
+    slots = attributes["momentums"]
+    attributes["momentums"] = collections.defaultdict(lambda: None)
+    try:
+        type(optimizer).update_step(optimizer, gradient, variable)
+    finally:
+        attributes["momentums"] = slots
 
 
 def restore_momentum(optimizer: Any, momentum: float, nesterov: bool) -> None:
     """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
     kind = family(optimizer)
+    for name in ("update_step", *_V1_UPDATES):
+        vars(optimizer).pop(name, None)
     if kind == V1:
         optimizer._momentum, optimizer._use_nesterov = momentum, nesterov
         return
@@ -122,9 +150,36 @@ def restore_momentum(optimizer: Any, momentum: float, nesterov: bool) -> None:
         optimizer._momentum = bool(momentum)
         return
     optimizer.momentum, optimizer.nesterov = momentum, nesterov
-    if kind == KERAS3 and momentum and optimizer.built and not getattr(optimizer, "momentums", None):
+    if kind == KERAS3 and momentum and optimizer.built:
+        make_slots(optimizer)
+
+
+def make_slots(optimizer: Any) -> None:
+    """Make the momentum slots of a built SGD of Keras 3, which has none where its momentum was taken."""
+    if not getattr(optimizer, "momentums", None):
         with tf.init_scope():
             optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
+
+
+def prepare_slots(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Make the slots for which ``tf.train.Checkpoint`` holds values that it has not found a place for yet.
+
+    Args:
+        optimizer: an SGD of either Keras; for others nothing is done.
+        variables: what it will update.
+    """
+    kind = family(optimizer)
+    if kind not in (KERAS3, LEGACY) or not _awaits_values(optimizer):
+        return
+    with tf.init_scope():
+        optimizer.build(list(variables))  # does nothing the second time
+    if kind == KERAS3:
+        make_slots(optimizer)
+
+
+def _awaits_values(optimizer: Any) -> bool:
+    listed = optimizer._variables
+    return any(name.isdigit() and found for name, found in getattr(listed, "_deferred_dependencies", {}).items())
 
 
 def momentum_slot(optimizer: Any, variable: Any) -> Any:

@@ -51,9 +51,14 @@ def describe(name: str, variable: Any) -> Parameter:
     """A variable as the core lists it.
 
     Raises:
-        LayoutError: a dimension is open.
+        LayoutError: a dimension is open, or the variable belongs to a strategy of ``tf.distribute``.
     """
     raw = raw_variable(variable)
+    if isinstance(raw, tf.distribute.DistributedValues):
+        raise LayoutError(
+            f"variable {name!r} belongs to a strategy of tf.distribute (MirroredStrategy, ...), which has replicas of "
+            "its own; Horovod's ranks are the replicas here: start one process for each device, without a strategy"
+        )
     if not raw.shape.is_fully_defined():
         raise LayoutError(f"variable {name!r} has the shape {raw.shape}; a compressed variable needs a fixed one")
     return Parameter(name, tuple(int(d) for d in raw.shape), raw.dtype.name)

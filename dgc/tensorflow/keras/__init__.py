@@ -12,13 +12,13 @@ Use::
 import tensorflow as tf
 
 from dgc import errors
-from dgc.adapter.paddle import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.keras import callbacks
 from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
-from dgc.tensorflow.keras.optimizer import DistributedOptimizer
+from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 
 # What is saved with a model must be known to Keras before the model is loaded.
 if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
@@ -28,5 +28,16 @@ else:
     from dgc.tensorflow.keras import keras3  # noqa: F401
     from dgc.tensorflow.keras.momentum import keras3 as momentum_keras3  # noqa: F401
 
-__all__ = ["Compression", "DGCCompressor", "DGCMomentum", "DistributedOptimizer", "L1Decay", "L2Decay", "callbacks"]
+__all__ = [
+    "Compression",
+    "DGCCompressor",
+    "DGCMomentum",
+    "DistributedOptimizer",
+    "L1Decay",
+    "L1DecayRegularizer",
+    "L2Decay",
+    "L2DecayRegularizer",
+    "callbacks",
+    "load_model",
+]
 __all__ += errors.__all__

@@ -18,6 +18,7 @@ from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
+from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
 
 PACKAGE = "dgc"
@@ -99,6 +100,14 @@ class _Distributed(HasSettings):
             return getattr(adoption, name)
         return getattr(self.inner_optimizer, name)
 
+    def _hold(self, settings: Settings) -> None:
+        """End of the constructors."""
+        self._dgc_settings = settings
+        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        self.inner_optimizer.load_own_variables = loaded_with_the_wrapper
+        self._prepare()
+        self._complete = True
+
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
         settings = self._dgc_settings
@@ -123,19 +132,11 @@ class _Distributed(HasSettings):
         return self.inner_optimizer.iterations
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what was saved, also where only one side has momentum's variables: a single process keeps them."""
-        inner = self.inner_optimizer
-        lacking = len(self.variables) - len(store.keys())  # type: ignore[attr-defined]
-        slots = getattr(inner, "momentums", None) or []
-        if slots and lacking == len(slots):
-            for i, variable in enumerate(self.variables[: len(store.keys())]):  # type: ignore[attr-defined]
-                variable.assign(store[str(i)])
-            return
+        """Load what one process, several, or a dense run have saved: see :mod:`dgc.tensorflow.keras.layouts`."""
         adoption = None if self.compression is None else self.compression.adoption
-        if not slots and lacking == -len(inner._trainable_variables) and adoption is not None and adoption.taken:
-            # They become u in the first step.
-            inner.momentums = inner.add_optimizer_variables(inner._trainable_variables, "momentum")
-        super().load_own_variables(store)  # type: ignore[misc]
+        taken = adoption is not None and adoption.taken
+        if not load_variables(self.inner_optimizer, self._variables, store, taken):  # type: ignore[attr-defined]
+            super().load_own_variables(store)  # type: ignore[misc]
 
     def _config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
@@ -161,7 +162,7 @@ class _Distributed(HasSettings):
 
     def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
         self._prepare()
-        return self._dgc_settings.reducer.reduce(grads, variables, self.inner_optimizer)
+        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer)
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
@@ -183,9 +184,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Hold ``inner_optimizer``; see :func:`wrap`."""
         super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
-        self._dgc_settings = settings
-        self._prepare()
-        self._complete = True
+        self._hold(settings)
 
     @tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
@@ -195,6 +194,21 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         with self._build_inner():
             self.inner_optimizer.build(variables)
         super().build(variables)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        """Those of the user's optimizer: so a dense run's ``tf.train.Checkpoint`` fits, and ours fits a dense run."""
+        if save_type != "checkpoint":
+            return super()._trackable_children(save_type, **options)  # type: ignore[no-any-return]
+        return self.inner_optimizer._trackable_children(save_type, **options)  # type: ignore[no-any-return]
+
+    def _lookup_dependency(self, name: str, *arguments: Any) -> Any:
+        if name == "inner_optimizer" and self._complete:
+            raise ConfigError(
+                "this checkpoint's optimizer is a Keras wrapper around another (a LossScaleOptimizer, or a distributed "
+                "one of an earlier version); restore it with tf.train.Checkpoint(model=model, "
+                "optimizer=tf.train.Checkpoint(inner_optimizer=optimizer.inner_optimizer))"
+            )
+        return super()._lookup_dependency(name, *arguments)
 
     @property
     def variables(self) -> list[Any]:
@@ -281,10 +295,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             dynamic_growth_steps=dynamic_growth_steps,
             name=name or f"distributed_{inner_optimizer.name}",
         )
-        self._dgc_settings = settings
         settings.refuse_loss_scale()
-        self._prepare()
-        self._complete = True
+        self._hold(settings)
 
     @tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:

@@ -89,7 +89,7 @@ class _Distributed(HasSettings):
         grads, variables = zip(*list(grads_and_vars), strict=True)
         if is_alone(self._dgc_settings.process_set) is False:
             self._dgc_settings.adopt(self)
-        reduced, verdict = self._dgc_settings.reducer.reduce(list(grads), list(variables), self)
+        reduced, verdict = self._dgc_settings.reduce(list(grads), list(variables), self)
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:

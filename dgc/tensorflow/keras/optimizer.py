@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
@@ -53,10 +55,16 @@ def DistributedOptimizer(
             f"{optimizer!r} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
             "tf.compat.v1.train"
         )
-    if isinstance(compression, DGCCompressor):
-        check_predivide(gradient_predivide_factor, compression.op_of(op))
+    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(gradient_predivide_factor, name_of_op)
     options = ReduceOptions(
-        op, process_set, sparse_as_dense, passes=backward_passes_per_step, average_passes=average_aggregated_gradients
+        op,
+        process_set,
+        sparse_as_dense,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        predivide=gradient_predivide_factor,
+        scale_local=scale_local_gradients,
     )
     settings = Settings(compression, options)
     if kind == KERAS3:
@@ -64,3 +72,45 @@ def DistributedOptimizer(
     else:
         from dgc.tensorflow.keras.legacy import wrap
     return wrap(optimizer, settings, name)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: Any = None,
+    compression: Any = None,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a saved model, and make its optimizer distributed if it is none yet.
+
+    Arguments are those of ``horovod.tensorflow.keras.load_model``.
+
+    Args:
+        filepath: what the model was saved as.
+        custom_optimizers: further classes of optimizers.
+        custom_objects: further names that the model needs.
+        compression: for the optimizer of a dense run, whose momentum becomes the compressor's. A model that was saved
+            with one of our wrappers has its own.
+        legacy_opts: without effect: optimizers of both kinds are known.
+
+    Raises:
+        ConfigError: a compressor for a model that has one already.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = tf.keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return model
+    owner = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(optimizer, "register_local_var") or hasattr(owner, "register_local_var"):
+        if compression is not None:
+            raise ConfigError(
+                "the model was saved with a distributed optimizer and goes on with its options; leave compression out, "
+                "or compile the model with a new DistributedOptimizer"
+            )
+        return model
+    model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+    compiled_with = getattr(model, "_compile_config", None)  # what Keras 3 saves
+    if compiled_with is not None:
+        compiled_with.config["optimizer"] = model.optimizer
+    return model

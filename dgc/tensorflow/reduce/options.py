@@ -16,6 +16,9 @@ class ReduceOptions:
         sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which are compressed too.
         passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
         average_passes: divide the added gradients by ``passes``.
+        predivide: ``gradient_predivide_factor`` of Horovod's dense exchange: this much of the average's division is
+            done before the sum. Ours divides once, in float32.
+        scale_local: ``scale_local_gradients``: divide gradients that stay on their rank by the number of ranks.
     """
 
     op: Any = None
@@ -23,6 +26,8 @@ class ReduceOptions:
     sparse_as_dense: bool = False
     passes: int = 1
     average_passes: bool = False
+    predivide: float = 1.0
+    scale_local: bool = True
 
 
 DEFAULTS = ReduceOptions()

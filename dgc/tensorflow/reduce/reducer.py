@@ -9,15 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.compression import check_passes
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
-from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.horovod import import_horovod
-from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED, cross
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, GONE, REFUSED, Step, cross
 from dgc.tensorflow.engine.optimizers import learning_rate
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
+from dgc.tensorflow.reduce.sums import Sums
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
@@ -47,15 +46,11 @@ class Reducer:
         Raises:
             ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
         """
-        check_passes(options.passes)
+        self._sums = Sums(options.passes, options.average_passes)
         self.compression = compression
         self.passes = options.passes
         self._sparse_as_dense = options.sparse_as_dense
         self._process_set = options.process_set
-        self._factor = 1.0 / options.passes if options.average_passes else 1.0
-        self._sums: list[np.ndarray] = []
-        self._passed = 0
-        self._generation = compression.generation
         compression.use_way(user)
         if options.op is not None:
             compression.use_op(options.op)
@@ -104,6 +99,12 @@ class Reducer:
             _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
         return reduced, verdict
 
+    @property
+    def size(self) -> int:
+        """Ranks that exchange; 1 where there is nobody to exchange with."""
+        engine = self.compression.engine
+        return 1 if engine is None else engine.transport.size
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _cross(
@@ -120,12 +121,7 @@ class Reducer:
                 rate = learning_rate(engine.adoption.optimizer)
             if engine.needs_parameters():
                 parameters = [engine.adoption.decayed(place, variables[i]) for place, i in dense]
-
-        def step(
-            arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]
-        ) -> tuple[list[np.ndarray], int]:
-            return self._step(engine, group, arrays, rate, values)
-
+        step = _step_of(self.compression, self._sums, None if group is None else group.indices)
         reduced: list[Gradient] = list(gradients)
         verdict = tf.constant(APPLY, tf.int32)
         if dense:
@@ -150,51 +146,50 @@ class Reducer:
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])  # type: ignore[union-attr]
         return reduced, tf.where(finite, verdict, tf.constant(REFUSED, tf.int32))
 
-    def _step(
-        self,
-        engine: Engine | None,
-        group: Group | None,
-        arrays: list[np.ndarray],
-        rate: float | None,
-        values: list[np.ndarray],
-    ) -> tuple[list[np.ndarray], int]:
-        if self.passes > 1:
-            arrays = self._accumulate(arrays)
-            if self._passed:
-                return arrays, ACCUMULATED
-        if engine is None or group is None:
-            return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        # A graph is not traced anew when the user assigns another momentum.
-        engine.take_momentum()
-        follows = engine.adoption.velocity_has_learning_rate
-        results, refused = group.run(arrays, values or [None] * len(arrays), engine.adoption.hyper, rate, follows)  # type: ignore[list-item]
-        return results, REFUSED if refused else APPLY
-
-    def _accumulate(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Add up gradients on this rank; after the last pass ``_passed`` is 0 again and the sums are complete."""
-        if self._generation != self.compression.generation:
-            # After an error in the midst of the passes the ranks may have come to different ones; all begin anew.
-            self._generation, self._passed = self.compression.generation, 0
-        if not self._sums:
-            self._sums = [np.zeros(a.shape, np.float64 if a.dtype == np.float64 else np.float32) for a in arrays]
-        if self._passed == 0:
-            for total in self._sums:
-                total.fill(0)
-        for total, array in zip(self._sums, arrays, strict=True):
-            np.add(total, array, out=total, casting="same_kind")
-        self._passed = (self._passed + 1) % self.passes
-        if self._passed == 0 and self._factor != 1.0:
-            for total in self._sums:
-                total *= total.dtype.type(self._factor)
-        # Never the sums themselves: TensorFlow keeps what it is given, and they go on changing.
-        return [total.copy() for total in self._sums]
-
     def _places(self, engine: Engine | None, variables: list[Any]) -> list[int]:
         if engine is None:
             return list(range(len(variables)))
         places = [engine.index_of(v) for v in variables]
         assert None not in places, "bind() has refused foreign variables"
         return [p for p in places if p is not None]
+
+
+def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None) -> Step:
+    """What a graph calls in each step.
+
+    TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
+    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`).
+
+    Args:
+        compression: the compressor.
+        sums: of the reducer, which an optimizer holds where there are several passes.
+        indices: of the group; None where there is nobody to exchange with.
+    """
+    alive, adding = weakref.ref(compression), weakref.ref(sums)
+    several = sums.passes > 1
+
+    def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        held = alive()
+        if held is None:
+            raise ConfigError(GONE)
+        if several:
+            passes = adding()
+            if passes is None:
+                raise ConfigError(GONE)
+            arrays = passes.add(arrays, held.generation)
+            if passes.passed:
+                return arrays, ACCUMULATED
+        engine = held.engine
+        if engine is None or indices is None:
+            return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
+        # A graph is not traced anew when the user assigns another momentum.
+        engine.take_momentum()
+        follows = engine.adoption.velocity_has_learning_rate
+        parameters: Sequence[Any] = values or [None] * len(arrays)  # type: ignore[list-item]
+        results, refused = engine.group(indices).run(arrays, parameters, engine.adoption.hyper, rate, follows)
+        return results, REFUSED if refused else APPLY
+
+    return step
 
 
 _results: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

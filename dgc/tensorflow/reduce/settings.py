@@ -10,10 +10,11 @@ from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.reduce.dense import DenseReducer
+from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
 
-_SAVED = ("sparse_as_dense", "passes", "average_passes")
+_SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_local")
 """Options that are saved with a model as they are."""
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
@@ -51,12 +52,13 @@ class Settings:
             ConfigError: arguments that do not fit together.
         """
         check_compression(compression)
-        kind = Reducer if isinstance(compression, DGCCompressor) else DenseReducer
+        self._given = compression
         self.process_set = options.process_set
         self.accumulation_steps: int | None = None
         self._options = options
         self._lost = tuple(lost)
-        self.reducer: Any = kind(compression, options)
+        self.local = LocalVariables(options.scale_local)
+        self.reducer: Any = self._make_reducer(options)
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -93,8 +95,15 @@ class Settings:
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.accumulation_steps = steps
-        options = dataclasses.replace(self._options, passes=steps, average_passes=True)
-        self.reducer = type(self.reducer)(self.compression, options)
+        self.reducer = self._make_reducer(dataclasses.replace(self._options, passes=steps, average_passes=True))
+
+    def reduce(self, gradients: Any, variables: Any, optimizer: Any) -> tuple[list[Any], Any]:
+        """One step: see :meth:`dgc.tensorflow.reduce.local.LocalVariables.reduce`."""
+        return self.local.reduce(self.reducer, gradients, variables, optimizer)
+
+    def _make_reducer(self, options: ReduceOptions) -> Any:
+        kind = Reducer if isinstance(self._given, DGCCompressor) else DenseReducer
+        return kind(self._given, options)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -129,13 +138,17 @@ class Settings:
         # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
         algorithm = "dgc" if "members" in lost else config.get("algorithm", "dgc")
         compression = None if options is None else DGCCompressor(options, algorithm)
-        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED}), lost=lost)
+        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED if name in config}), lost=lost)
 
 
 class HasSettings:
     """Mixed into a distributed optimizer: what everybody may ask it about its exchange."""
 
     _dgc_settings: Settings
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._dgc_settings.local.add(var)
 
     @property
     def compression(self) -> Any:

@@ -13,8 +13,6 @@ from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
     ExchangeMethods,
-    L1Decay,
-    L2Decay,
     PaddleOptions,
     Regularizer,
     StateError,
@@ -22,6 +20,7 @@ from dgc.adapter.paddle import (
     check_regularizer,
     coefficients,
     config_for,
+    require_parameters,
     sparse_refusal,
 )
 from dgc.adapter.states import own_state
@@ -57,7 +56,7 @@ class DGCMomentum(ExchangeMethods, Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Any = None,
         learning_rate: float | None = None,
         momentum: float | None = None,
         rampup_begin_step: int | None = None,
@@ -106,11 +105,12 @@ class DGCMomentum(ExchangeMethods, Optimizer):
                 ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the
                 number of ranks, a regulariser of another kind.
             ConfigError: (a ValueError) another option out of range, or Horovod is not initialised.
-            TypeError: ``rampup_begin_step`` is missing, or an unknown option.
+            TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
             LayoutError: ranks disagree about the parameters.
         """
         if hasattr(type(self), "skip_synchronize"):
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
+        require_parameters(params)
         hvd = HOROVOD.require_ready()
         members = member_set(process_set)
         self._transport = make_transport(transport, members)
@@ -134,11 +134,12 @@ class DGCMomentum(ExchangeMethods, Optimizer):
                 (exclude,) if isinstance(exclude, str) else tuple(exclude),
                 codecs,
             )
+            self.options.check_rate_is_number()
             self.options.check_ranks(self._transport.size)
             defaults = {
                 "lr": self.options.learning_rate,
                 "momentum": float(self.options.momentum),
-                "nesterov": use_nesterov,
+                "nesterov": self.options.use_nesterov,
                 "regularization": regularization,
             }
             super(DGCMomentum, self).__init__(params, defaults)
@@ -379,6 +380,3 @@ class DGCMomentum(ExchangeMethods, Optimizer):
         # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
         decayed = torch.sign(p) if self._decay(group, p)[0] else None
         self._engine.submit(i, p.grad, p.grad, decayed)
-
-
-__all__ = ["DGCMomentum", "L1Decay", "L2Decay"]

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 
 import horovod.tensorflow as hvd
 import models as m
@@ -12,6 +13,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
+from dgc.errors import LayoutError
 from dgc.tensorflow.engine.horovod.transport import HorovodTransport
 
 keras = m.keras
@@ -133,6 +135,89 @@ def a_dropped_compressor_leaves_no_thread():
     while threading.active_count() > before + 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before + 1, [t.name for t in threading.enumerate()]
+
+
+def in_a_graph():
+    model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+    variables = m.raw(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = dgc.DistributedGradientTape(tape, compression=compression)
+        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+    for i in range(2):
+        step(*map(tf.constant, m.batch(i)))
+    return compression
+
+
+def in_fit(**options):
+    compression = dgc.Compression.dgc(**m.SPARSE)
+    m.fit(m.compile_model(compression, **options), 2)
+    return compression
+
+
+def traces_of(compression):
+    engine = compression.engine
+    u = engine._exchanges[0].state.buckets[0].u
+    return [weakref.ref(x) for x in (compression, engine, engine._exchanges[0], u)]
+
+
+@case
+def models_in_a_loop_leave_nothing_behind():
+    for train in (in_a_graph, in_fit, lambda: in_fit(learning_rate=0.05, backward_passes_per_step=2)):
+        keras.backend.clear_session()
+        left = [alive for _ in range(3) for alive in traces_of(train())]
+        for _ in range(3):
+            gc.collect()
+        assert not [a() for a in left if a() is not None]
+
+
+@case
+def closing_gives_the_memory_back():
+    # Horovod keeps what was given to its own classes for as long as the process lives.
+    model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+    variables = m.raw(model.trainable_variables)
+    compression = dgc.Compression.dgc(variables, optimizer=inner, **m.SPARSE)
+    with tf.GradientTape() as tape:
+        loss = m.loss_function(m.batch(0)[1], model(m.batch(0)[0]))
+    hvd.DistributedGradientTape(tape, compression=compression, groups=1).gradient(loss, variables)
+    u = traces_of(compression)[-1]
+    compression.close()
+    gc.collect()
+    assert u() is None
+    assert compression.stats.steps == 1
+    m.assert_raises(compression.state_dict, "was closed", "before close()", kinds=(LayoutError,))
+
+
+@case
+def a_graph_that_outlives_its_model_says_so():
+    held = {}
+
+    def make():
+        v = tf.Variable(tf.ones([20, 4]))
+
+        @tf.function
+        def step(gradient):
+            compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSE)  # nothing else refers to it
+
+            class Tape(tf.GradientTape):
+                def gradient(self, *_, **__):
+                    return [gradient]
+
+            return dgc.DistributedGradientTape(Tape(), compression=compression).gradient(None, [v])[0]
+
+        held["v"], held["step"] = v, step.get_concrete_function(tf.TensorSpec([20, 4]))
+
+    make()
+    gc.collect()
+    held["step"](tf.ones([20, 4]))  # the variable holds it
+    held["v"]._dgc_compressor = None
+    gc.collect()
+    m.assert_raises(lambda: held["step"](tf.ones([20, 4])), "the compressor that this graph was built with is gone")
 
 
 @case

@@ -49,6 +49,16 @@ def make_model(seed=1, width=64, dtype=None):
     return model
 
 
+_alone = []
+
+
+def alone():
+    """A process set in which this rank exchanges with nobody, as in a job of one process."""
+    if not _alone or _alone[0].process_set_id is None:  # Horovod has forgotten it since
+        _alone[:] = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    return _alone[hvd.rank()]
+
+
 def batch(step, rank=None, size=8):
     generator = np.random.default_rng([step, hvd.rank() if rank is None else rank])
     return generator.standard_normal((size, 20)).astype("f"), generator.standard_normal((size, 3)).astype("f")

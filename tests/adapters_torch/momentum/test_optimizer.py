@@ -32,7 +32,8 @@ import warnings
 import horovod.torch as hvd
 import torch
 from worker_tools import report
-from dgc.torch.momentum.optimizer import DGCMomentum, L2Decay
+from dgc.adapter.paddle import L2Decay
+from dgc.torch.momentum.optimizer import DGCMomentum
 
 hvd.init()
 own, other = (torch.nn.Parameter(torch.linspace(-1, 1, 40_000)) for _ in range(2))

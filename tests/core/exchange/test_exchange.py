@@ -42,8 +42,10 @@ def test_before_rampup_it_is_dense_sgd(ranks, options):
 @pytest.mark.parametrize("options", MOMENTA, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 2048])
-def test_sparsity_zero_is_dense_sgd(ranks, options, bucket_bytes):
-    out = train(ranks, 20, sparsity=0.0, momentum_masking=False, bucket_bytes=bucket_bytes, **options)
+@pytest.mark.parametrize("masking", [True, False])
+def test_sparsity_zero_is_dense_sgd(ranks, options, bucket_bytes, masking):
+    """With the default options, too: momentum is masked where something else was sent and it is stale."""
+    out = train(ranks, 20, sparsity=0.0, momentum_masking=masking, bucket_bytes=bucket_bytes, **options)
     expected = dense_sgd(ranks, 20, **options)
     assert worst(out[0][0], expected) <= 1e-5
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, segment_work
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -232,7 +232,7 @@ class AlgorithmEncoder(Encoder):
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
         decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
         if isinstance(decoded, SparseValues):
-            masking = self._config.momentum_masking
+            masking = masks(self._config, len(decoded.positions), self._tensors)
             return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values

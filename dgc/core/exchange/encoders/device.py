@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, segment_work
+from dgc.core.exchange.encoders.base import Buffers, masks, segment_work
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Outcome, StepContext
@@ -155,7 +155,7 @@ class DeviceEncoder(TopKEncoder):
             buffers.payload,
             self._vector.gradients(step, plan),
             self._vector.values[: plan.vector_size],
-            masking=self._config.momentum_masking,
+            masking=masks(self._config, sum(plan.ks), self._bucket.sparse),
         )
         outcome.undo = done.undo
         self._vector.is_packed = True

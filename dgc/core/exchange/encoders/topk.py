@@ -10,7 +10,7 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, segment_work
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -79,10 +79,9 @@ class TopKEncoder(Encoder):
             vector = buffers.vector.values
             vector[: self._bucket.sparse_size] = 0
             vector[positions] = decoded
+        masking = masks(self._config, sum(plan.ks), self._bucket.sparse)
         # Not waited for: the message goes out first.
-        outcome.undo = self._kernels.mask(
-            state.u, state.v, positions, decoded, masking=self._config.momentum_masking, wait=False
-        )
+        outcome.undo = self._kernels.mask(state.u, state.v, positions, decoded, masking=masking, wait=False)
         if not self._config.error_feedback:
             outcome.undo.finish()
             self._memory.fill(state.v, 0)

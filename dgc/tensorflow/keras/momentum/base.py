@@ -35,6 +35,7 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     given = dict(arguments)
     rate, sparsity, exclude = given.pop("learning_rate"), given.pop("sparsity"), given.pop("exclude")
     own = given.pop("parameter_regularization") or {}
+    rates = given.pop("parameter_learning_rate", None) or {}
     process_set, transport, lost = given.pop("process_set", None), given.pop("transport"), given.pop("lost", ())
     named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
     named["regularization"] = _regularizer(named["regularization"])
@@ -46,7 +47,8 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
         codecs=given,
     )
-    compressor = MomentumCompressor(options, {k: _regularizer(v) for k, v in own.items()}, process_set, transport)
+    own = {k: _regularizer(v) for k, v in own.items()}
+    compressor = MomentumCompressor(options, own, rates, process_set, transport)
     reduction = ReduceOptions(process_set=process_set)
     settings = Settings(compressor, reduction, lost=lost)
     settings.reducer = MomentumReducer(compressor, reduction)
@@ -76,6 +78,7 @@ def saved_arguments(settings: Settings) -> dict[str, Any]:
         "dtypes": list(options.dtypes),
         "exclude": list(options.exclude),
         "parameter_regularization": {k: _plain(v) for k, v in compressor.parameter_regularization.items()},
+        "parameter_learning_rate": dict(compressor.parameter_learning_rate),
         "transport": given if isinstance(given, str) else "auto",
         "lost": lost,
         **options.codecs,

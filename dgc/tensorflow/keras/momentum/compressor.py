@@ -23,10 +23,11 @@ from dgc.adapter.paddle import (
     sparse_refusal,
 )
 from dgc.adapter.states import is_empty
+from dgc.core.config.checks import require_number
 from dgc.core.exchange.records import Hyper
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.compressor import DGCCompressor, keep_with
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod.horovod import is_alone
@@ -101,6 +102,7 @@ class MomentumCompressor(DGCCompressor):
         self,
         options: PaddleOptions,
         parameter_regularization: Mapping[str, Regularizer] | None = None,
+        parameter_learning_rate: Mapping[str, float] | None = None,
         process_set: Any = None,
         transport: Any = "auto",
     ) -> None:
@@ -110,17 +112,22 @@ class MomentumCompressor(DGCCompressor):
             options: Paddle's arguments.
             parameter_regularization: name patterns (fnmatch) of variables, whose regulariser goes before the
                 optimizer's; the first match counts.
+            parameter_learning_rate: name patterns of variables and factors of the learning rate for them.
             process_set: the Horovod process set to average over; None means all ranks.
             transport: "auto", "mpi", "horovod" or a transport.
 
         Raises:
             ArgumentError: a regulariser of another kind, or ``num_trainers`` is not the number of ranks.
+            ConfigError: a factor is no finite number >= 0.
         """
         super().__init__({"process_set": process_set, "transport": transport})
         self.options = options
         self.parameter_regularization = dict(parameter_regularization or {})
         for pattern, regularizer in self.parameter_regularization.items():
             check_regularizer(regularizer, f"parameter_regularization[{pattern!r}]")
+        self.parameter_learning_rate = dict(parameter_learning_rate or {})
+        for pattern, factor in self.parameter_learning_rate.items():
+            require_number(f"parameter_learning_rate[{pattern!r}]", factor, low=0.0)
         self.config = options.to_config([])
         self._compressed: set[int] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -150,6 +157,7 @@ class MomentumCompressor(DGCCompressor):
 
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
+        keep_with(ours, self)
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport) -> Engine:
         names = unique_names(variables)
@@ -157,7 +165,7 @@ class MomentumCompressor(DGCCompressor):
         def build() -> dict[str, Any]:
             self.options.check_ranks(transport.size)
             rate = self.options.learning_rate
-            chosen = {name: repr(self._regularizer_of(name)) for name in names}
+            chosen = {name: f"{self._regularizer_of(name)!r} learning_rate*{self._factor_of(name)}" for name in names}
             return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
@@ -184,6 +192,18 @@ class MomentumCompressor(DGCCompressor):
                 engine.fail(sparse_refusal(engine.names[index]))
             result[place] = tf.convert_to_tensor(gradient)
         return result
+
+    def in_units_of_the_rate(self, results: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Results times their variables' factors of the learning rate, which no momentum contains."""
+        if not self.parameter_learning_rate:
+            return list(results)
+        names = unique_names(list(variables)) if self._engine is None else self._engine.names
+        scaled = []
+        for place, (result, variable) in enumerate(zip(results, variables, strict=True)):
+            index = place if self._engine is None else self._engine.index_of(variable)
+            factor = self._factor_of(names[place if index is None else index])
+            scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
+        return scaled
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +236,9 @@ class MomentumCompressor(DGCCompressor):
         with as_state_error():
             return super()._own(states, resize)
 
+    def _factor_of(self, name: str) -> float:
+        return next((f for p, f in self.parameter_learning_rate.items() if fnmatchcase(name, p)), 1.0)
+
     def _regularizer_of(self, name: str) -> Regularizer:
         for pattern, regularizer in self.parameter_regularization.items():
             if fnmatchcase(name, pattern):
@@ -235,4 +258,6 @@ class MomentumReducer(Reducer):
         """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
         gradients, variables = list(gradients), list(variables)
         self.compression.bind(variables, optimizer, self._process_set)
-        return super().reduce(self.compression.densified(gradients, variables), variables, optimizer)
+        gradients = self.compression.densified(gradients, variables)
+        reduced, verdict = super().reduce(gradients, variables, optimizer)
+        return self.compression.in_units_of_the_rate(reduced, variables), verdict

@@ -29,6 +29,7 @@ def DGCMomentum(
     dtypes: Sequence[str] = COMPRESSED_TYPES,
     exclude: Sequence[str] = (),
     parameter_regularization: Mapping[str, Regularizer] | None = None,
+    parameter_learning_rate: Mapping[str, float] | None = None,
     process_set: Any = None,
     transport: Any = "auto",
     **codecs: Any,
@@ -65,6 +66,8 @@ def DGCMomentum(
         exclude: name patterns (fnmatch) of variables that travel dense.
         parameter_regularization: name patterns of variables and their own regularisers, which go before
             ``regularization``; the first match counts.
+        parameter_learning_rate: name patterns of variables and what the learning rate is multiplied by for them; the
+            first match counts. Paddle's ``ParamAttr(learning_rate=...)``.
         process_set: the Horovod process set to average over; None means all ranks.
         transport: "auto", "mpi", "horovod" or a transport.
         **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``.
@@ -99,6 +102,7 @@ def DGCMomentum(
         dtypes=dtypes,
         exclude=exclude,
         parameter_regularization=parameter_regularization,
+        parameter_learning_rate=parameter_learning_rate,
         process_set=process_set,
         transport=transport,
         **codecs,

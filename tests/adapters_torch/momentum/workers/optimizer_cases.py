@@ -13,8 +13,9 @@ from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, run_cases
 
+from dgc.adapter.paddle import L1Decay, L2Decay
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
-from dgc.torch.momentum.optimizer import DGCMomentum, L1Decay, L2Decay
+from dgc.torch.momentum.optimizer import DGCMomentum
 
 SHAPES = [(16, 1024), (16384,), (127, 129), (64, 3), (30,)]  # the third has 16383 elements
 COMPRESSED = 2 * 16384

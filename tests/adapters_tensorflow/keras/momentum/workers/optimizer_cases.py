@@ -166,6 +166,29 @@ def learning_rates_act_at_once():
 
 
 @case
+def a_variables_own_learning_rate():
+    """Paddle's ParamAttr(learning_rate=...), before the ramp-up and after it."""
+    own = make_variables()
+    optimizer = make(parameter_learning_rate={"w0": 0.0, "w[12]": 0.5}, rampup_begin_step=2, sparsity=[0.9])
+    oracle = oracle_of(own, begin=2, sparsity=(0.9,))
+    factors = [0.0, 0.5, 0.5, 1.0, 1.0]
+    now = [np.asarray(v, np.float64).ravel() for v in own]
+    for step in range(5):
+        before = [np.array(p, np.float64) for p in oracle.parameters]
+        train(optimizer, own, 1, step)
+        oracle_train(oracle, own, 1, step)
+        moved = [a - b for a, b in zip(oracle.parameters, before, strict=True)]
+        now = [p + f * d for p, f, d in zip(now, factors, moved, strict=True)]
+    for found, wanted in zip(own, now, strict=True):
+        np.testing.assert_allclose(np.asarray(found).ravel(), wanted, rtol=2e-5, atol=2e-6)
+    restored = type(optimizer).from_config(optimizer.get_config())
+    assert restored.compression.parameter_learning_rate == optimizer.compression.parameter_learning_rate
+    restored.close()
+    optimizer.close()
+    mm.raises(dgc.ConfigError, "parameter_learning_rate", lambda: make(parameter_learning_rate={"w0": -1.0}))
+
+
+@case
 def nothing_is_lost():
     """What was sent and what is left is what the velocities summed up to."""
     own = make_variables(mm.SHAPES[:1])

@@ -1,0 +1,230 @@
+"""Optimizers that were saved by one process, by several or by a dense run, in the hands of another kind of job."""
+
+import shutil
+import tempfile
+import warnings
+
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+keras = m.keras
+STEPS, MORE = 12, 6
+
+
+class Folder:
+    """Of this rank alone, for the length of a case."""
+
+    def __enter__(self):
+        self.name = tempfile.mkdtemp(prefix="dgc-restored-")
+        return self.name
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.name)
+
+
+def sgd(**options):
+    return keras.optimizers.SGD(m.schedule(), **{"momentum": 0.9, **options})
+
+
+def dense(**options):
+    model = m.make_model()
+    model.compile(optimizer=sgd(**options), loss=m.loss_function)
+    return model
+
+
+def distributed(process_set=None, **options):
+    model = m.make_model()
+    optimizer = dgck.DistributedOptimizer(
+        sgd(**options), compression=dgc.Compression.dgc(**m.SPARSITY_0), process_set=process_set
+    )
+    model.compile(optimizer=optimizer, loss=m.loss_function)
+    return model
+
+
+def fit(model, steps=STEPS, first=0):
+    """The same data on all ranks: their mean is what a run without Horovod sees."""
+    m.fit(model, steps, first, rank=0)
+    return model
+
+
+def saved_by_one_process(folder, **options):
+    model = fit(distributed(m.alone(), **options))
+    settings = getattr(model.optimizer, "_settings", None) or model.optimizer._dgc_settings
+    settings.process_set = None  # what a job of one process would save
+    path = f"{folder}/one.keras"
+    model.save(path)
+    return path
+
+
+def moved_by_zero_gradients(model, steps=40):
+    before = m.values(model)
+    for _ in range(steps):
+        model.optimizer.apply_gradients([(tf.zeros(v.shape), v) for v in model.trainable_variables])
+    return max(np.abs(a - b).max() for a, b in zip(before, m.values(model), strict=True))
+
+
+def slots_of(optimizer, variables):
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(optimizer, "get_slot_names"):
+        return [optimizer.get_slot(v, n) for n in optimizer.get_slot_names() for v in m.raw(variables)]
+    return list(getattr(optimizer, "momentums", ()))
+
+
+def assert_no_trace(optimizer, model, wanted=None):
+    slots = slots_of(optimizer, model.trainable_variables)
+    assert wanted is None or bool(slots) == wanted, slots
+    assert not any(np.asarray(s).any() for s in slots)
+
+
+def assert_goes_on_as(reference, model):
+    wanted = m.values(fit(reference, MORE, STEPS))
+    fit(model, MORE, STEPS)
+    m.assert_close(m.values(model), wanted, 1e-5)
+    assert int(model.optimizer.iterations) == STEPS + MORE
+
+
+# -- slots ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def no_update_is_left_in_the_slots_of_a_saved_model():
+    for wrapped in (True, False) if m.LEGACY else (True,):
+        given = dgc.Compression.dgc(**m.SPARSITY_0) if wrapped else dict(m.SPARSITY_0)
+        model = m.compile_model(given, wrapper=wrapped, **({} if wrapped else {"groups": 1}))
+        fit(model)
+        assert_no_trace(model.optimizer, model, m.LEGACY)
+        if not wrapped:
+            continue
+        with Folder() as folder:
+            model.save(f"{folder}/model.keras")
+            loaded = keras.models.load_model(f"{folder}/model.keras")
+        moved = moved_by_zero_gradients(loaded)
+        assert moved == 0, moved
+
+
+def step_behind_a_tape(model, optimizer):
+    compression = dgc.Compression.dgc(optimizer=optimizer, **m.SPARSITY_0)
+    raw = m.raw(model.trainable_variables)
+    targets = raw if isinstance(optimizer, tf.compat.v1.train.Optimizer) else model.trainable_variables
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = dgc.DistributedGradientTape(tape, compression=compression)
+        optimizer.apply_gradients(zip(tape.gradient(loss, raw), targets, strict=True))
+
+    return step
+
+
+@case
+def no_update_is_left_in_slots_behind_a_tape():
+    kinds = [sgd(), tf.compat.v1.train.MomentumOptimizer(0.05, 0.9)]
+    if m.LEGACY:
+        kinds.append(keras.optimizers.legacy.SGD(0.05, momentum=0.9))
+    for optimizer in kinds:
+        model = m.make_model()
+        step = step_behind_a_tape(model, optimizer)
+        before = m.values(model)
+        for i in range(3):
+            step(*map(tf.constant, m.batch(i)))
+        assert all((a != b).any() for a, b in zip(before, m.values(model), strict=True))
+        assert_no_trace(optimizer, model)
+
+
+# -- both layouts --------------------------------------------------------------------------------------------------
+
+
+@case
+def a_model_of_one_process_goes_on_on_several():
+    kinds = [{}] if m.LEGACY else [{}, {"use_ema": True}, {"gradient_accumulation_steps": 2}]
+    for options in kinds:
+        with Folder() as folder:
+            path = saved_by_one_process(folder, **options)
+            reference = fit(dense(**options))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                loaded = keras.models.load_model(path)
+        if options.get("gradient_accumulation_steps"):
+            fit(reference, MORE, STEPS), fit(loaded, MORE, STEPS)
+            m.assert_close(m.values(loaded), m.values(reference), 1e-5)
+            continue
+        assert_goes_on_as(reference, loaded)
+
+
+@case
+def a_model_of_several_goes_on_in_one_process():
+    if m.LEGACY:
+        raise SkipCase("legacy Keras' optimizers have the same variables in both")
+    with Folder() as folder:
+        fit(distributed()).save_weights(f"{folder}/model.weights.h5")
+        other = distributed(m.alone())
+        other.optimizer.build(other.trainable_variables)
+        other.load_weights(f"{folder}/model.weights.h5")
+    assert int(other.optimizer.iterations) == STEPS
+    assert_no_trace(other.optimizer, other, wanted=True)
+    fit(other, MORE, STEPS)
+    assert int(other.optimizer.iterations) == STEPS + MORE
+
+
+@case
+def a_dense_checkpoint_of_tensorflow_goes_on():
+    for built in (True, False):
+        with Folder() as folder:
+            reference = fit(dense())
+            path = tf.train.Checkpoint(model=reference, optimizer=reference.optimizer).save(f"{folder}/dense")
+            model = distributed()
+            if built:
+                model.optimizer.build(model.trainable_variables)
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
+            assert_goes_on_as(reference, model)
+
+
+@case
+def a_dense_checkpoint_goes_on_behind_a_tape():
+    with Folder() as folder:
+        reference = fit(dense())
+        path = tf.train.Checkpoint(model=reference, optimizer=reference.optimizer).save(f"{folder}/dense")
+        model, optimizer = m.make_model(), sgd()
+        compression = dgc.Compression.dgc(optimizer=optimizer, **m.SPARSITY_0)
+        tf.train.Checkpoint(model=model, optimizer=optimizer).restore(path)
+        for i in range(STEPS, STEPS + MORE):
+            x, y = m.batch(i, rank=0)
+            with tf.GradientTape() as tape:
+                loss = m.loss_function(y, model(x))
+            tape = dgc.DistributedGradientTape(tape, compression=compression)
+            gradients = tape.gradient(loss, m.raw(model.trainable_variables))
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    m.assert_close(m.values(model), m.values(fit(reference, MORE, STEPS)), 1e-5)
+
+
+@case
+def our_checkpoint_of_tensorflow_fits_a_dense_run_and_ours():
+    with Folder() as folder:
+        model = fit(distributed())
+        path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(f"{folder}/ours")
+        for other in (dense(), distributed()):
+            tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
+            assert int(other.optimizer.iterations) == STEPS
+            fit(other, 1, STEPS)
+            assert int(other.optimizer.iterations) == STEPS + 1
+
+
+@case
+def what_is_loaded_in_mid_training_counts_after_a_reset():
+    with Folder() as folder:
+        reference = fit(dense())
+        path = tf.train.Checkpoint(model=reference, optimizer=reference.optimizer).save(f"{folder}/dense")
+        model = fit(distributed(), 3)
+        tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
+        model.optimizer.compression.reset()
+        assert_goes_on_as(reference, model)
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,203 @@
+"""What Horovod's wrappers offer beside the compressor: accumulation, local variables, loading; and what ours refuse."""
+
+import tempfile
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.core.compressors.registry import compressor_names
+from dgc.errors import ConfigError, DGCError
+
+keras = m.keras
+TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+
+
+def large_batches(steps=10):
+    """A run without Horovod, on the same data as each rank's pairs of passes."""
+    model = m.compile_model(None, learning_rate=0.05, process_set=m.alone())
+    x, y = m.dataset(steps, rank=0)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    return m.values(model)
+
+
+# -- without a compressor ------------------------------------------------------------------------------------------
+
+
+@case
+def a_dense_wrapper_adds_up_passes():
+    wanted = large_batches()
+    for graph in (True, False):
+        model = m.compile_model(None, learning_rate=0.05, run_eagerly=not graph, **TWO_PASSES)
+        m.fit(model, 10, rank=0)
+        m.assert_close(m.values(model), wanted, 1e-5)
+        assert int(model.optimizer.iterations) == 10
+
+
+@case
+def a_dense_wrapper_takes_keras_accumulation():
+    if m.LEGACY:
+        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
+    model = m.make_model()
+    inner = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
+    model.compile(optimizer=dgck.DistributedOptimizer(inner), loss=m.loss_function)
+    m.fit(model, 10, rank=0)
+    m.assert_close(m.values(model), large_batches(), 1e-5)
+
+
+@case
+def a_dense_wrapper_takes_bfloat16_and_a_predivide_factor():
+    v = tf.Variable(tf.zeros([4], tf.bfloat16))
+    optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply_gradients([(tf.fill([4], tf.cast(hvd.rank() + 1.0, tf.bfloat16)), v)])
+    np.testing.assert_array_equal(np.asarray(v, np.float32), -np.mean(np.arange(hvd.size()) + 1.0))
+    for factor in (1.0, 4.0):
+        w = tf.Variable(tf.zeros([4]))
+        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), gradient_predivide_factor=factor)
+        optimizer.apply_gradients([(tf.fill([4], hvd.rank() + 1.0), w)])
+        np.testing.assert_allclose(np.asarray(w), -np.mean(np.arange(hvd.size()) + 1.0), rtol=1e-6)
+    for compression in (None, dgc.Compression.dgc()):
+        m.assert_raises(
+            lambda c=compression: dgck.DistributedOptimizer(
+                keras.optimizers.SGD(1.0), compression=c, gradient_predivide_factor=0.0
+            ),
+            "gradient_predivide_factor",
+            kinds=(ConfigError,),
+        )
+
+
+# -- local variables -----------------------------------------------------------------------------------------------
+
+
+def local_step(scale, compression, make):
+    shared, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
+    mine = hvd.rank() + 1.0
+    optimizer = make(keras.optimizers.SGD(1.0), compression, scale)
+    optimizer.register_local_var(own)
+    optimizer.apply_gradients([(tf.fill([64, 2], mine), shared), (tf.fill([3], mine), own)])
+    np.testing.assert_allclose(np.asarray(shared), -np.mean(np.arange(hvd.size()) + 1.0), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(own), -mine / (hvd.size() if scale else 1), rtol=1e-6)
+
+
+@case
+def gradients_of_local_variables_stay_on_their_rank():
+    def make(inner, compression, scale):
+        return dgck.DistributedOptimizer(inner, compression=compression, scale_local_gradients=scale)
+
+    for scale in (True, False):
+        for compression in (None, dgc.Compression.dgc(rampup_begin_step=9)):
+            local_step(scale, compression, make)
+
+
+@case
+def local_variables_and_what_cannot_go_with_them():
+    v, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
+    gradients = [(tf.ones([64, 2]), v), (tf.ones([3]), own)]
+    adopted = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), compression=dgc.Compression.dgc())
+    adding = dgck.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression=dgc.Compression.dgc(), backward_passes_per_step=2
+    )
+    for optimizer, text in ((adopted, "momentum=0"), (adding, "backward_passes_per_step")):
+        optimizer.register_local_var(own)
+        m.assert_raises(lambda o=optimizer: o.apply_gradients(gradients), text, kinds=(ConfigError,))
+    assert not np.asarray(own).any()
+
+
+@case
+def a_partial_tape_leaves_layers_on_their_rank():
+    model = m.make_model()
+    last = model.layers[-1]
+    for compression in (dgc.Compression.dgc(momentum=0.0, rampup_begin_step=9), None):
+        variables = m.raw(model.trainable_variables)
+        x, y = m.batch(0)
+        with tf.GradientTape(persistent=True) as tape:
+            loss = m.loss_function(y, model(x))
+        local = tape.gradient(loss, variables)
+        ours = dgc.PartialDistributedGradientTape(tape, compression=compression, local_layers=last)
+        found = ours.gradient(loss, variables)
+        mean = hvd.allreduce(local[0], op=hvd.Average, name="mean")
+        m.assert_close([np.asarray(found[0])], [np.asarray(mean)], 1e-5)
+        m.assert_close([np.asarray(found[-1])], [np.asarray(local[-1]) / hvd.size()], 1e-5)
+    m.assert_raises(
+        lambda: dgc.PartialDistributedGradientTape(tape, compression=compression, local_layers=[3]), "Keras layers"
+    )
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+@case
+def load_model_makes_a_dense_model_distributed():
+    model = m.make_model()
+    model.compile(optimizer=keras.optimizers.SGD(m.schedule(), momentum=0.9), loss=m.loss_function)
+    m.fit(model, 12, rank=0)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        loaded = dgck.load_model(f"{folder}/model.keras", compression=dgc.Compression.dgc(**m.SPARSITY_0))
+        loaded.save(f"{folder}/ours.keras")
+        again = dgck.load_model(f"{folder}/ours.keras")
+        m.assert_raises(
+            lambda: dgck.load_model(f"{folder}/ours.keras", compression=dgc.Compression.dgc()), "leave compression out"
+        )
+    assert again.optimizer.compression.config.sparsity == loaded.optimizer.compression.config.sparsity
+    m.fit(model, 6, 12, rank=0)
+    m.fit(loaded, 6, 12, rank=0)
+    assert loaded.optimizer.compression.stats.steps == 6
+    m.assert_close(m.values(loaded), m.values(model), 1e-5)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+@case
+def a_process_set_that_is_none():
+    for wrong in (3, [0, 1]):
+        model = m.make_model()
+        tape = tf.GradientTape()
+        for action in (
+            lambda w=wrong: dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=w),
+            lambda w=wrong: dgck.DistributedOptimizer(
+                keras.optimizers.SGD(1.0), compression=dgc.Compression.dgc(process_set=w)
+            ),
+            lambda w=wrong, t=tape: dgc.DistributedGradientTape(
+                t, compression=dgc.Compression.dgc(momentum=0.0), process_set=w
+            ),
+            lambda w=wrong, v=model: dgc.Compression.dgc(v.trainable_variables, momentum=0.0, process_set=w),
+        ):
+            m.assert_raises(action, "process_set is", "hvd.ProcessSet", kinds=(ConfigError,))
+
+
+@case
+def a_strategy_of_tensorflow():
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        v = tf.Variable(tf.zeros([64, 64]))
+    m.assert_raises(
+        lambda: dgc.Compression.dgc([v], momentum=0.0),
+        "tf.distribute",
+        "one process for each device",
+        kinds=(DGCError,),
+    )
+
+
+@case
+def every_compressor_describes_itself():
+    for name in compressor_names():
+        v = tf.Variable(tf.zeros([64, 64]))
+        compression = getattr(dgc.Compression, name)()
+        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
+        assert compression.describe() == {}
+        optimizer.bind([v]) if hasattr(optimizer, "bind") else None
+        before = compression.describe()
+        optimizer.apply_gradients([(tf.ones([64, 64]), v)])
+        after = compression.describe()
+        assert set(before) == set(after), name
+        assert (before["step"], after["step"]) == (0, 1), name
+        compression.close()
+
+
+if __name__ == "__main__":
+    run_cases()
