@@ -16,6 +16,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.held import StandIns
 from dgc.torch.engine.horovod.horovod import HOROVOD, give_up_step, has_begun, is_averaged
 from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
@@ -44,6 +45,7 @@ class DGCCompressor(CompressorBase[Engine]):
         self._giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
         self._last_found = 0
         self._owner_checked = False
+        self._stand_ins = StandIns()
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class DGCCompressor(CompressorBase[Engine]):
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             engine.require_same_results()
-            stand_in = torch.ones(1)
+            stand_in = self._stand_ins.take()
             engine.stats.add_sent(stand_in.nbytes)
             return stand_in, tensor
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -128,7 +130,7 @@ class DGCCompressor(CompressorBase[Engine]):
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error
-        stand_in = torch.ones(1)
+        stand_in = self._stand_ins.take()
         engine.count_bytes(stand_in.nbytes)
         return stand_in, result
 
@@ -142,10 +144,12 @@ class DGCCompressor(CompressorBase[Engine]):
         if ctx is None:
             return tensor
         assert self._engine is not None
+        reduced = float(tensor)
+        self._stand_ins.give_back(tensor)
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
-        check_stand_in(float(tensor), op=self.config.op, size=self._engine.transport.size)
+        check_stand_in(reduced, op=self.config.op, size=self._engine.transport.size)
         self._engine.finish()
         return ctx
 

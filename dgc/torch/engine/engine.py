@@ -347,8 +347,11 @@ class Engine(EngineBase):
         """While the others keep this rank waiting, look whether one of them will never come."""
         if self.check_peers is None:
             return
+        if self.exchange.wait(_PATIENCE):
+            return
         while not self.exchange.wait(_PATIENCE):
             self.check_peers()
+        self.check_peers()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

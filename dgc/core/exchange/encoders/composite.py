@@ -65,8 +65,8 @@ class CompositeEncoder(Encoder):
 
     def apply(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], vector: DenseVector, share: float
-    ) -> None:
-        self._in_turn(step).encoder.apply(step, plan, messages, vector, share)
+    ) -> bool:
+        return self._in_turn(step).encoder.apply(step, plan, messages, vector, share)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         self._in_turn(step).encoder.commit(step, plan, state, outcome)
