@@ -3,9 +3,9 @@
     python benchmarks/chaos/raise_in_backward.py --runs 50 --ways A          # stock Horovod, our compression=
     python benchmarks/chaos/raise_in_backward.py --runs 50 --ways A B dense --launcher gloo
 
-Many small layers, so that gradients are handed to Horovod at every moment of its shutdown. Each run is a job of two ranks;
-one that has not ended after ``--limit`` seconds counts as hung, is shown with its stacks (if py-spy is there), and is
-ended. Prints one line of JSON for each way.
+Many small layers, so that gradients are handed to Horovod at every moment of its shutdown. Each run is a job of two
+ranks; one that has not ended after ``--limit`` seconds counts as hung, is shown with its stacks (if py-spy is there),
+and is ended. Prints one line of JSON for each way.
 """
 
 from __future__ import annotations
@@ -74,7 +74,14 @@ def main() -> None:
     for way in options.ways:
         hung, seconds, codes = 0, [], set()
         for run in range(options.runs):
-            own = [str(Path(__file__).resolve()), "--rank", way, str(1e-3 * (run % 20)), "--transport", options.transport]
+            own = [
+                str(Path(__file__).resolve()),
+                "--rank",
+                way,
+                str(1e-3 * (run % 20)),
+                "--transport",
+                options.transport,
+            ]
             begun = time.monotonic()
             job = subprocess.Popen(
                 [*launch_command(options.launcher, 2), sys.executable, *own],

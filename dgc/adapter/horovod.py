@@ -24,7 +24,8 @@ JOINED = (
 )
 
 SHUT_DOWN = (
-    "Horovod was shut down: train before hvd.shutdown(), and build optimizer and compressor anew after another hvd.init()"
+    "Horovod was shut down: train before hvd.shutdown(), and build optimizer and compressor anew after another "
+    "hvd.init()"
 )
 
 _instances = itertools.count()
@@ -233,9 +234,11 @@ _children_end: set[str] = set()
 
 def _let_children_end(hvd: ModuleType) -> None:
     """Take Horovod's exit handler out of forked children: it would wait for a thread that only their parent has."""
-    handler = getattr(getattr(hvd.init, "__self__", None), "shutdown", None) or getattr(
-        getattr(sys.modules.get(hvd.init.__module__), "_basics", None), "shutdown", None
+    init = getattr(hvd, "init", None)
+    basics = getattr(init, "__self__", None) or getattr(
+        sys.modules.get(getattr(init, "__module__", "")), "_basics", None
     )
+    handler = getattr(basics, "shutdown", None)
     if handler is not None and hvd.__name__ not in _children_end and hasattr(os, "register_at_fork"):
         _children_end.add(hvd.__name__)
         os.register_at_fork(after_in_child=lambda: atexit.unregister(handler))

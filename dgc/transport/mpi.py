@@ -276,7 +276,6 @@ class MPITransport:
                         self._look_for_others(waited)
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
-
     def _look_for_others(self, waited: float) -> None:
         try:
             self._stall.look(waited)

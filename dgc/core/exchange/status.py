@@ -44,7 +44,7 @@ class StepStatus:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked from the one that exchanges: no thread runs here, and the lock may be held."""
+        """Whether this is a fork of the process that exchanges: no thread runs here, and the lock may be held."""
         return os.getpid() != self._process
 
     @property
@@ -82,7 +82,7 @@ class StepStatus:
             return self.lock.wait_for(lambda: self.phase is not Phase.RUNNING, timeout)
 
     def wait_until_taken(self, timeout: float) -> bool:
-        """Wait until the caller has taken the error of a broken step; False when ``timeout`` seconds did not suffice."""
+        """Wait until the caller has taken the error of a broken step; False if ``timeout`` seconds did not suffice."""
         with self.lock:
             return self.lock.wait_for(lambda: self.phase is not Phase.BROKEN or self.closed, timeout)
 

@@ -1,9 +1,9 @@
 """Tensors that Horovod's thread can let go of without Python's lock.
 
-When all references but the one of a tensor's Python object are gone, PyTorch lets go of that object, for which it takes
-the GIL. At a shutdown Horovod's thread lets go of what it was given while it holds the lock of its queue; another thread
-that holds the GIL and waits for that lock, to hand over one more tensor, would wait for ever. A gradient is safe, since
-its parameter refers to it; a tensor of our own needs another one that does.
+When all references but the one of a tensor's Python object are gone, PyTorch lets go of that object, for which it
+takes the GIL. At a shutdown Horovod's thread lets go of what it was given while it holds the lock of its queue;
+another thread that holds the GIL and waits for that lock, to hand over one more tensor, would wait for ever. A gradient
+is safe, since its parameter refers to it; a tensor of our own needs another one that does.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from dgc.errors import ConfigError, TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
 
-
 _PATIENCE = 1.0
 """Seconds that the sum of the step before is waited for. A rank that is missing is waited for in the exchange, which
 can say which one it is."""
