@@ -221,12 +221,15 @@ hvd.init()
 import numpy as np
 from dgc.errors import StallError
 from dgc.transport.mpi import MPITransport
+from dgc.transport.mpi_stall import StallWatch
+from mpi4py import MPI
 from worker_tools import report
 
-os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
 transport = MPITransport()
 out = np.empty((3, 4), np.uint8)
 transport.allgather(np.zeros(4, np.uint8), out)
+os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+transport._stall = StallWatch(MPI, transport._comm)
 if hvd.rank() == 2:
     time.sleep(0.7)  # late, but in time
 transport.allgather(np.zeros(4, np.uint8), out)
@@ -257,20 +260,26 @@ def test_a_rank_that_is_stopped_is_named_and_given_up_and_the_job_ends():
 
 STOPPED_IN_TRAINING = """
 import os, signal
-os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
 import horovod.torch as hvd, torch
 hvd.init()
 import dgc.core.exchange.pipeline as pipeline, dgc.torch as dgc
+from dgc.transport.mpi_stall import StallWatch
+from mpi4py import MPI
 
 pipeline._STALL_PATIENCE = 1.0
+torch.manual_seed(0)
 model = torch.nn.Linear(50, 50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 names = list(model.named_parameters())
 compression = dgc.Compression.dgc(names, optimizer=optimizer)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression)
 for step in range(5):
-    if step == 3 and hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if step == 3:
+        os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+        transport = compression.engine.transport
+        transport._stall = StallWatch(MPI, transport._comm)
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
     optimizer.zero_grad()
     model(torch.ones(2, 50)).sum().backward()
     optimizer.step()
