@@ -4,8 +4,8 @@
     python benchmarks/chaos/raise_in_backward.py --runs 50 --ways A B dense --launcher gloo
 
 Many small layers, so that gradients are handed to Horovod at every moment of its shutdown. Each run is a job of two
-ranks; one that has not ended after ``--limit`` seconds counts as hung, is shown with its stacks (if py-spy is there),
-and is ended. Prints one line of JSON for each way.
+ranks; one that has not ended after ``--limit`` seconds counts as hung, is shown with its stacks (where gdb is
+installed), and is ended. Prints one line of JSON for each way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -105,8 +107,12 @@ def main() -> None:
 
 
 def _show_stacks(pid: int) -> None:
-    if shutil.which("py-spy") is not None:
-        subprocess.run(["py-spy", "dump", "--subprocesses", "--pid", str(pid)], check=False)
+    """Where the processes of a job hang, by gdb if it is installed: both locks of interest are taken in C++."""
+    if shutil.which("gdb") is None:
+        return
+    for process in psutil.Process(pid).children(recursive=True):
+        show = ["gdb", "-batch", "-ex", "thread apply all bt 14", "-p", str(process.pid)]
+        subprocess.run(show, stdout=sys.stderr, stderr=subprocess.DEVNULL, check=False)
 
 
 if __name__ == "__main__":
