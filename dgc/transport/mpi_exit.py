@@ -35,8 +35,8 @@ _leaving = threading.Event()
 _missing = threading.Event()
 _waiting: Counter[int] = Counter()
 """Collectives of this rank that are under way or were given up, by thread."""
-_process = os.getpid()
-"""The one that may leave: a child that was forked from it has a copy of everything here, and no part in the job."""
+_forked = threading.Event()
+"""Set in a child that was forked from a rank: it has a copy of everything here, and no part in the job."""
 _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 """A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
 
@@ -48,9 +48,9 @@ def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
         mpi: the module ``mpi4py.MPI``.
         comm: the communicator whose ranks meet at exit; it may be freed long before.
     """
-    global _process
     if not _farewells:
-        _process = os.getpid()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forked.set)
         # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
         atexit.register(leave)
         _hear_of_finalize(mpi)
@@ -174,7 +174,7 @@ def leave() -> None:
 
 def is_child() -> bool:
     """Whether this process was forked from a rank: what it would send, the other ranks would take for the rank's."""
-    return os.getpid() != _process
+    return _forked.is_set()
 
 
 def _hear_of_finalize(mpi: Any) -> None:

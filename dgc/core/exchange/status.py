@@ -11,6 +11,18 @@ import threading
 
 from dgc.errors import DGCError, RemoteError, TransportError
 
+_forks = 0
+"""How often this process was forked from another one; to ask for its number before every gradient would cost more."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
 
 class Phase(enum.Enum):
     """States of a step. ``docs/architecture.md`` says which event leads where."""
@@ -40,12 +52,12 @@ class StepStatus:
         self.error: DGCError | None = None
         self.announced: tuple[DGCError, int | None] | None = None
         self.closed = False
-        self._process = os.getpid()
+        self._forks = _forks
 
     @property
     def in_child(self) -> bool:
         """Whether this is a fork of the process that exchanges: no thread runs here, and the lock may be held."""
-        return os.getpid() != self._process
+        return self._forks != _forks
 
     @property
     def in_step(self) -> bool:
