@@ -71,7 +71,7 @@ demo: setup ## the demonstration on PyTorch
 demo-tensorflow: setup ## the demonstration on TensorFlow
 	$(BIN)/python examples/demo_tensorflow.py
 
-test: setup ## the whole test suite in two runs side by side, with the slowest tests listed
+test: setup ## the whole test suite in runs side by side, with the slowest tests listed
 	$(BIN)/python tools/run_tests.py --durations=25
 
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -138,8 +139,16 @@ def _written_to(folder: Path) -> Iterator[None]:
             os.close(copy)
 
 
+def _end_with_launcher() -> None:
+    """Let the kernel end this rank when its launcher is gone; between requests it is stopped, and could not do it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> None:
     """Take requests until "end", or until the test process is gone; then leave as a script does that has ended."""
+    _end_with_launcher()
     if os.environ["DGC_TEST_FRAMEWORK"] == "tensorflow":
         _limit_threads_of_tensorflow()
     # The test process asks with this signal where a rank hangs.

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Run the whole suite as two pytest runs side by side: tests within one process, and tests that start ranks.
+"""Run the whole suite as pytest runs side by side: tests within one process, those of each framework, and the rest.
 
-The first leaves a core to the second most of the time, since ranks wait for each other. What the second prints is shown
-as it comes, what the first prints follows as a whole. The exit status is that of the first run that failed. Arguments
-are handed on to both.
+Ranks wait for each other, and frameworks are imported for seconds on one core: beside each other the runs keep all
+cores busy. Each run's output comes as a whole when it has ended. The exit status is that of the first run that failed.
+Arguments are handed on to all.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-WITHOUT_RANKS = ("adapter", "build_horovod", "contract", "core", "distribution")
-"""Folders of ``tests/`` whose tests start no ranks; all others are the second run's, those not yet thought of too."""
+RUNS = {
+    "tensorflow": ("adapters_tensorflow",),
+    "torch": ("adapters_torch",),
+    "within": ("adapter", "build_horovod", "contract", "core", "distribution"),
+}
+"""Folders of ``tests/`` by run; all others are one more run's, those not yet thought of too."""
 
 NO_TESTS = 5
-"""Pytest's status when nothing was selected, as ``-k`` may do to one of two runs."""
+"""Pytest's status when nothing was selected, as ``-k`` may do to some of the runs."""
 
 
-def folders() -> tuple[list[str], list[str]]:
-    """Paths of the folders with tests: those that start no ranks, and the others."""
+def folders() -> dict[str, list[str]]:
+    """Paths of the folders with tests, by run."""
     tests = REPOSITORY / "tests"
     names = sorted(path.name for path in tests.iterdir() if any(path.glob("**/test_*.py")))
-    first = [name for name in names if name in WITHOUT_RANKS]
-    rest = [name for name in names if name not in WITHOUT_RANKS]
-    return [f"tests/{name}" for name in first], [f"tests/{name}" for name in rest]
+    taken = {name for members in RUNS.values() for name in members}
+    runs = {**RUNS, "others": tuple(name for name in names if name not in taken)}
+    return {run: [f"tests/{name}" for name in members if name in names] for run, members in runs.items()}
 
 
 def command(paths: list[str], name: str, arguments: list[str]) -> list[str]:
@@ -36,28 +42,42 @@ def command(paths: list[str], name: str, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", *paths, "-o", f"cache_dir=.pytest_cache/{name}", *arguments]
 
 
+def show(name: str, seconds: float, log: IO[bytes]) -> None:
+    print(f"\n=== {name}: {seconds / 60:.1f} minutes", flush=True)
+    log.seek(0)
+    sys.stdout.buffer.write(log.read())
+    sys.stdout.flush()
+
+
 def main() -> int:
     arguments = sys.argv[1:]
-    within, ranks = folders()
     compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
-    with tempfile.TemporaryFile() as log:
-        one = subprocess.Popen(
-            command(within, "within", arguments), cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            two = subprocess.run(command(ranks, "ranks", arguments), cwd=REPOSITORY, check=False).returncode
-            first = one.wait()
-        except BaseException:
-            one.terminate()
-            one.wait()
-            raise
-        finally:
-            sys.stdout.flush()
-            log.seek(0)
-            sys.stdout.buffer.write(log.read())
-            sys.stdout.flush()
-    statuses = [status for status in (two, first) if status != NO_TESTS]
+    start = time.monotonic()
+    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+    statuses: list[int] = []
+    try:
+        for name, paths in folders().items():
+            if paths:
+                log = tempfile.TemporaryFile()
+                line = command(paths, name, arguments)
+                running[name] = subprocess.Popen(line, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT), log
+        print(f"running side by side: {', '.join(running)}; each is shown when it has ended", flush=True)
+        while running:
+            for name, (process, log) in list(running.items()):
+                status = process.poll()
+                if status is not None:
+                    statuses.append(status)
+                    show(name, time.monotonic() - start, log)
+                    del running[name]
+            time.sleep(0.2)
+    except BaseException:
+        for name, (process, log) in running.items():
+            process.terminate()
+            process.wait()
+            show(name, time.monotonic() - start, log)
+        raise
+    statuses = [status for status in statuses if status != NO_TESTS]
     return next((status for status in statuses if status), 0) if statuses else NO_TESTS
 
 

@@ -211,7 +211,7 @@ class Memory(Protocol):
         ...
 
     def sum_of_squares(self, array: Any) -> float:
-        """Return the sum of squares. Waits."""
+        """Return the sum of squares, added in float64. Waits."""
         ...
 
 
@@ -237,7 +237,8 @@ class HostMemory:
         array.fill(value)
 
     def sum_of_squares(self, array: np.ndarray) -> float:  # noqa: D102
-        return float(np.dot(array, array))
+        # Without a copy of the array in float64, in which nothing overflows.
+        return float(np.einsum("i,i->", array, array, dtype=np.float64))
 
 
 def memory_of(kernels: Any) -> Memory:

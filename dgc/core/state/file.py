@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,20 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what :func:`save_state` wrote.
 
     Raises:
-        LayoutError: the file is something else.
+        LayoutError: the file is something else, or was cut short.
+        OSError: there is no such file, or it cannot be read.
     """
-    with np.load(path, allow_pickle=False) as archive:
-        if _HEADER not in archive:
-            raise LayoutError(f"{path} is no state of a compressor; give the file that was saved from one")
-        header = json.loads(archive[_HEADER].tobytes().decode())
-        return _put_back(header, archive)
+    with Path(path).open("rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("a single array")
+            with archive:
+                return _put_back(json.loads(archive[_HEADER].tobytes().decode()), archive)
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise LayoutError(
+                f"{path} is no state of a compressor, or damaged; give the file that was saved from one"
+            ) from error
 
 
 def _take_out(value: Any, arrays: dict[str, np.ndarray]) -> Any:

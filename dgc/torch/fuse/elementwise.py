@@ -30,6 +30,22 @@ _NOT_ELEMENTWISE = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
 
+_LOOK_AT_ALL = (
+    frozenset({"Prodigy", "ProdigyPlusScheduleFree"})
+    | {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion", "DAdaptSGD"}
+    | {"Adai", "AdaiV2", "AdaGC", "AvaGrad", "AliG", "Ranger21"}
+    | {"SAM", "ASAM", "BSAM", "FriendlySAM", "GSAM", "LookSAM", "WSAM"}
+)
+
+
+def looks_at_all_parameters(update_class: type[Optimizer]) -> bool:
+    """Whether ``update_class`` is, by its name, one that computes a step size, norm or mean over all parameters.
+
+    Their authors publish them under these names, in several packages; whether a class of another name does so cannot
+    be seen from outside.
+    """
+    return any(cls.__name__ in _LOOK_AT_ALL for cls in update_class.__mro__)
+
 
 def is_elementwise(update_class: type[Optimizer], declared: bool | None = None) -> bool:
     """Whether ``update_class`` updates a concatenation of parameters as it updates its parts.
@@ -57,8 +73,10 @@ def is_never_elementwise(update_class: type[Optimizer]) -> bool:
 
     A class says so of itself and its subclasses with ``_fuse_elementwise = False``.
     """
-    return getattr(update_class, "_fuse_elementwise", None) is False or _steps_like_one_of(
-        _NOT_ELEMENTWISE, update_class
+    return (
+        getattr(update_class, "_fuse_elementwise", None) is False
+        or looks_at_all_parameters(update_class)
+        or _steps_like_one_of(_NOT_ELEMENTWISE, update_class)
     )
 
 

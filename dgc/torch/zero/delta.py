@@ -1,10 +1,13 @@
 """Which entries an update changed, bit for bit, and how they travel: as entries or whole, alike on every rank.
 
+And whether something else than an update may have changed them on one rank alone.
+
 P = number of ranks, n = n_r = elements that rank r owns, k = k_r = entries that its update changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +19,7 @@ from dgc.core.wire import IndexCodec, padded, smallest_index_codec
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRAY_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LONGEST_PAUSE = 64
+_LONGEST_TRUST = 512
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,53 @@ def _touched(gradient: torch.Tensor | None) -> int:
         width = gradient.numel() // max(1, gradient.shape[0])
         return gradient._nnz() * width
     return int(torch.count_nonzero(gradient))
+
+
+class ReplicaWatch:
+    """Says when the ranks' parameters should be compared: they may differ although every step made them equal.
+
+    They do when the ranks started with different ones, or changed one between two steps on some ranks alone. Most such
+    writes show in PyTorch's counter of writes, or as another address. A script that writes between all steps (it limits
+    the weights, say) is asked less and less often. A write through ``.data`` does not show: therefore the steps
+    1, 2, 3, 5, 9, ... 513, 1025, 1537, ... compare as well.
+    """
+
+    def __init__(self) -> None:
+        """Suspect until the first :meth:`remember`."""
+        self._marks: list[tuple[int, int]] | None = None
+        self._steps = 0
+        self._pause = 1
+        self._skip = 0
+
+    def suspects(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether ``parameters`` should be compared in this step; asked before it changes them."""
+        steps = self._steps
+        due = steps % _LONGEST_TRUST == 0 if steps > _LONGEST_TRUST else steps & (steps - 1) == 0
+        if self._marks == _marks_of(parameters):
+            self._pause, self._skip = 1, 0
+            return due
+        if self._skip:
+            self._skip -= 1
+            return due
+        self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return True
+
+    def remember(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A step has made ``parameters`` equal on all ranks."""
+        self._marks = _marks_of(parameters)
+        self._steps += 1
+
+
+def _marks_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters]
+
+
+def values_digest(parameters: Sequence[torch.Tensor]) -> int:
+    """64 signed bits of a digest of all bits of ``parameters``."""
+    digest = hashlib.blake2b(digest_size=8)
+    for p in parameters:
+        digest.update(np.ascontiguousarray(bits_of(p).cpu().numpy()).data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 UNKNOWN = -1

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.fuse.elementwise import looks_at_all_parameters
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.zero.memory import require_separate
 from dgc.torch.zero.ranks import Ranks
@@ -199,7 +200,8 @@ def checked_class(optimizer_class: Any) -> type[Optimizer]:
     Raises:
         TypeError: missing, or not a class.
         ConfigError: (a ValueError) a class that is no torch optimizer, such as torch's functional ones, or one that
-            cannot be sharded: LBFGS, or one that exchanges gradients or shards by itself.
+            cannot be sharded: LBFGS and others that look at all parameters together, or one that exchanges gradients
+            or shards by itself.
     """
     if optimizer_class is None:
         raise TypeError("ZeroRedundancyOptimizer needs optimizer_class, such as torch.optim.Adam")
@@ -212,6 +214,11 @@ def checked_class(optimizer_class: Any) -> type[Optimizer]:
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it as it is")
+    if looks_at_all_parameters(optimizer_class):
+        raise ConfigError(
+            f"{optimizer_class.__name__} computes a step size, norm or mean over all parameters, and a rank that "
+            "updates a share of them would get another one; use it without ZeroRedundancyOptimizer"
+        )
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in optimizer_class.__mro__):
         raise ConfigError(
             "optimizer_class is a ZeroRedundancyOptimizer, and a shard cannot be sharded again; give the class that "
@@ -224,6 +231,24 @@ def checked_class(optimizer_class: Any) -> type[Optimizer]:
             "dgc.torch.DistributedOptimizer, with compression=Compression.dgc() if you like"
         )
     return optimizer_class
+
+
+def require_no_common_norm(optimizer: Optimizer) -> None:
+    """Refuse a local optimizer that limits the norm of all gradients together, as several LAMBs do by default.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    # A class that knows the option has it among its defaults. One LAMB has it always, and uses it if it is told so.
+    if "max_grad_norm" not in optimizer.defaults or not getattr(optimizer, "pre_norm", True):
+        return
+    for group in optimizer.param_groups:
+        if group["max_grad_norm"]:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has max_grad_norm={group['max_grad_norm']}: it would limit the norm of "
+                "each rank's share of the gradients instead of that of all; switch it off (max_grad_norm=0, or None) "
+                "and call torch.nn.utils.clip_grad_norm_ on the averaged gradients before step()"
+            )
 
 
 def checked_transport(transport: str | Transport, rank: int, size: int) -> str:

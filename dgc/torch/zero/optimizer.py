@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from dgc.torch.zero.groups import (
     local_group,
     names_of,
     parameters_of,
+    require_no_common_norm,
     require_shardable,
     tensor_of,
 )
@@ -46,8 +47,12 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     Each rank keeps the optimizer state of about 1/P of the elements; after its update it sends the new values to the
     others: only the changed entries where that is fewer bytes (after a compressed gradient exchange, say), all of them
-    otherwise. All ranks hold the same bits after every step. Gradients must have been averaged before ``step()``: wrap
-    this optimizer in Horovod's or this package's ``DistributedOptimizer``, or average them yourself.
+    otherwise. All ranks hold the same bits after every step, also when they started with different ones: then every
+    parameter becomes its owner's, with a warning, as it does when some ranks alone changed it between two steps (what
+    they write through ``p.data`` is found within 512 steps, if no whole update corrects it before).
+
+    Gradients must have been averaged before ``step()``: wrap this optimizer in Horovod's or this package's
+    ``DistributedOptimizer``, or average them yourself.
 
     ``param_groups`` hold all parameters, so schedulers, ``zero_grad`` and the like work as with any optimizer. All
     ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together. After a step
@@ -115,6 +120,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._views: BucketViews | None = None
         self._bucket_view = bool(parameters_as_bucket_view)
         self._consolidated = None
+        self._state_loaded = False
 
         def build() -> dict[str, Any]:
             if overlap_with_ddp:
@@ -128,6 +134,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             for g in self.param_groups:
                 self._partition.add_group([p.numel() for p in g["params"]])
             self.optim = self.optimizer_class(self._local_groups(), **defaults)
+            require_no_common_norm(self.optim)
             return {
                 "optimizer_class": self.optimizer_class.__name__,
                 "parameters_as_bucket_view": self._bucket_view,
@@ -190,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         except Exception as error:
             self._sharing.fail(error)
             raise
-        self._sharing.publish()
+        self._publish()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,6 +226,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         owners = partition.add_group([p.numel() for p in group["params"]])
         try:
             self.optim.add_param_group(local_group(group, owners, self._ranks.rank))
+            require_no_common_norm(self.optim)
         except Exception:
             del self.param_groups[number:], self.optim.param_groups[number:]
             raise
@@ -229,6 +237,18 @@ class ZeroRedundancyOptimizer(ShardedState):
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
         return [self._local_groups(rank) for rank in range(self._ranks.size)]
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse torch's ``Join``, which would let the other ranks step without this one.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "torch.distributed's Join works on process groups of torch, and this optimizer shards over Horovod's "
+            "ranks: leave it out, and let every rank make the same number of steps (a rank without data steps with "
+            "zero gradients)"
+        )
 
     @property
     def stats(self) -> Stats:
@@ -255,7 +275,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             except Exception as error:
                 self._sharing.fail(error)
                 raise
-            self._sharing.publish()
+            self._publish()
 
         def failed(error: Exception) -> None:
             if not begun:  # the closure failed; the other ranks are on their way to their own update
@@ -279,11 +299,15 @@ class ZeroRedundancyOptimizer(ShardedState):
         elif self._views is not None and not self._views.intact():
             self._rebuild_shards()
         self._push_options()
-        self._sharing.before_update(self.param_groups, gradients_known=gradients_known)
+        self._sharing.before_update(self.param_groups, gradients_known=gradients_known, state_loaded=self._state_loaded)
 
     def _after_update(self) -> None:
         self._pull_options()
-        self._sharing.after_update()
+        self._sharing.after_update(self.param_groups)
+
+    def _publish(self) -> None:
+        self._sharing.publish()
+        self._state_loaded = False
 
     def _local_groups(self, rank: int | None = None) -> list[dict[str, Any]]:
         rank = self._ranks.rank if rank is None else rank
@@ -311,6 +335,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         if origin is not None:
             self.optim.state.update(origin.optim.state)
             self._sharing.continue_from(origin._sharing)
+            self._state_loaded = origin._state_loaded
 
 
 def require_same_set(optimizer: Any, members: Any) -> None:

@@ -188,6 +188,7 @@ class ShardedState(Optimizer):
     _partition: Partition
     _known: list[list[int]]
     _consolidated: list[dict[Any, Any]] | None
+    _state_loaded: bool
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all shards to one rank, as copies on the CPU. Collective.
@@ -261,6 +262,7 @@ class ShardedState(Optimizer):
         copy_options(state_dict["param_groups"], self.param_groups)
         self._pull_options()
         self._consolidated = None
+        self._state_loaded = True
         if momentum_is_adopted(self):
             hand_over_momentum(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -114,6 +114,36 @@ class WithGlobalNormAtFirst(WithGlobalNorm):
     last_norm = 0
 
 
+class GlobalMean(Own):
+    """The mean of all squares, of all groups, sets every element's momentum, as in Adai."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        squares = [self.state[p].setdefault("square", torch.zeros_like(p)) for p in self._parameters()]
+        for p, square in zip(self._parameters(), squares, strict=True):
+            square.lerp_(p.grad.square(), 0.1)
+        mean = sum(square.sum() for square in squares) / sum(square.numel() for square in squares)
+        for p, square in zip(self._parameters(), squares, strict=True):
+            p.sub_(p.grad * (1 - square / mean).clamp(0, 0.9), alpha=self.param_groups[0]["lr"])
+
+    def _parameters(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+
+class Polyak(Own):
+    """The loss over the norm of all gradients is the step size, as in AliG."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        (group,) = self.param_groups
+        size = float(loss) / sum(p.grad.square().sum() for p in group["params"])
+        for p in group["params"]:
+            p.sub_(size * p.grad)
+        return loss
+
+
 UNKNOWN = [
     ParameterNorm,
     MatrixDecay,
@@ -121,6 +151,7 @@ UNKNOWN = [
     PerTensorScaleFromTheSecondStep,
     WithGlobalNorm,
     WithGlobalNormAtFirst,
+    GlobalMean,
     CubeRoot,
     Momentum,
 ]
@@ -240,6 +271,26 @@ def test_an_unknown_optimizer_steps_plainly_after_one_warning(cls):
     assert "fuse_optimizer(optimizer, elementwise=True)" in message
 
 
+@pytest.mark.filterwarnings("ignore:Polyak is not known to update every element:UserWarning")
+def test_an_unknown_optimizer_gets_the_users_closure():
+    twins = Twins(Polyak)
+    for _ in range(4):
+        losses = []
+        for params, step in ((twins.plain_params, twins.plain.step), (twins.fused_params, twins.fused.fuse_step)):
+
+            def closure(params=params):
+                for p in params:
+                    p.grad = None
+                loss = sum((p**2).sum() for p in params)
+                loss.backward()
+                return loss
+
+            losses.append(step(closure).item())
+        assert losses[0] == losses[1]
+        twins.assert_equal()
+    assert losses[0] < 0.5 * sum((p**2).sum() for p in make_params()).item()
+
+
 @pytest.mark.parametrize("elementwise", [None, False])
 @pytest.mark.filterwarnings("ignore:.*is not known to update every element:UserWarning")
 def test_parameters_of_an_optimizer_that_is_not_fused_are_not_moved(elementwise):
@@ -290,6 +341,16 @@ def test_what_is_known_to_look_at_whole_parameters_cannot_be_declared(name):
         fuse_optimizer(optimizer, elementwise=True)
     assert not is_fused_optimizer(optimizer)
     assert [p.data_ptr() for p in params] == places
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdan", "Adai", "SAM"])
+def test_what_is_published_as_looking_at_all_parameters_cannot_be_declared(name):
+    published = type(name, (Momentum,), {})
+    for cls in (published, type("Mine", (published,), {})):
+        with pytest.raises(ConfigError, match=f"{cls.__name__} does not update every element"):
+            fuse_optimizer(cls(make_params()), elementwise=True)
+        with pytest.warns(UserWarning, match=f"{cls.__name__} does not update every element"):
+            fuse_optimizer(cls(make_params()))
 
 
 @pytest.mark.parametrize("parent", [Own, torch.optim.SGD])

@@ -10,30 +10,15 @@ pytest.importorskip("torch")
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-AGREEMENT = WORKER.with_name("agreement_cases.py")
-
-
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def cases(request, ranks):
     return ranks(WORKER, request.param)
-
-
-@pytest.fixture(scope="module", params=[(2, "mpirun"), (3, "mpirun"), (2, "gloo")], ids=lambda p: f"{p[0]} {p[1]}")
-def agreement(request, ranks):
-    size, launcher = request.param
-    return ranks(AGREEMENT, size, launcher=launcher)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", case_names(WORKER))
 def test_on_real_ranks(cases, name):
     cases.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(AGREEMENT))
-def test_ranks_that_disagree(agreement, name):
-    agreement.check(name)
 
 
 @pytest.mark.mpi

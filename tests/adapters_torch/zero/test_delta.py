@@ -1,4 +1,6 @@
-"""The parts of the sharded optimizer that need no ranks: partition, traffic, changes, state dicts."""
+"""Which entries an update changed, and how they travel."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,41 +8,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dgc.errors import WireError  # noqa: E402
-from dgc.torch.zero.delta import (  # noqa: E402  # noqa: E402
+from dgc.torch.zero.delta import (  # noqa: E402
     UNKNOWN,
     ChangeTracker,
+    ReplicaWatch,
     bits_of,
     choose_travel,
     entries_bytes,
     read_entries,
+    values_digest,
     write_entries,
 )
-from dgc.torch.zero.memory import Partition  # noqa: E402
-from dgc.torch.zero.state import full_entries, local_dict  # noqa: E402
-
-
-def test_partition_is_greedy_and_carries_loads_across_groups():
-    partition = Partition(2)
-    assert partition.add_group([9, 7, 5, 3, 2]) == [0, 1, 1, 0, 0]
-    assert partition.loads == [14, 12]
-    assert partition.add_group([1, 4]) == [0, 1]
-    assert partition.loads == [15, 16]
-    assert partition.indices() == [[[0, 3, 4], [5]], [[1, 2], [6]]]
-
-
-def test_partition_does_not_depend_on_registration_order_of_sizes():
-    loads = []
-    for numels in ([1, 1, 1, 1, 4], [4, 1, 1, 1, 1], [1, 1, 4, 1, 1]):
-        partition = Partition(2)
-        partition.add_group(numels)
-        loads.append(sorted(partition.loads))
-    assert loads == [[4, 4]] * 3
-
-
-def test_partition_with_more_ranks_than_parameters():
-    partition = Partition(4)
-    partition.add_group([5])
-    assert partition.indices() == [[[0]], [[]], [[]], [[]]]
 
 
 def _cost(counts, numels, itemsize, sparse):
@@ -136,19 +114,42 @@ def test_dense_gradients_are_not_even_copied():
     assert len(tracker._before) == 2
 
 
-def test_state_is_cut_and_put_together_without_sharing():
-    parameters = _parameters(3, 4, 5)
-    plain = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 7.0}], lr=0.1)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    plain.step()
-    whole = plain.state_dict()
-    part = local_dict(whole, [[1], [2]])
-    assert [g["params"] for g in part["param_groups"]] == [[0], [1]]
-    assert [g["lr"] for g in part["param_groups"]] == [0.1, 7.0]
-    assert part["state"][0]["exp_avg"].shape == (4,)
-    part["state"][0]["exp_avg"].fill_(9)
-    assert not (whole["state"][1]["exp_avg"] == 9).any()
-    back = full_entries(part, [[1], [2]])
-    assert sorted(back) == [1, 2]
-    assert back[1]["exp_avg"].data_ptr() != part["state"][0]["exp_avg"].data_ptr()
+def _suspected(steps, between):
+    """The steps that compare, when ``between(step, parameter)`` is done before each."""
+    (parameter,) = _parameters(5)
+    watch, found = ReplicaWatch(), []
+    for step in range(steps):
+        with torch.no_grad():
+            between(step, parameter)
+        if watch.suspects([parameter]):
+            found.append(step)
+        with torch.no_grad():
+            parameter.mul_(2)
+        watch.remember([parameter])
+    return found
+
+
+def test_replicas_are_compared_less_and_less_often_but_never_no_more():
+    assert _suspected(1600, lambda step, p: None) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.add_(1), lambda p: setattr(p, "data", p.data.clone())])
+def test_a_write_between_two_steps_has_replicas_compared(write):
+    assert _suspected(20, lambda step, p: write(p) if step == 11 else None) == [0, 1, 2, 4, 8, 11, 16]
+
+
+def test_writes_between_all_steps_wear_out():
+    found = _suspected(1000, lambda step, p: p.add_(1))
+    assert len(found) < 40
+    assert max(b - a for a, b in itertools.pairwise(found)) <= 65
+
+
+def test_a_digest_sees_every_bit_in_any_memory_order():
+    t = torch.arange(12.0).view(3, 4)
+    same = values_digest([t, torch.tensor(0.5)])
+    assert same == values_digest([t.t().contiguous().t(), torch.tensor(0.5)])
+    assert same == values_digest([torch.arange(24.0)[::2].div(2).view(3, 4), torch.arange(4.0).div(2)[1::2][0]])
+    assert values_digest([torch.tensor([0.0])]) != values_digest([torch.tensor([-0.0])])
+    strided = torch.arange(8.0)[::2]
+    assert values_digest([strided]) == values_digest([strided.clone()])
+    values_digest([torch.zeros(3, dtype=torch.bfloat16), torch.zeros(0)])

@@ -8,67 +8,18 @@ from launch_tools import REPOSITORY, case_names, run_mpi
 
 pytest.importorskip("torch")
 
-WORKERS = Path(__file__).parent / "workers"
-SHARDING = WORKERS / "optimizer_cases.py"
-STATE = WORKERS / "state_cases.py"
-ERRORS = WORKERS / "bad_input_cases.py"
-RECOVERY = WORKERS / "recovery_cases.py"
-COMPOSITION = WORKERS / "composition_cases.py"
+WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
 def sharding(request, ranks):
-    return ranks(SHARDING, request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def state(request, ranks):
-    return ranks(STATE, request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def errors(request, ranks):
-    return ranks(ERRORS, request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def recovery(request, ranks):
-    return ranks(RECOVERY, request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def composition(request, ranks):
-    return ranks(COMPOSITION, request.param)
+    return ranks(WORKER, request.param)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(SHARDING))
+@pytest.mark.parametrize("name", case_names(WORKER))
 def test_sharding(sharding, name):
     sharding.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(STATE))
-def test_groups_and_checkpoints(state, name):
-    state.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(ERRORS))
-def test_bad_input(errors, name):
-    errors.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(RECOVERY))
-def test_after_failed_steps(recovery, name):
-    recovery.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(COMPOSITION))
-def test_composition(composition, name):
-    composition.check(name)
 
 
 @pytest.mark.mpi
@@ -77,7 +28,7 @@ def test_composition(composition, name):
 )
 def test_without_mpi(ranks, name):
     """Gloo: everything goes through Horovod's own collectives."""
-    ranks(SHARDING, 2, launcher="gloo").check(name)
+    ranks(WORKER, 2, launcher="gloo").check(name)
 
 
 JOINED = """
@@ -134,13 +85,6 @@ if hvd.rank() == 1:
 @pytest.mark.mpi
 def test_a_rank_that_names_no_set_does_not_wait_for_ranks_of_another():
     assert "give a horovod.torch.ProcessSet" in run_mpi(2, WRONG_SET, timeout=200).values[1]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_checkpoints_through_a_file_and_another_number_of_ranks(ranks, before, after, tmp_path):
-    ranks.run(STATE, before, "save", tmp_path)
-    assert ranks.run(STATE, after, "continue", tmp_path).reports == [["adam", "adamw", "sgd"]] * after
 
 
 ONE_PROCESS = """

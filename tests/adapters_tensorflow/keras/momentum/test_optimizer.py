@@ -1,4 +1,4 @@
-"""DGCMomentum: on real ranks against Paddle's algorithm and against PyTorch's, in both Keras, and on one process."""
+"""DGCMomentum: on real ranks against Paddle's algorithm, in both Keras, and on one process."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import pytest
 from launch_tools import case_names
 from rank_jobs import FLAVOURS
 
-WORKERS = Path(__file__).parent / "workers"
-WORKER, ALIKE, MIXED = (WORKERS / f"{n}_cases.py" for n in ("optimizer", "alike", "mixed_precision"))
+WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
@@ -19,24 +18,6 @@ def cases(request, ranks):
 @pytest.mark.parametrize("name", case_names(WORKER))
 def test_on_two_ranks(cases, name):
     cases.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", case_names(ALIKE))
-def test_pytorch_and_tensorflow_give_the_same_parameters(ranks, size, name):
-    ranks(ALIKE, size).check(name)
-
-
-@pytest.fixture(scope="module", params=FLAVOURS)
-def mixed(request, ranks):
-    return ranks(MIXED, 2, env=FLAVOURS[request.param])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(MIXED))
-def test_mixed_precision_on_two_ranks(mixed, name):
-    mixed.check(name)
 
 
 ONE_PROCESS = """
@@ -61,6 +42,6 @@ report([[str(w.message) for w in caught if w.category is RuntimeWarning], optimi
 
 @pytest.mark.mpi
 def test_one_process_trains_dense_with_a_warning(ranks):
-    warned, step = ranks.run(ONE_PROCESS, 1, WORKERS, launcher="single").values[0]
+    warned, step = ranks.run(ONE_PROCESS, 1, WORKER.parent, launcher="single").values[0]
     assert warned == ["DGCMomentum with one process compresses nothing"]
     assert step == 6

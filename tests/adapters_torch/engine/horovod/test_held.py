@@ -1,4 +1,4 @@
-"""Horovod's thread lets go of tensors at a shutdown while another thread hands over more: on ranks, one of which ends."""
+"""Horovod's thread lets go of tensors at a shutdown while another one hands over more: on ranks, of which one ends."""
 
 import pytest
 import torch

@@ -149,6 +149,82 @@ def classes_that_exchange_or_shard_themselves_are_refused():
 
 
 @case
+def classes_that_look_at_all_parameters_are_refused():
+    """By their names: the packages that have them are not needed for that."""
+    own = parameters_of_sizes(20, 20)
+    for name in ("Prodigy", "DAdaptAdam", "Adai", "SAM"):
+        published = type(name, (torch.optim.Adam,), {})
+        for cls in (published, type("Mine", (published,), {})):
+            refused = f"{cls.__name__} computes .* over all parameters.*use it without"
+            raises(ConfigError, refused, lambda: Zero(own, cls))  # noqa: B023
+    for name in ("Lamb", "Lion", "ASGD"):
+        Zero(own, type(name, (torch.optim.Adam,), {}))
+
+
+class _Lamb(torch.optim.SGD):
+    def __init__(self, params, max_grad_norm, pre_norm=None):
+        super().__init__(params)
+        if pre_norm is not None:
+            self.pre_norm = pre_norm
+        self.defaults["max_grad_norm"] = max_grad_norm
+        for group in self.param_groups:
+            group.setdefault("max_grad_norm", max_grad_norm)
+
+
+@case
+def a_limit_for_the_norm_of_all_gradients_is_refused():
+    own = parameters_of_sizes(20, 20)
+    for options in ({"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "pre_norm": True}):
+        raises(ConfigError, "_Lamb has max_grad_norm=1.0.*clip_grad_norm_", lambda: Zero(own, _Lamb, **options))  # noqa: B023
+    for options in ({"max_grad_norm": 0.0}, {"max_grad_norm": None}, {"max_grad_norm": 1.0, "pre_norm": False}):
+        Zero(own, _Lamb, **options)
+    zero = Zero(own[:1], _Lamb, max_grad_norm=None)
+    group = {"params": own[1:], "max_grad_norm": 2.0}
+    raises(ConfigError, "_Lamb has max_grad_norm=2.0", lambda: zero.add_param_group(group))
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    Zero([group], torch.optim.Adam)  # to torch's it is somebody else's note
+
+
+class _OwnStepSize(torch.optim.SGD):
+    """Keeps a step size and a counter among the options, as D-Adaptation does; its size is a norm of the gradients."""
+
+    def __init__(self, params, lr, looks=True):
+        super().__init__(params, lr=lr)
+        self.looks = looks
+        for group in self.param_groups:
+            group.update(d=0.0, k=0)
+
+    def step(self):
+        for group in self.param_groups:
+            gradients = [p.grad.norm() for p in group["params"] if self.looks]
+            group["d"], group["k"] = max([group["d"], *map(float, gradients)]), group["k"] + 1
+        super().step()
+
+
+@case
+def an_update_that_sets_options_from_its_share_is_an_error_everywhere():
+    own = list(make_model().parameters())
+    zero = Zero(own, _OwnStepSize, lr=0.1)
+    for step in range(2):
+        set_mean_gradients(own, step)
+        raises(LayoutError, "'group 0 option d' is .* on rank 0.*update itself sets.*use it without", zero.step)
+    counting = Zero(own, _OwnStepSize, lr=0.1, looks=False)
+    for step in range(2):
+        set_mean_gradients(own, step)
+        counting.step()
+    assert counting.param_groups[0]["k"] == 2
+    assert_replicas_identical(own)
+
+
+@case
+def torchs_join_is_refused():
+    from torch.distributed.algorithms.join import Join
+
+    zero = Zero(parameters_of_sizes(4, 5), torch.optim.SGD, lr=0.1)
+    raises(ConfigError, "leave it out.*same number of steps", lambda: Join([zero]))
+
+
+@case
 def parameters_in_the_same_memory_are_refused():
     buffer, p = torch.arange(24.0), parameters_of_sizes(4)[0]
     part = lambda *where: nn.Parameter(buffer[slice(*where)])  # noqa: E731

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import warnings
 
 import horovod.torch as hvd
 import numpy as np
 import torch
-from adapters_torch.workers.models import make_model, train, wrap
+from adapters_torch.workers.models import loss_of, make_model, train, wrap
 from torch import nn
 from worker_tools import SkipCase, case, report, run_cases
 from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
@@ -41,6 +43,46 @@ def inside_stock_horovod():
         assert isinstance(optimizer, Zero)
         assert isinstance(optimizer.optim, cls)
         assert len(optimizer.optim.state) < len(list(actual.parameters()))
+
+
+@case
+def what_is_frozen_for_a_while_gets_horovods_zero_gradients():
+    """Sharded or not: moments decay and move it on, while without a gradient, as under torch's DDP, it would stay."""
+
+    def run(make, horovod=True, keep=False):
+        model = make_model()
+        optimizer = _horovod(model, make(model)) if horovod else make(model)
+        for step in range(9):
+            model.last.requires_grad_(not 3 <= step < 6)
+            if step == 3:
+                before = model.last.weight.detach().clone()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if not horovod:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad = hvd.allreduce(p.grad)
+            if horovod:
+                optimizer.synchronize()
+            if keep and 3 <= step < 6:
+                model.last.weight.grad = model.last.bias.grad = None
+            with warnings.catch_warnings(), optimizer.skip_synchronize() if horovod else contextlib.nullcontext():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            if step == 5:
+                moved = not torch.equal(model.last.weight, before)
+        return list(model.parameters()), moved
+
+    for cls in (torch.optim.Adam, torch.optim.AdamW):
+        dense, moved = run(lambda m: cls(m.parameters(), lr=0.01))  # noqa: B023
+        sharded, moved_too = run(lambda m: Zero(m.parameters(), cls, lr=0.01))  # noqa: B023
+        ddp, moved_ddp = run(lambda m: cls(m.parameters(), lr=0.01), horovod=False)  # noqa: B023
+        kept, moved_kept = run(lambda m: Zero(m.parameters(), cls, lr=0.01), keep=True)  # noqa: B023
+        assert (moved, moved_too, moved_ddp, moved_kept) == (True, True, False, False)
+        assert_bits_equal(sharded, dense)
+        assert_bits_equal(kept, ddp)
+        assert any(not torch.equal(a, b) for a, b in zip(dense, ddp, strict=True))
+        assert_replicas_identical(sharded)
 
 
 @case
@@ -95,8 +137,6 @@ def one_cycle_with_dgc_equals_the_unsharded_run():
 
 @case
 def grad_scaler_skips_the_same_step_everywhere():
-    from adapters_torch.workers.models import loss_of
-
     def run(make):
         model = make_model()
         optimizer = make(model)
@@ -160,8 +200,6 @@ def copies_of_a_wrapped_optimizer_are_refused():
 
 @case
 def gradients_of_a_closure_are_averaged():
-    from adapters_torch.workers.models import loss_of
-
     model, reference = make_model(), make_model()
     optimizer = _horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
     plain = _horovod(reference, torch.optim.SGD(reference.parameters(), lr=0.1))

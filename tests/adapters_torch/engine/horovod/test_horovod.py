@@ -1,0 +1,36 @@
+"""A Horovod that is not ready is an error that says what to do."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+NOT_READY = {
+    "missing": ("import sys; sys.modules['horovod'] = None", "importing horovod.torch failed"),
+    "without torch": (
+        "import sys, types; h = types.ModuleType('horovod'); t = types.ModuleType('horovod.torch'); h.torch = t; "
+        "sys.modules.update({'horovod': h, 'horovod.torch': t})",
+        "built without PyTorch",
+    ),
+    "not initialised": ("", "call hvd.init()"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READY)
+def test_horovod_that_is_not_ready_is_a_config_error(name):
+    if name == "not initialised":
+        pytest.importorskip("horovod")
+    before, message = NOT_READY[name]
+    source = f"""
+{before}
+from dgc.errors import ConfigError
+from dgc.torch.engine.horovod.choice import make_transport
+try:
+    make_transport("auto")
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=True)
+    assert message in done.stdout

@@ -1,0 +1,77 @@
+"""Which encoder a bucket gets, and that sizes are checked before training."""
+
+from types import SimpleNamespace
+
+import pytest
+from exchange_tools import parameters
+
+from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.compressors.registry import compressor_names
+from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
+from dgc.core.exchange.encoders.choose import make_encoders, runs_on_devices
+from dgc.core.exchange.encoders.composite import CompositeEncoder
+from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.errors import ConfigError, LayoutError
+
+TRANSPORT = SimpleNamespace(rank=0, size=2, name="none")
+
+
+def member(algorithm, **options):
+    return SimpleNamespace(config=make_config(options, algorithm=algorithm), given_options=options)
+
+
+def encoders(config, specs=None, kernels=None):
+    layout = make_layout(specs or parameters(), config)
+    return layout, [e for e, _ in make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)]
+
+
+@pytest.mark.parametrize("name", compressor_names())
+def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm(name):
+    config = make_config({"min_numel": 64}, algorithm=name)
+    _, found = encoders(config)
+    assert {type(e) for e in found} == {TopKEncoder if runs_on_devices(config) else AlgorithmEncoder}
+
+
+def test_dgc_runs_on_devices_and_what_is_no_selection_does_not():
+    assert runs_on_devices(make_config({}))
+    assert not runs_on_devices(make_config({}, algorithm="qsgd"))
+    assert not runs_on_devices(make_wrapper_config("by_size", {0: member("topk")}, {}))
+
+
+def test_an_algorithm_refuses_the_kernels_of_a_device():
+    class OnDevice(ReferenceKernels):
+        on_device = True
+
+    layout = make_layout(parameters(), config := make_config({"min_numel": 64}, algorithm="qsgd"))
+    with pytest.raises(ConfigError, match="'qsgd' works on host memory; give it the kernels of the CPU"):
+        AlgorithmEncoder(layout.buckets[0], SimpleNamespace(name="qsgd", config=config), OnDevice(), TRANSPORT, layout)
+
+
+def test_by_step_every_bucket_has_all_members_each_from_its_step():
+    config = make_wrapper_config(
+        "by_step", {0: None, 5: member("topk"), 9: member("qsgd")}, {"min_numel": 64, "bucket_bytes": 2048, "op": "sum"}
+    )
+    layout, found = encoders(config)
+    assert len(found) == len(layout.buckets) > 1
+    for encoder in found:
+        assert type(encoder) is CompositeEncoder
+        assert [m.first for m in encoder.members] == [5, 9]
+        assert [type(m.encoder) for m in encoder.members] == [TopKEncoder, AlgorithmEncoder]
+        assert [m.encoder._config.op for m in encoder.members] == ["sum", "sum"]
+
+
+def test_by_size_a_bucket_has_the_member_of_its_tensors():
+    config = make_wrapper_config("by_size", {0: member("qsgd"), 1000: member("topk")}, {"min_numel": 64})
+    layout, found = encoders(config)
+    for bucket, encoder in zip(layout.buckets, found, strict=True):
+        (only,) = encoder.members
+        assert type(only.encoder) is (AlgorithmEncoder if bucket.part == 0 else TopKEncoder)
+    assert {bucket.part for bucket in layout.buckets} == {0, 1}
+
+
+def test_a_message_of_2_gib_is_refused_before_training():
+    config = make_config({"sparsity": [0.999, 0.55], "values": "float32", "indices": "int32"})
+    with pytest.raises(LayoutError, match="the limit is 2 GiB: choose a higher sparsity"):
+        encoders(config, [Parameter("w", (2**15, 2**15), "float32")])

@@ -1,0 +1,117 @@
+"""The encoder of plain selections: what it sends, what stays, and what a bucket that was begun early needs."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from exchange_tools import gradient, parameters
+
+from dgc.core.compressors.build import make_config
+from dgc.core.exchange.encoders.base import Buffers
+from dgc.core.exchange.encoders.dense_vector import DenseVector
+from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.exchange.records import Hyper, Outcome, StepContext, Submission, Submissions
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import make_layout
+from dgc.core.state.state import BucketState
+from dgc.core.wire.message import Sender
+from dgc.core.wire.plan import Mode
+
+KERNELS = ReferenceKernels()
+
+
+def prepared(density=0.1, ranks=2, kernels=KERNELS, algorithm="dgc", **options):
+    config = make_config({"min_numel": 64, "values": "float32", **options}, algorithm=algorithm)
+    layout = make_layout(parameters(), config)
+    (bucket,) = layout.buckets
+    step = StepContext(0, density, Hyper.uniform(5, config), 1.0, 0, Submissions(layout))
+    for i, p in enumerate(layout.parameters):
+        step.given.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
+    state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", KERNELS)
+    vector = DenseVector(bucket, KERNELS)
+    buffers = Buffers(Sender(0, SimpleNamespace(rank=0, size=ranks)), vector)
+    return TopKEncoder(bucket, config, kernels, ranks), step, state, buffers
+
+
+@pytest.mark.parametrize(("density", "ranks", "mode"), [(0.1, 2, Mode.SPARSE), (0.5, 64, Mode.SUM)])
+def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
+    encoder, step, state, buffers = prepared(density, ranks)
+    plan, outcome = encoder.plan(step), Outcome()
+    assert plan.mode is mode
+    encoder.compress(step, plan, state, buffers, outcome)
+    outcome.undo.finish()
+    sent = np.zeros_like(state.v)
+    if mode is Mode.SPARSE:
+        positions, values = plan.codec.decode(buffers.payload, outcome.count)
+        sent[positions] = values
+    else:
+        sent[: encoder._bucket.sparse_size] = buffers.vector.values[: encoder._bucket.sparse_size]
+    assert np.count_nonzero(sent) == outcome.count == sum(plan.ks)
+    for segment in encoder._bucket.sparse:
+        np.testing.assert_array_equal((sent + state.v)[segment.slice], step.given[segment.parameter].gradient)
+    encoder.return_sent(step, plan, state, outcome)
+    for segment in encoder._bucket.sparse:
+        np.testing.assert_array_equal(state.v[segment.slice], step.given[segment.parameter].gradient)
+    assert outcome.undo is None
+    encoder.return_sent(step, plan, state, outcome)
+
+
+def test_without_error_feedback_nothing_stays_and_nothing_returns():
+    encoder, step, state, buffers = prepared(algorithm="topk", error_feedback=False)
+    plan, outcome = encoder.plan(step), Outcome()
+    encoder.compress(step, plan, state, buffers, outcome)
+    assert outcome.count
+    assert not state.v.any()
+    encoder.return_sent(step, plan, state, outcome)
+    assert not state.v.any()
+
+
+def test_in_a_dense_step_the_kernels_have_nothing_to_do():
+    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=[]))
+    outcome = Outcome()
+    encoder.begin(step, encoder.plan(step), state)
+    encoder.abandon()
+    assert encoder.compress(step, encoder.plan(step), state, buffers, outcome).mode is Mode.DENSE
+    assert (outcome.count, outcome.undo) == (0, None)
+
+
+class Early(ReferenceKernels):
+    def __init__(self):
+        self.begun, self.finished = 0, 0
+
+    def begin_selection(self, *arguments):
+        self.begun += 1
+        return lambda: self.finish(arguments)
+
+    def finish(self, arguments):
+        self.finished += 1
+        return self.accumulate_and_select(*arguments)
+
+
+def test_what_was_begun_is_finished_once_and_not_done_again():
+    encoder, step, state, buffers = prepared(kernels=(kernels := Early()))
+    plan, outcome = encoder.plan(step), Outcome()
+    encoder.begin(step, plan, state)
+    encoder.compress(step, plan, state, buffers, outcome)
+    encoder.abandon()
+    assert (kernels.begun, kernels.finished) == (1, 1)
+    positions, values = plan.codec.decode(buffers.payload, outcome.count)
+    twin, step, state, buffers = prepared()
+    twin.compress(step, plan, state, buffers, outcome)
+    for one, other in zip((positions, values), plan.codec.decode(buffers.payload, outcome.count), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_was_begun_and_is_abandoned_runs_to_its_end_once():
+    encoder, step, state, _ = prepared(kernels=(kernels := Early()))
+    encoder.begin(step, encoder.plan(step), state)
+    encoder.abandon()
+    encoder.abandon()
+    assert (kernels.begun, kernels.finished) == (1, 1)
+
+
+def test_a_plan_is_made_once_for_each_density():
+    encoder, *_ = prepared()
+    assert encoder.plan_at(0.1) is encoder.plan_at(0.1)
+    assert encoder.plan_at(0.1) is not encoder.plan_at(0.2)

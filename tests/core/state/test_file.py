@@ -1,0 +1,107 @@
+"""A state in a file: what was saved is what is read, and whatever else lies there is refused by name."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dgc.core.state.file import load_state, save_state
+from dgc.errors import LayoutError
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)
+ARRAYS = hnp.arrays(
+    st.sampled_from([np.float32, np.float64, np.uint8, np.int64]), hnp.array_shapes(min_dims=0, min_side=0)
+)
+STATES = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        PLAIN | ARRAYS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+    ),
+    max_size=4,
+)
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes()
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+@settings(max_examples=30)
+@given(state=STATES)
+def test_what_was_saved_is_read(state, tmp_path_factory):
+    path = tmp_path_factory.mktemp("state") / "rank0.npz"
+    save_state(path, state)
+    assert_same(load_state(path), state)
+
+
+def test_bits_that_compare_unequal_to_themselves_stay(tmp_path):
+    array = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)
+    save_state(tmp_path / "s", {"u": [array], "rate": float("inf")})
+    assert_same(load_state(tmp_path / "s"), {"u": [array], "rate": float("inf")})
+
+
+def test_scalars_of_numpy_and_tuples_come_back_as_plain_values(tmp_path):
+    save_state(tmp_path / "s", {"step": np.int64(3), "shapes": ((2, 3), ())})
+    assert_same(load_state(tmp_path / "s"), {"step": 3, "shapes": [[2, 3], []]})
+
+
+def test_the_folder_is_made_and_the_name_kept(tmp_path):
+    path = tmp_path / "a" / "b" / "rank 0"
+    save_state(path, {})
+    assert [file.name for file in path.parent.iterdir()] == ["rank 0"]
+
+
+def test_a_save_that_fails_leaves_the_file_before(tmp_path):
+    path = tmp_path / "s"
+    save_state(path, {"step": 1})
+    with pytest.raises(TypeError):
+        save_state(path, {"step": object()})
+    assert load_state(path) == {"step": 1}
+
+
+def of_numpy(save, *arguments, **arrays):
+    file = io.BytesIO()
+    save(file, *arguments, **arrays)
+    return file.getvalue()
+
+
+FOREIGN = {
+    "nothing": b"",
+    "a text": b"{}",
+    "a pickle": b"\x80\x04}\x94.",
+    "one array": of_numpy(np.save, np.ones(3)),
+    "arrays": of_numpy(np.savez, u=np.ones(3)),
+    "arrays, one of them a header": of_numpy(np.savez, header=np.ones(3)),
+    "the beginning of a state": of_numpy(np.savez, header=np.ones(3))[:40],
+    "a state with a wrong byte": of_numpy(
+        np.savez, u=np.ones(999), header=np.frombuffer(b'{"u": {"__array__": "u"}}', np.uint8)
+    ).replace(b"\xf0\x3f", b"\xf0\x3e", 1),
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_another_file_is_refused_by_name(content, tmp_path):
+    path = tmp_path / "other.npz"
+    path.write_bytes(content)
+    with pytest.raises(LayoutError, match=r"other.npz is no state of a compressor, or damaged; give the file"):
+        load_state(path)
+
+
+def test_a_missing_file_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "none")

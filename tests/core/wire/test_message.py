@@ -1,0 +1,184 @@
+"""A bucket's message between ranks: what one wrote all read, and what does not belong together is an error."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dgc import errors
+from dgc.core.compressors.build import make_config
+from dgc.core.kernels.base import HostMemory
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.wire.header import HEADER_BYTES, pack_header, unpack_header
+from dgc.core.wire.message import Sender, blaming
+from dgc.core.wire.plan import MIN_MESSAGE_BYTES, make_plan
+from dgc.transport.local import run_ranks
+
+RANKS = 3
+BUCKET, STEP = 0, 7
+LAYOUT = make_layout([Parameter("w", (40, 50), "float32"), Parameter("b", (9,), "float32")], make_config({}))
+PLAN, DENSER, DENSE = (
+    make_plan(LAYOUT.buckets[0], density=density, ranks=RANKS, indices="int32", values="float32")
+    for density in (0.01, 0.02, None)
+)
+
+
+def entries_of(rank):
+    """What a rank sends: positions, values, dense vector."""
+    rng = np.random.default_rng(rank)
+    positions = np.sort(rng.choice(2000, sum(PLAN.ks) - rank, replace=False))
+    return positions, rng.standard_normal(positions.size).astype(np.float32), rng.standard_normal(PLAN.vector_size)
+
+
+def write(sender, rank, step=STEP, fingerprint=5, plan=PLAN):
+    positions, values, vector = entries_of(rank)
+    sender.start(plan, fingerprint)
+    plan.codec.encode(positions, values, sender.payload)
+    sender.inline(vector.astype(np.float32))
+    sender.finish(step, count=len(positions), nonfinite=rank == 1)
+
+
+def exchanged(act):
+    """What each rank received, or its error, when ``act(sender, rank)`` wrote its message."""
+
+    def one_rank(transport):
+        sender = Sender(BUCKET, transport)
+        act(sender, transport.rank)
+        sender.exchange()
+        try:
+            return sender.receive(STEP)
+        except errors.DGCError as error:
+            return error
+
+    return run_ranks(RANKS, one_rank, timeout=20)
+
+
+def test_all_ranks_read_what_each_one_wrote():
+    assert PLAN.inline
+    for received in exchanged(write):
+        assert [message.sender for message in received] == list(range(RANKS))
+        for rank, message in enumerate(received):
+            positions, values, vector = entries_of(rank)
+            found = PLAN.codec.decode(message.payload, message.count)
+            np.testing.assert_array_equal(found[0], positions)
+            np.testing.assert_array_equal(found[1], values)
+            np.testing.assert_array_equal(message.inline.view(np.float32), vector.astype(np.float32))
+            assert message.nonfinite == (rank == 1)
+            assert message.error is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.RemoteError, errors.RemoteError),
+        (errors.LayoutError, errors.LayoutError),
+        (errors.ConfigError, errors.ConfigError),
+        (errors.WireError, errors.WireError),
+        (errors.TransportError, errors.TransportError),
+        (errors.DGCError, errors.RemoteError),
+    ],
+)
+def test_an_error_of_one_rank_is_all_that_counts(error, kind):
+    """Also beside ranks that have other options: the one that gave up may not have known this step's."""
+
+    def act(sender, rank):
+        write(sender, rank, fingerprint=rank)
+        if rank == 1:
+            sender.write_error(STEP, error("no such thing"), 3)
+
+    for received in exchanged(act):
+        (failure,) = received
+        assert type(failure.error) is kind
+        assert str(failure.error) == "rank 1 failed in step 7: no such thing"
+        assert (failure.sender, failure.count, failure.payload.size) == (1, 0, 0)
+
+
+def test_errors_of_several_ranks_come_in_their_order():
+    def act(sender, rank):
+        write(sender, rank)
+        if rank != 1:
+            sender.write_error(STEP, errors.WireError("damaged"), None)
+
+    for received in exchanged(act):
+        assert [failure.sender for failure in received] == [0, 2]
+
+
+def test_a_long_error_is_cut_wherever_the_message_ends():
+    """Letters of two bytes: one is cut in its middle."""
+
+    def act(sender, rank):
+        sender.start(DENSE, 5)
+        sender.write_error(STEP, errors.ConfigError("ä" * 10_000), None)
+
+    for received in exchanged(act):
+        text = str(received[0].error).removeprefix("rank 0 failed in step 7: ")
+        assert set(text) <= {"ä", "\ufffd"}
+        assert text.count("ä") == (max(MIN_MESSAGE_BYTES, DENSE.message_bytes) - HEADER_BYTES - 1) // 2
+
+
+def test_a_shorter_error_shows_nothing_of_the_message_before():
+    def act(sender, rank):
+        sender.start(PLAN, 5)
+        sender.payload[:] = ord("x")
+        sender.write_error(STEP, errors.ConfigError("short"), None)
+
+    assert str(exchanged(act)[0][0].error) == "rank 0 failed in step 7: short"
+
+
+def test_other_options_on_one_rank_are_an_error_that_says_what_to_do():
+    found = exchanged(lambda sender, rank: write(sender, rank, fingerprint=5 + (rank == 2)))
+    assert all(type(error) is errors.ConfigError for error in found)
+    for error, other in zip(found, (2, 2, 0), strict=True):
+        assert f"rank {other} and rank" in str(error)
+        assert "load a checkpoint on all ranks" in str(error)
+
+
+def test_a_message_of_another_step_is_refused():
+    found = exchanged(lambda sender, rank: write(sender, rank, step=STEP + (rank == 1)))
+    assert all(type(error) is errors.WireError for error in found)
+
+
+@pytest.mark.parametrize(
+    "field", ["bucket", "compressor", "index_codec", "value_codec", "payload_bytes", "dense_bytes"]
+)
+def test_a_header_that_does_not_fit_is_refused(field):
+    def act(sender, rank):
+        write(sender, rank)
+        if rank == 1:
+            header = unpack_header(sender._message)
+            wrong = dataclasses.replace(header, **{field: getattr(header, field) + 1})
+            pack_header(wrong, sender._message)
+
+    assert all(type(error) is errors.WireError for error in exchanged(act))
+
+
+def test_buffers_stay_while_the_size_does():
+    class Counted(HostMemory):
+        sizes = ()
+
+        def host_array(self, n, dtype):
+            self.sizes += (n,)
+            return super().host_array(n, dtype)
+
+    def one_rank(transport):
+        memory = Counted()
+        sender = Sender(BUCKET, transport, memory)
+        for plan in (PLAN, PLAN, DENSER, DENSER, PLAN):
+            sender.start(plan, 5)
+            assert sender.payload.size == plan.payload_bytes
+        return memory.sizes
+
+    a, b = PLAN.message_bytes, DENSER.message_bytes
+    assert run_ranks(1, one_rank) == [(a, a, b, b, a, a)]
+
+
+@pytest.mark.parametrize("error", [errors.WireError, errors.LayoutError])
+def test_blame_names_the_sender_and_the_bucket(error):
+    with pytest.raises(errors.WireError, match=r"^message of rank 2 for bucket 4: too short$") as caught, blaming(2, 4):
+        raise error("too short")
+    assert type(caught.value.__cause__) is error
+
+
+def test_nobody_is_blamed_for_other_errors():
+    with pytest.raises(errors.TransportError, match=r"^gone$"), blaming(2, 4):
+        raise errors.TransportError("gone")

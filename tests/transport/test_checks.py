@@ -1,0 +1,113 @@
+"""What all transports demand of their arrays, and the one order in which ranks are summed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dgc.errors import TransportError
+from dgc.transport.checks import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_an_allgather_that_fits_is_let_through(size, length):
+    check_allgather(read_only(np.zeros(length, np.uint8)), np.zeros((size, length), np.uint8), size)
+
+
+@pytest.mark.parametrize(
+    ("message", "out", "text"),
+    [
+        (np.zeros(4, np.int8), None, "contiguous 1-D uint8 message, got int8 of shape"),
+        (np.zeros((1, 4), np.uint8), None, r"message, got uint8 of shape \(1, 4\)"),
+        (np.zeros(8, np.uint8)[::2], None, "uint8 of shape .4,., not contiguous"),
+        (None, np.zeros((3, 4), np.uint8), r"of 4 bytes over 2 ranks writes a .* shape \(2, 4\), got .* \(3, 4\)"),
+        (None, np.zeros(8, np.uint8), r"got uint8 of shape \(8,\)"),
+        (None, np.zeros((2, 4), np.int8), "got int8"),
+        (None, np.zeros((4, 2), np.uint8).T, "not contiguous"),
+        (None, read_only(np.zeros((2, 4), np.uint8)), "read-only"),
+    ],
+)
+def test_an_allgather_that_does_not_fit_says_what_it_takes(message, out, text):
+    message = np.zeros(4, np.uint8) if message is None else message
+    with pytest.raises(TransportError, match=text):
+        check_allgather(message, np.zeros((2, 4), np.uint8) if out is None else out, 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("length", [0, 1])
+def test_an_allreduce_that_fits_is_let_through(length, dtype, op):
+    check_allreduce(np.zeros(length, dtype), op)
+
+
+@pytest.mark.parametrize(
+    ("array", "op", "text"),
+    [
+        (np.zeros(2), "min", "allreduce knows .'max', 'sum'., got op='min'"),
+        (np.zeros(2, np.float16), "sum", "1-D float32 or float64 array, got float16"),
+        (np.zeros((1, 2)), "sum", r"shape \(1, 2\)"),
+        (np.zeros(4)[::2], "sum", "in place on a contiguous, writeable array, got .* not contiguous"),
+        (read_only(np.zeros(2)), "max", "read-only"),
+    ],
+)
+def test_an_allreduce_that_does_not_fit_says_what_it_takes(array, op, text):
+    with pytest.raises(TransportError, match=text):
+        check_allreduce(array, op)
+
+
+def test_the_last_size_below_the_limit():
+    """Memory that nobody touches costs nothing."""
+    array = np.empty(BYTE_LIMIT + 1, np.uint8)
+    with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
+        check_allgather(array, np.empty((1, 0), np.uint8), 1)
+    check_allgather(array[:-1], array[None, :-1], 1)
+    with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
+        check_allreduce(array.view(np.float32), "sum")
+    check_allreduce(array.view(np.float32)[:-1], "sum")
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(0, 4)), elements=st.floats(width=32)))
+def test_ranks_are_folded_from_0_upwards(parts):
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = parts[0].copy()
+        for part in parts[1:]:
+            expected = expected + part
+    for given_parts in (parts, list(parts)):
+        out = np.full(parts.shape[1], 7, np.float32)
+        reduce_in_rank_order(given_parts, "sum", out)
+        np.testing.assert_array_equal(out, expected)
+    first = parts.copy()
+    reduce_in_rank_order(first, "sum", first[0])
+    np.testing.assert_array_equal(first[0], expected)
+    np.testing.assert_array_equal(first[1:], parts[1:])
+
+
+def test_the_order_matters_and_is_that_of_the_ranks():
+    parts = np.array([[1e8], [1.0], [-1e8]], np.float32)
+    out = np.empty(1, np.float32)
+    reduce_in_rank_order(parts, "sum", out)
+    assert out == 0
+    reduce_in_rank_order(parts[[0, 2, 1]], "sum", out)
+    assert out == 1
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_maximum_keeps_a_nan_of_any_rank(place):
+    parts, out = np.ones((3, 1), np.float32), np.empty(1, np.float32)
+    parts[place] = np.nan
+    reduce_in_rank_order(parts, "max", out)
+    assert np.isnan(out)
+
+
+def test_an_overflow_warns_nobody(recwarn):
+    parts, out = np.full((2, 1), 3e38, np.float32), np.empty(1, np.float32)
+    reduce_in_rank_order(parts, "sum", out)
+    assert np.isinf(out)
+    assert not recwarn.list

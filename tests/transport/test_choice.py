@@ -1,0 +1,120 @@
+"""Which transport a job gets: all ranks decide alike, whatever one of them lacks. Horovod and MPI are stand-ins."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dgc.errors import ConfigError, TransportError
+from dgc.transport import choice as module
+from dgc.transport.choice import choose_transport
+from dgc.transport.local import run_ranks
+
+MEMBERS = SimpleNamespace(rank=lambda: 0)
+
+
+def horovod(**facts):
+    known = {"mpi_built": True, "mpi_enabled": True, "mpi_threads_supported": True, "rank": 0, "size": 2, **facts}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in known.items()})
+
+
+@pytest.fixture
+def mpi(monkeypatch):
+    """An MPI that works, with what its transport was made with."""
+    made = []
+    running = SimpleNamespace(Is_initialized=lambda: True, COMM_WORLD="world")
+    monkeypatch.setattr(module, "_import_running_mpi", lambda: running)
+    monkeypatch.setattr(module, "why_unusable", lambda *arguments: None)
+    monkeypatch.setattr(module, "MPITransport", lambda **options: made.append(options) or "mpi")
+    module._warn_once.cache_clear()
+    return SimpleNamespace(made=made, running=running)
+
+
+def chosen(choice, hvd=None, others=(), members=MEMBERS):
+    """The choice of rank 0 among ``others``: (rank, choice, refusal)."""
+
+    def gather(own, question, members):
+        return [own, *({"rank": rank, "choice": what, "refusal": refusal} for rank, what, refusal in others)]
+
+    return choose_transport(choice, hvd or horovod(), members, gather, lambda members: ("horovod", members))
+
+
+@pytest.mark.parametrize("choice", ["auto", "mpi"])
+def test_mpi_where_every_rank_can_use_it(choice, mpi, recwarn):
+    assert chosen(choice, others=[(1, choice, None)]) == "mpi"
+    assert mpi.made == [{"expect_rank": 0, "expect_size": 2, "ranks": None}]
+    assert not recwarn.list
+
+
+def test_a_process_set_gets_its_ranks(mpi):
+    chosen("mpi", horovod(size=4), others=[(3, "mpi", None)])
+    assert mpi.made == [{"expect_rank": 0, "expect_size": 4, "ranks": [0, 3]}]
+
+
+def test_one_rank_without_mpi_takes_all_to_horovod_with_one_warning(mpi, recwarn):
+    others = [(1, "auto", "no mpi4py")]
+    assert [chosen("auto", others=others) for _ in range(2)] == [("horovod", MEMBERS)] * 2
+    (warning,) = recwarn.list
+    assert warning.category is RuntimeWarning
+    assert "instead of mpi4py's: rank 1: no mpi4py" in str(warning.message)
+
+
+@pytest.mark.parametrize(("hvd", "rank"), [(horovod(mpi_enabled=False), 0), (horovod(), 1)])
+def test_nobody_else_warns_and_under_gloo_nobody(hvd, rank, mpi, recwarn):
+    members = SimpleNamespace(rank=lambda: rank)
+    assert chosen("auto", hvd, [(1, "auto", "no mpi4py")], members)[0] == "horovod"
+    assert not recwarn.list
+
+
+def test_mpi_by_name_is_an_error_where_one_rank_cannot(mpi):
+    with pytest.raises(
+        TransportError, match=r"cannot be used. rank 1: no mpi4py. transport=\"auto\" or \"horovod\" works"
+    ):
+        chosen("mpi", others=[(1, "mpi", "no mpi4py")])
+    assert not mpi.made
+
+
+def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
+    monkeypatch.setattr(module, "_import_running_mpi", lambda: pytest.fail("looked for MPI"))
+    assert chosen("horovod", others=[(1, "horovod", None)]) == ("horovod", MEMBERS)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"mpi_built": False}, "Horovod was built without MPI"),
+        ({"mpi_enabled": False}, "mpi4py would see a world of one"),
+        ({"mpi_threads_supported": False}, "unset HOROVOD_MPI_THREADS_DISABLE"),
+    ],
+)
+def test_mpi_is_not_imported_where_horovod_does_not_run_on_it(facts, reason, monkeypatch):
+    monkeypatch.setattr(module, "_import_running_mpi", lambda: pytest.fail("imported MPI"))
+    with pytest.raises(TransportError, match=reason):
+        chosen("mpi", horovod(**facts))
+
+
+def test_another_mpi_than_horovods_is_refused_with_the_command(mpi):
+    mpi.running.Is_initialized = lambda: False
+    with pytest.raises(TransportError, match="pip install --no-binary mpi4py mpi4py"):
+        chosen("mpi")
+
+
+@pytest.mark.parametrize("choice", [None, 3, b"mpi"])
+def test_what_is_no_name_and_no_transport_is_refused(choice):
+    with pytest.raises(ConfigError, match="must be one of auto, mpi, horovod or a Transport, got"):
+        chosen(choice)
+
+
+def test_a_transport_is_returned_as_it_is_without_asking_anybody():
+    (same,) = run_ranks(1, lambda t: choose_transport(t, None, None, pytest.fail, pytest.fail) is t)
+    assert same
+
+
+def test_an_unknown_name_on_any_rank_is_named(mpi):
+    with pytest.raises(ConfigError, match="rank 2 got 'nccl'"):
+        chosen("auto", others=[(1, "auto", None), (2, "nccl", None)])
+
+
+def test_differing_names_are_listed_in_the_order_of_the_ranks(mpi):
+    with pytest.raises(ConfigError, match=r"'mpi' on rank 0, 'horovod' on rank 1, 'auto' on rank 3. Give every rank"):
+        chosen("mpi", others=[(1, "horovod", None), (2, "mpi", None), (3, "auto", None)])

@@ -1,0 +1,155 @@
+"""How a process leaves an MPI job: not before the others, not for ever after them, and with no call of MPI too late."""
+
+import pytest
+from launch_tools import run_mpi
+
+LATE = """
+import sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+import dgc.transport.mpi as mpi
+from worker_tools import report
+
+transport = mpi.MPITransport()
+if hvd.rank() == 0:
+    test = mpi.is_done
+    def late(*arguments):
+        time.sleep(0.5)
+        return test(*arguments)
+    mpi.is_done = late
+out = np.empty((2, 4), np.uint8)
+transport.allgather(np.full(4, hvd.rank(), np.uint8), out)
+report(out)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("closing", ["", "transport.close()"], ids=["left open", "closed"])
+def test_a_rank_that_ends_first_does_not_take_mpi_from_one_that_still_receives(closing):
+    """Horovod's exit handler ends Horovod on all ranks, and with it MPI."""
+    assert run_mpi(2, LATE + closing).values == [[[0] * 4, [1] * 4]] * 2
+
+
+FINALIZED = """
+import pathlib, sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+import dgc.transport.mpi as mpi
+import dgc.transport.mpi_exit as mpi_exit
+from dgc.errors import TransportError
+from mpi4py import MPI
+from worker_tools import report
+
+inside = pathlib.Path({inside!r})
+
+class Late:
+    def Is_finalized(self):
+        if MPI.Is_finalized():
+            return True
+        inside.touch()
+        last = time.monotonic() + 100
+        while time.monotonic() < last:
+            if MPI.Is_finalized():
+                report("MPI was finalized before it was called")
+                sys.exit()
+            if mpi_exit._leaving.is_set():
+                last = min(last, time.monotonic() + 0.2)
+            time.sleep(0.01)
+        return False
+
+transport = mpi.MPITransport()
+if hvd.rank() == 1:
+    mpi_exit.waiting().__enter__()  # failed, so it bids nobody farewell
+    while not inside.exists():
+        time.sleep(0.01)
+    sys.exit()
+call = mpi.{call}
+mpi.{call} = lambda _, argument: call(Late(), argument)
+try:
+    transport.allgather(np.zeros(4, np.uint8), np.empty((2, 4), np.uint8))
+except TransportError as error:
+    report(str(error))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("call", ["start", "is_done"])
+def test_mpi_is_not_called_once_another_thread_finalizes_it(call, tmp_path):
+    """Horovod's thread does, when another rank ends; here always between the look at MPI's state and the call."""
+    values = run_mpi(2, FINALIZED.format(call=call, inside=str(tmp_path / "inside"))).values
+    assert values[0].startswith("MPI was shut down while a collective waited"), values
+
+
+LEAVE = """
+import sys
+import dgc.transport.mpi_exit as mpi_exit
+from worker_tools import report
+
+met = []
+mpi_exit.say_farewell = lambda mpi: met.append(True)
+{before}
+mpi_exit.leave()
+report(len(met))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("before", "meetings"),
+    [
+        ("", 1),
+        ("sys.last_value = ValueError('uncaught')", 0),
+        ("mpi_exit.waiting().__enter__()", 0),
+        ("with mpi_exit.waiting(): pass", 1),
+    ],
+)
+def test_a_rank_that_failed_does_not_wait_for_others(before, meetings):
+    assert run_mpi(1, LEAVE.format(before=before)).values == [meetings]
+
+
+CHILD = """
+import faulthandler, os, sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+from dgc.core.exchange.status import StepStatus
+from dgc.errors import TransportError
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.transport.mpi import MPITransport
+from worker_tools import report
+
+HOROVOD.require_ready()
+transport, status = MPITransport(), StepStatus()
+out = np.empty((2, 4), np.uint8)
+faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
+child = os.fork()
+if child == 0:
+    for refused in (lambda: transport.allgather(np.zeros(4, np.uint8), out), status.require_usable):
+        try:
+            refused()
+        except TransportError as error:
+            assert "forked" in str(error)
+        else:
+            os._exit(3)
+    transport.close()
+    sys.exit(7)  # which runs exit handlers, unlike the end of a worker of multiprocessing
+deadline = time.monotonic() + 30
+ended = (0, 0)
+while not ended[0] and time.monotonic() < deadline:
+    ended = os.waitpid(child, os.WNOHANG)
+    time.sleep(0.01)
+if not ended[0]:
+    os.kill(child, 9)
+report(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "the child hangs")
+for _ in range(3):
+    transport.allgather(np.full(4, hvd.rank(), np.uint8), out)
+report(out)
+"""
+
+
+@pytest.mark.mpi
+def test_a_forked_child_ends_by_itself_and_leaves_the_job_alone():
+    result = run_mpi(2, CHILD)
+    assert result.reports == [[7, [[0] * 4, [1] * 4]]] * 2
