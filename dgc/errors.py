@@ -23,5 +23,9 @@ class TransportError(DGCError, RuntimeError):
     """Bytes could not be moved between the ranks, or another rank reported an error."""
 
 
+class StallError(TransportError):
+    """Other ranks have not come to a collective for longer than a rank waits."""
+
+
 class RemoteError(TransportError):
     """An error that happened on (at least) one rank and is raised on every rank of the job."""

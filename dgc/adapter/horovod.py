@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import atexit
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
@@ -19,6 +21,11 @@ from dgc.transport.choice import CHOICES, choose_transport
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
     "(repeat or drop some) instead of calling hvd.join()"
+)
+
+SHUT_DOWN = (
+    "Horovod was shut down: train before hvd.shutdown(), and build optimizer and compressor anew after another "
+    "hvd.init()"
 )
 
 _instances = itertools.count()
@@ -91,6 +98,7 @@ class Horovod(abc.ABC):
         hvd = self.module()
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
+        _let_children_end(hvd)
         return hvd
 
     # -- who takes part ------------------------------------------------------------------------------------------
@@ -231,6 +239,21 @@ def _require_set(process_set: Any) -> None:
         raise ConfigError(
             f"process_set is {process_set!r}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
         )
+
+
+_children_end: set[str] = set()
+
+
+def _let_children_end(hvd: ModuleType) -> None:
+    """Take Horovod's exit handler out of forked children: it would wait for a thread that only their parent has."""
+    init = getattr(hvd, "init", None)
+    basics = getattr(init, "__self__", None) or getattr(
+        sys.modules.get(getattr(init, "__module__", "")), "_basics", None
+    )
+    handler = getattr(basics, "shutdown", None)
+    if handler is not None and hvd.__name__ not in _children_end and hasattr(os, "register_at_fork"):
+        _children_end.add(hvd.__name__)
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(handler))
 
 
 def same_set(one: Any, other: Any) -> bool:

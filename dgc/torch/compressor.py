@@ -16,6 +16,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.held import StandIns
 from dgc.torch.engine.horovod.horovod import HOROVOD, give_up_step, has_begun, is_averaged
 from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
@@ -37,6 +38,10 @@ class DGCCompressor(CompressorBase[Engine]):
     _giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
     _last_found = 0
     _owner_checked = False
+
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
+        super().__init__(options, algorithm, members)
+        self._stand_ins = StandIns()
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
@@ -116,7 +121,7 @@ class DGCCompressor(CompressorBase[Engine]):
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             engine.require_same_results()
-            stand_in = torch.ones(1)
+            stand_in = self._stand_ins.take()
             engine.stats.add_sent(stand_in.nbytes)
             return stand_in, tensor
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -126,7 +131,7 @@ class DGCCompressor(CompressorBase[Engine]):
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error
-        stand_in = torch.ones(1)
+        stand_in = self._stand_ins.take()
         engine.count_bytes(stand_in.nbytes)
         return stand_in, result
 
@@ -140,10 +145,12 @@ class DGCCompressor(CompressorBase[Engine]):
         if ctx is None:
             return tensor
         assert self._engine is not None
+        reduced = float(tensor)
+        self._stand_ins.give_back(tensor)
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
-        check_stand_in(float(tensor), op=self.config.op, size=self._engine.transport.size)
+        check_stand_in(reduced, op=self.config.op, size=self._engine.transport.size)
         self._engine.finish()
         return ctx
 

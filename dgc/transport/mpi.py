@@ -34,9 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dgc.errors import TransportError
+from dgc.errors import StallError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
-from dgc.transport.mpi_exit import expect_farewell, is_done, start, waiting
+from dgc.transport.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
+from dgc.transport.mpi_stall import StallWatch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -153,6 +154,7 @@ class MPITransport:
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self._closed = False
+        self._stall = StallWatch(self._mpi, self._comm)
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
 
@@ -199,17 +201,23 @@ class MPITransport:
                 self._reduce_chunk(array[start : start + step], op)
 
     def close(self) -> None:
-        """Free the communicator, unless MPI is already finalized. To be called on every rank."""
+        """Free the communicator, unless MPI is finalized or this is a child of the rank. To be called on every rank."""
         if self._closed:
             return
         self._closed = True
-        if not self._mpi.Is_finalized():
+        if not is_child() and not self._mpi.Is_finalized():
             with _as_transport_error("freeing the communicator"):
                 self._comm.Free()
+
+    def end_job(self, error: Exception) -> None:
+        """End all ranks with this one, whose caller waits for a missing rank where no error reaches it."""
+        give_up(self._mpi, str(error))
 
     def _require_open(self) -> None:
         if self._closed:
             raise TransportError("this mpi transport is closed")
+        if is_child():
+            raise TransportError("this process was forked from a rank of an MPI job and has no part in it")
         if self._mpi.Is_finalized():
             # Asking MPI for anything now would abort the process.
             raise TransportError("MPI is finalized: stop exchanging before hvd.shutdown()")
@@ -258,12 +266,22 @@ class MPITransport:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
         begun = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
+        self._stall.begin()
         with waiting():
             request = start(self._mpi, collective)
             while not is_done(self._mpi, request):
                 waited = time.perf_counter() - begun
                 if waited > spin:
+                    if waited > self._stall.next_look:
+                        self._look_for_others(waited)
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
+
+    def _look_for_others(self, waited: float) -> None:
+        try:
+            self._stall.look(waited)
+        except StallError:
+            abort_at_exit()
+            raise
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

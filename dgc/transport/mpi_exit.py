@@ -10,6 +10,7 @@ failed does not come.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -31,8 +32,11 @@ NAP = 200e-6
 _calling = threading.Lock()
 """Held while MPI is called about a collective, so that leaving, and MPI_Finalize, can wait for the last call."""
 _leaving = threading.Event()
+_missing = threading.Event()
 _waiting: Counter[int] = Counter()
 """Collectives of this rank that are under way or were given up, by thread."""
+_forked = threading.Event()
+"""Set in a child that was forked from a rank: it has a copy of everything here, and no part in the job."""
 _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 """A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
 
@@ -45,16 +49,25 @@ def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
         comm: the communicator whose ranks meet at exit; it may be freed long before.
     """
     if not _farewells:
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forked.set)
         # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
         atexit.register(leave)
         _hear_of_finalize(mpi)
-    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks = tuple(mpi.Group.Translate_ranks(group, list(range(comm.size)), world))
-    group.Free()
-    world.Free()
+    ranks = tuple(ranks_in_job(mpi, comm))
     if ranks not in _farewells:
         _farewells[ranks] = comm.Dup()
         _farewells[ranks].Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def ranks_in_job(mpi: Any, comm: MPI.Intracomm) -> list[int]:
+    """What a communicator's ranks are called in the whole job."""
+    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    try:
+        return [int(rank) for rank in mpi.Group.Translate_ranks(group, list(range(comm.size)), world)]
+    finally:
+        group.Free()
+        world.Free()
 
 
 @contextmanager
@@ -96,6 +109,33 @@ def is_done(mpi: Any, request: Any) -> bool:
         return bool(request.Test())
 
 
+@contextmanager
+def calling(mpi: Any) -> Iterator[None]:
+    """While MPI is called beside a collective that waits.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+
+    Raises:
+        TransportError: MPI is finalized, or will be in a moment.
+    """
+    with _calling:
+        _require_mpi(mpi)
+        yield
+
+
+def give_up(mpi: Any, text: str) -> None:
+    """End the whole job, here and now: nobody takes the error, and every orderly way out waits for a missing rank."""
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    mpi.COMM_WORLD.Abort(1)
+
+
+def abort_at_exit() -> None:
+    """A rank is missing: Horovod's own exit handler would wait for it for ever."""
+    _missing.set()
+
+
 def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
     """Wait until all ranks that this one exchanged with are here; returns whether they came.
 
@@ -120,12 +160,21 @@ def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
 
 def leave() -> None:
     """At exit, before Horovod shuts MPI down: meet the other ranks; no thread calls MPI any more once this returns."""
+    if is_child():
+        return
     from mpi4py import MPI
 
+    if _missing.is_set() and not MPI.Is_finalized():
+        give_up(MPI, "this rank gave up waiting for others: it ends the job")
     # After an uncaught exception, or in the middle of a step, nobody else comes.
     if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
         say_farewell(MPI)
     _stop_calling()
+
+
+def is_child() -> bool:
+    """Whether this process was forked from a rank: what it would send, the other ranks would take for the rank's."""
+    return _forked.is_set()
 
 
 def _hear_of_finalize(mpi: Any) -> None:

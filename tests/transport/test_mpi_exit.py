@@ -107,3 +107,49 @@ report(len(met))
 )
 def test_a_rank_that_failed_does_not_wait_for_others(before, meetings):
     assert run_mpi(1, LEAVE.format(before=before)).values == [meetings]
+
+
+CHILD = """
+import faulthandler, os, sys, time
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+from dgc.core.exchange.status import StepStatus
+from dgc.errors import TransportError
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.transport.mpi import MPITransport
+from worker_tools import report
+
+HOROVOD.require_ready()
+transport, status = MPITransport(), StepStatus()
+out = np.empty((2, 4), np.uint8)
+faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
+child = os.fork()
+if child == 0:
+    for refused in (lambda: transport.allgather(np.zeros(4, np.uint8), out), status.require_usable):
+        try:
+            refused()
+        except TransportError as error:
+            assert "forked" in str(error)
+        else:
+            os._exit(3)
+    transport.close()
+    sys.exit(7)  # which runs exit handlers, unlike the end of a worker of multiprocessing
+deadline = time.monotonic() + 30
+ended = (0, 0)
+while not ended[0] and time.monotonic() < deadline:
+    ended = os.waitpid(child, os.WNOHANG)
+    time.sleep(0.01)
+if not ended[0]:
+    os.kill(child, 9)
+report(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "the child hangs")
+for _ in range(3):
+    transport.allgather(np.full(4, hvd.rank(), np.uint8), out)
+report(out)
+"""
+
+
+@pytest.mark.mpi
+def test_a_forked_child_ends_by_itself_and_leaves_the_job_alone():
+    result = run_mpi(2, CHILD)
+    assert result.reports == [[7, [[0] * 4, [1] * 4]]] * 2

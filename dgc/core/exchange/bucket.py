@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.exchange.encoders.base import Buffers, Encoder
+from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Kernels, memory_of
@@ -100,7 +100,8 @@ class BucketExchange:
             with step.stats.timed("compress"):
                 plan = self._write_message(step, plan, outcome)
             messages = self._exchange_messages(step, plan)
-            outcome.flagged = any(m.nonfinite for m in messages)
+            outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
+            outcome.flagged = bool(outcome.flagged_by)
             if plan.allreduces:
                 with step.stats.timed("exchange"):
                     self._transport.allreduce(self._vector.values, "sum")
@@ -150,6 +151,11 @@ class BucketExchange:
     def return_sent(self, step: StepContext) -> None:
         """After a finished step that nobody applied: what was sent in it returns to u and v."""
         self.encoder.return_sent(step, self.plan(step), self._state, self.required_outcome)
+
+    def worst_parameter(self, step: StepContext) -> int:
+        """The parameter of a bucket that is refused whose gradient is not finite, or else has the largest entry."""
+        size = {s.parameter: _worst(step.given[s.parameter].gradient) for s in self.bucket.segments}
+        return max(size, key=lambda parameter: size[parameter])
 
     def put_back(self) -> None:
         """Return the entries that were sent in this step to u and v; again does nothing."""
@@ -210,7 +216,7 @@ class BucketExchange:
         if plan.mode is Mode.SUM:
             self._vector.write_sum(step, plan)
         else:
-            self.encoder.apply(step, plan, messages, self._share)
+            outcome.flagged = not self.encoder.apply(step, plan, messages, self._share)
 
     def _count(self, step: StepContext, plan: BucketPlan, count: int) -> None:
         stats, itemsize = step.stats, 8 if self.bucket.dtype == "float64" else 4
@@ -218,3 +224,11 @@ class BucketExchange:
         elements = sum(s.length for s in self.bucket.sparse)
         stats.sparse_elements += elements
         stats.entries_sent += elements if plan.mode is Mode.DENSE else count
+
+
+def _worst(gradient: Any) -> float:
+    """The largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which is not waited for."""
+    if not isinstance(gradient, np.ndarray) or not gradient.size:
+        return -1.0
+    found = largest(gradient)
+    return found if found == found else float("inf")

@@ -6,6 +6,7 @@ The caller's side; the buckets run in :mod:`~dgc.core.exchange.pipeline`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -72,9 +73,11 @@ class Exchange:
         ]
         self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
-        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status)
+        end_job = getattr(transport, "end_job", None)
+        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, end_job)
         self._step: StepContext | None = None
         self._is_whole = False  # whether the state is that from before a step that failed
+        self._warned = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -313,7 +316,7 @@ class Exchange:
         """End the communication thread. The transport stays open: it belongs to the caller.
 
         Returns:
-            False if the thread still waits for another rank inside the transport, which must then not be closed.
+            False if the transport must not be closed: see :meth:`dgc.core.exchange.pipeline.Pipeline.close`.
         """
         return self._pipeline.close()
 
@@ -351,6 +354,8 @@ class Exchange:
             for bucket, outcome in zip(self._buckets, outcomes, strict=True):
                 outcome.flagged = bucket.overflows(step)
             refused = any(outcome.flagged for outcome in outcomes)
+        if refused and not callable(self.loss_scale):
+            self._warn_of_refusal(step)
         with step.stats.timed("apply"):
             for bucket in self._buckets:
                 bucket.finish(step, refused=refused)
@@ -359,6 +364,26 @@ class Exchange:
         self.stats.record(step.stats, refused=refused)
         self._end()
         return refused
+
+    def _warn_of_refusal(self, step: StepContext) -> None:
+        """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
+        bucket = next(b for b in self._buckets if b.required_outcome.flagged)
+        ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
+        if self._warned or (own not in ranks and own != 0):
+            return
+        self._warned = True
+        if own in ranks or not ranks:
+            where = f"rank {own} in the gradient of {self.layout.parameters[bucket.worst_parameter(step)].name!r}"
+        else:
+            where = f"rank {ranks[0]}, whose own warning names the parameter"
+        warnings.warn(
+            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and its results "
+            "are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
+            "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
+            "(loss_scale=scaler), or do not call step() when a gradient is NaN",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def _end(self) -> None:
         with self._status.lock:

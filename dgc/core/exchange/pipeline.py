@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
@@ -17,10 +17,15 @@ from dgc.core.exchange.records import RemoteFailure, StepContext
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
-from dgc.errors import DGCError, RemoteError, TransportError
+from dgc.errors import DGCError, RemoteError, StallError, TransportError
 
 _CLOSE_PATIENCE = 5.0
 """Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
+
+
+_STALL_PATIENCE = 10.0
+"""Seconds in which the caller takes the error about a missing rank. It may wait for that rank, too, where nothing ends
+the wait: in Horovod's collective of a stand-in (way A)."""
 
 
 class Pipeline:
@@ -33,6 +38,7 @@ class Pipeline:
         unapplied: Unapplied,
         kernels: Kernels,
         status: StepStatus,
+        end_job: Callable[[StallError], None] | None = None,
     ) -> None:
         """Take what an exchange works with.
 
@@ -42,7 +48,9 @@ class Pipeline:
             unapplied: keeps what a step changes, where steps can be discarded.
             kernels: their ``overlaps`` says whether there are threads to spare.
             status: of the exchange; its lock guards the gradients that arrive.
+            end_job: ends all ranks, where nobody takes the error about a missing one.
         """
+        self._end_job = end_job
         self._buckets = buckets
         self._clipping = clipping
         self._unapplied = unapplied
@@ -67,8 +75,11 @@ class Pipeline:
         """End the thread.
 
         Returns:
-            False if it still waits for another rank inside the transport, which must then not be closed.
+            False if it still waits for another rank inside the transport, or runs in the process that this one was
+            forked from: the transport must then not be closed.
         """
+        if self._status.in_child:
+            return False
         self._status.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_PATIENCE)
@@ -92,6 +103,10 @@ class Pipeline:
                 done = self._run_step()
             except RemoteFailure as failure:
                 status.broke(failure.error)
+            except StallError as error:
+                status.broke(error)
+                if not status.wait_until_taken(_STALL_PATIENCE) and self._end_job is not None:
+                    self._end_job(error)
             except DGCError as error:
                 status.broke(error)
             except BaseException as error:

@@ -210,11 +210,13 @@ class Outcome:
         count: entries that this rank has put into its message.
         flagged: whether a value is not finite; once the messages are in, on any rank.
         undo: what puts the entries back that were sent.
+        flagged_by: the ranks that met such a value before they sent anything.
     """
 
     count: int = 0
     flagged: bool = False
     undo: Undo | None = None
+    flagged_by: tuple[int, ...] = ()
 
 
 class RemoteFailure(Exception):

@@ -6,9 +6,22 @@
 from __future__ import annotations
 
 import enum
+import os
 import threading
 
 from dgc.errors import DGCError, RemoteError, TransportError
+
+_forks = 0
+"""How often this process was forked from another one; to ask for its number before every gradient would cost more."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class Phase(enum.Enum):
@@ -39,6 +52,12 @@ class StepStatus:
         self.error: DGCError | None = None
         self.announced: tuple[DGCError, int | None] | None = None
         self.closed = False
+        self._forks = _forks
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a fork of the process that exchanges: no thread runs here, and the lock may be held."""
+        return self._forks != _forks
 
     @property
     def in_step(self) -> bool:
@@ -54,9 +73,14 @@ class StepStatus:
         """Refuse what would begin or go on with a step.
 
         Raises:
-            TransportError: the exchange was closed.
+            TransportError: the exchange was closed, or belongs to the process that this one was forked from.
             RemoteError: an earlier step failed.
         """
+        if self.in_child:
+            raise TransportError(
+                "this process was forked from one that exchanges gradients, and cannot exchange any: start the job "
+                "with one process for each rank"
+            )
         if self.closed:
             raise TransportError("this compressor was closed; build a new one")
         if self.phase is Phase.FAILED:
@@ -68,6 +92,11 @@ class StepStatus:
         """Wait until no bucket runs any more; returns False when ``timeout`` seconds did not suffice."""
         with self.lock:
             return self.lock.wait_for(lambda: self.phase is not Phase.RUNNING, timeout)
+
+    def wait_until_taken(self, timeout: float) -> bool:
+        """Wait until the caller has taken the error of a broken step; False if ``timeout`` seconds did not suffice."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.phase is not Phase.BROKEN or self.closed, timeout)
 
     # -- events --------------------------------------------------------------------------------------------------
 

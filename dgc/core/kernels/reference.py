@@ -68,13 +68,16 @@ class ReferenceKernels:
             if bad.any():
                 nonfinite = True
                 g[bad] = 0
-            if w.momentum == 0:
-                v[span] += g
-                continue
             m = u.dtype.type(w.momentum)
-            velocity = m * u[span] + g
-            u[span] = velocity
-            v[span] += g + m * velocity if w.nesterov else velocity
+            with np.errstate(over="ignore", invalid="ignore"):
+                velocity = m * u[span] + g if w.momentum else g
+                sums = v[span] + (g + m * velocity if w.nesterov and w.momentum else velocity)
+            # Where finite values add up to infinity, both stay what they were.
+            fits = np.isfinite(sums)
+            nonfinite |= not fits.all()
+            if w.momentum:
+                np.copyto(u[span], velocity, where=fits)
+            np.copyto(v[span], sums, where=fits)
         return nonfinite
 
     def accumulate_and_select(  # noqa: D102
@@ -111,7 +114,9 @@ class ReferenceKernels:
             inside = slice(bounds[s], bounds[s + 1])
             if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
                 raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
-            result[positions[inside] - offsets[s]] += values[inside].astype(result.dtype) * result.dtype.type(factor)
+            with np.errstate(over="ignore", invalid="ignore"):
+                added = values[inside].astype(result.dtype) * result.dtype.type(factor)
+                result[positions[inside] - offsets[s]] += added
 
     def dense_update(  # noqa: D102
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule

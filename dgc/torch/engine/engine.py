@@ -17,7 +17,7 @@ from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
 from dgc.torch.engine.horovod.horovod import averages_first_pass
@@ -26,7 +26,7 @@ from dgc.torch.engine.sparse_gradients import SparseGradients
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
 from dgc.torch.engine.step.last_step import LastStep, refuse_velocity
 from dgc.torch.engine.step.saved_state import Change
-from dgc.torch.engine.tensors import Result, as_array, describe
+from dgc.torch.engine.tensors import Result, as_array, describe, refusal_of
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -86,6 +86,7 @@ class Engine(EngineBase):
             pairs = named() if callable(named) else named
             self.names = [n for n, _ in pairs]
             self.parameters = [p for _, p in pairs]
+            self._types = [p.dtype for p in self.parameters]
             self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
@@ -97,6 +98,7 @@ class Engine(EngineBase):
         self._agree_on_tensors(build)
         self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
+        self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class Engine(EngineBase):
             decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
 
         Raises:
-            LayoutError: another shape or device than the parameter's, or given twice in this step.
+            LayoutError: another shape, type or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
         self._begin(index)
@@ -127,15 +129,9 @@ class Engine(EngineBase):
                 self.fail(refused)
             result.zero_()
             return
-        if gradient.shape != parameter.shape or gradient.device != parameter.device:
-            self.fail(
-                LayoutError(
-                    f"the gradient of {self.names[index]!r} is {tuple(gradient.shape)} on {gradient.device}, the "
-                    f"parameter is {tuple(parameter.shape)} on {parameter.device}; build a new compressor when "
-                    "parameters change"
-                ),
-                index,
-            )
+        refused = refusal_of(self.names[index], parameter, gradient, self._types[index])
+        if refused is not None:
+            self.fail(refused, index)
         self._results[index] = place = self._tensors.result(result)
         decay = self.adoption.hyper.weight_decay[index]
         try:
@@ -347,8 +343,11 @@ class Engine(EngineBase):
         """While the others keep this rank waiting, look whether one of them will never come."""
         if self.check_peers is None:
             return
+        if self.exchange.wait(_PATIENCE):
+            return
         while not self.exchange.wait(_PATIENCE):
             self.check_peers()
+        self.check_peers()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

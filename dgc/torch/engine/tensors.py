@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dgc.core.state.layout import Parameter
+from dgc.errors import LayoutError
 from dgc.transport.agreement import sample_places
 
 _NAMES = {
@@ -65,6 +66,30 @@ class Result:
             target = self.tensor.detach()
             source = torch.from_numpy(self.array) if self.place is None else self.place
             target.copy_(source.view(target.shape))
+
+
+def refusal_of(name: str, parameter: torch.Tensor, gradient: torch.Tensor, built: torch.dtype) -> LayoutError | None:
+    """What is wrong with a parameter or its gradient, if the compressor cannot go on with them.
+
+    Args:
+        name: the parameter's.
+        parameter: it, as it is now.
+        gradient: of this step.
+        built: the parameter's type when the compressor was built; its state is float64 for float64 alone.
+    """
+    if gradient.shape != parameter.shape or gradient.device != parameter.device:
+        return LayoutError(
+            f"the gradient of {name!r} is {tuple(gradient.shape)} on {gradient.device}, the parameter is "
+            f"{tuple(parameter.shape)} on {parameter.device}; build a new compressor when parameters change"
+        )
+    if gradient.dtype != built and torch.float64 in (gradient.dtype, built):
+        wanted, given = (str(t).removeprefix("torch.") for t in (built, gradient.dtype))
+        return LayoutError(
+            f"the gradient of {name!r} is {given}, the parameter was {wanted} when the compressor was built; change a "
+            "model's type (model.double(), model.float()) before the optimizer is wrapped, or build optimizer and "
+            "compressor anew afterwards"
+        )
+    return None
 
 
 def samples(tensor: torch.Tensor) -> np.ndarray:

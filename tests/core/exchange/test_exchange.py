@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from exchange_tools import (
@@ -19,6 +21,13 @@ from exchange_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc.core.compressors.build import make_config
+from dgc.core.compressors.registry import compressor_class
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import make_layout
+from dgc.core.wire.payload import SparseCodec
 from dgc.errors import DGCError, LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 
@@ -161,6 +170,89 @@ def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad
                 scale = max(np.abs(s).max() for s in sent) + 0.3
                 np.testing.assert_allclose((sent[0] + sent[1]) / 2, result, atol=2e-6 * scale)
             np.testing.assert_array_equal(result, out[1][step][1][i])
+
+
+@pytest.mark.parametrize("algorithm", ["dgc", "strom", "onebit"])
+@pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
+def test_a_message_that_decodes_to_something_not_finite_is_refused_by_all(monkeypatch, algorithm, damage):
+    specs, damaged = parameters(), []
+    owner = SparseCodec if algorithm == "dgc" else compressor_class(algorithm)
+    decode = owner.decode
+
+    def damaging(*arguments):
+        found = decode(*arguments)
+        values = found[1] if algorithm == "dgc" else found.values
+        if damaged:
+            (values[0] if isinstance(values, list) else values)[:1] = damage
+        return found
+
+    monkeypatch.setattr(owner, "decode", damaging)
+
+    def rank(transport):
+        config = make_config({"min_numel": 64}, algorithm=algorithm)
+        layout = make_layout(specs, config)
+        exchange = Exchange(layout, config, transport, ReferenceKernels(), loss_scale=lambda: 1.0)
+        outcomes = []
+        for step in range(3):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            outcomes.append(run_step(exchange, grads))
+        exchange.close()
+        return outcomes
+
+    assert [refused for refused, _ in run_ranks(2, rank)[0]] == [False] * 3
+    damaged.append(True)
+    for outcomes in run_ranks(2, rank):
+        assert [refused for refused, _ in outcomes] == [True] * 3
+        assert all(np.isnan(results[2]).all() for _, results in outcomes)
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels])
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_finite_gradients_that_overflow_are_refused_and_forgotten(kernels, op):
+    """In v, because of what it holds; or only in the sum over the ranks."""
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, kernels=kernels(), momentum=0.9, op=op, loss_scale=lambda: 1.0)
+        history = []
+        for step in range(8):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            if step in (2, 3):
+                grads[2][5:400] = 3e38 if op == "average" else 2e38
+            history.append(run_step(exchange, grads))
+        exchange.close()
+        return history
+
+    for history in run_ranks(2, rank):
+        refused = [was for was, _ in history]
+        assert refused[:2] == [False, False]
+        assert any(refused[2:4])
+        for was, results in history:
+            assert was or all(np.isfinite(result).all() for result in results)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_step(scaled):
+    specs = parameters()
+
+    def rank(transport):
+        exchange = make_exchange(transport, loss_scale=(lambda: 1.0) if scaled else 1.0)
+        for step in range(4):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            if step >= 2 and transport.rank == 1:
+                grads[2][5] = np.nan
+            run_step(exchange, grads)
+        exchange.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, rank)
+    texts = sorted(str(w.message) for w in caught)
+    expected = [] if scaled else ["rank 1 in the gradient of 'fc.weight'", "rank 1, whose own warning"]
+    assert len(texts) == len(expected), texts
+    for text, part in zip(texts, expected, strict=True):
+        assert part in text
+        assert "in step 2" in text
 
 
 @pytest.mark.parametrize("begin", [0, 10])

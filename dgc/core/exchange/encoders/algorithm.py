@@ -144,7 +144,7 @@ class AlgorithmEncoder(Encoder):
 
     def apply(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> None:
+    ) -> bool:
         spec, factor = self._spec(plan.density), share * step.loss_scale
         results = [item.result for item in step.given.of(self._bucket.sparse)]
         decoded = [self._decode(message, spec) for message in messages]
@@ -154,8 +154,10 @@ class AlgorithmEncoder(Encoder):
             if isinstance(each, SparseValues):
                 self._kernels.scatter_add(results, self._bucket.sparse_offsets, each.positions, each.values, factor)
                 continue
-            for result, values in zip(results, each.values, strict=True):
-                result += values * result.dtype.type(factor)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for result, values in zip(results, each.values, strict=True):
+                    result += values * result.dtype.type(factor)
+        return all(_is_finite(result) for result in results)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
@@ -196,8 +198,12 @@ class AlgorithmEncoder(Encoder):
             return self._kernels.accumulate(work, state.u, state.v)
         info.increment = np.zeros_like(state.v)
         nonfinite = self._kernels.accumulate(work, state.u, info.increment)
-        state.v += info.increment
-        return nonfinite
+        with np.errstate(over="ignore"):
+            state.v += info.increment
+        if _is_finite(state.v):
+            return nonfinite
+        state.v[~np.isfinite(state.v)] = 0
+        return True
 
     def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
         """The largest of all ranks of each number."""
@@ -250,3 +256,9 @@ class AlgorithmEncoder(Encoder):
 
     def _varies(self, plan: BucketPlan) -> bool:
         return self._algorithm.varying and plan.mode is Mode.SPARSE
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Whether all values are; one read in the ordinary case, where the squares add up to a finite number."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())

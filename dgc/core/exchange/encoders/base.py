@@ -6,6 +6,7 @@ tensors, counters and errors.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -117,7 +118,7 @@ class Encoder(ABC):
         return plan
 
     @abstractmethod
-    def apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float) -> None:
+    def apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float) -> bool:
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
@@ -125,6 +126,9 @@ class Encoder(ABC):
             plan: of this step; its mode is SPARSE.
             messages: of all ranks.
             share: 1 / P, or 1 for a sum.
+
+        Returns:
+            Whether all results are finite: False where a message holds NaN or infinity, or the sum overflows.
 
         Raises:
             WireError: a message is damaged; names its sender.
@@ -141,6 +145,18 @@ class Encoder(ABC):
     @abstractmethod
     def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
         """The step counted, but nobody applied it: what was sent returns to u and v, with error feedback."""
+
+
+def largest(values: np.ndarray) -> float:
+    """The largest magnitude, NaN if there is one; two reads without a temporary array."""
+    return max(float(values.max()), -float(values.min())) if values.size else 0.0
+
+
+def are_finite(arrays: Sequence[Any], bound: float) -> bool:
+    """Whether sums are finite that no magnitude above ``bound`` went into; those on a device are not looked at."""
+    if bound <= float(np.finfo(np.float32).max) / 2:
+        return True
+    return math.isfinite(bound) and all(bool(np.isfinite(a).all()) for a in arrays if isinstance(a, np.ndarray))
 
 
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:

@@ -64,8 +64,8 @@ class CompositeEncoder(Encoder):
 
     def apply(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> None:
-        self._in_turn(step).encoder.apply(step, plan, messages, share)
+    ) -> bool:
+        return self._in_turn(step).encoder.apply(step, plan, messages, share)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         self._in_turn(step).encoder.commit(step, plan, state, outcome)

@@ -166,11 +166,10 @@ class DeviceEncoder(TopKEncoder):
 
     def apply(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> None:
+    ) -> bool:
         form = _format(plan)
         if form is None:
-            super().apply(step, plan, messages, share)
-            return
+            return super().apply(step, plan, messages, share)
         # A damaged message is refused before anything is applied.
         for message in messages:
             with blaming(message.sender, self._bucket.index):
@@ -183,6 +182,7 @@ class DeviceEncoder(TopKEncoder):
             [(message.payload, message.count) for message in messages],
             share * step.loss_scale,
         )
+        return True  # what other ranks send is finite, and nobody waits for the device to look at the sum
 
 
 def _format(plan: BucketPlan) -> Format | None:

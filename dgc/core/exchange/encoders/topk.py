@@ -10,7 +10,7 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, are_finite, is_active, largest, masks, segment_work
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -90,16 +90,17 @@ class TopKEncoder(Encoder):
 
     def apply(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> None:
+    ) -> bool:
         results = [item.result for item in step.given.of(self._bucket.sparse)]
+        factor, bound = share * step.loss_scale, 0.0
         for result in results:
             self._memory.fill(result, 0)
         for message in messages:
             with blaming(message.sender, self._bucket.index):
                 positions, values = plan.codec.decode(message.payload, message.count)
-                self._kernels.scatter_add(
-                    results, self._bucket.sparse_offsets, positions, values, share * step.loss_scale
-                )
+                bound += largest(values) * factor
+                self._kernels.scatter_add(results, self._bucket.sparse_offsets, positions, values, factor)
+        return are_finite(results, bound)
 
     def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if self._config.error_feedback and outcome.undo is not None:

@@ -89,7 +89,10 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
 
     @helper
     def entry_by_entry(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
-        """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one."""
+        """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one.
+
+        Where finite values add up to infinity, u and v stay what they were, and that counts as one.
+        """
         mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
         nonfinite = False
         for i in range(start, stop):
@@ -103,11 +106,16 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
                 nonfinite = True
                 x = v.dtype.type(0)
             if form == NO_MOMENTUM:
+                velocity = x
                 v[i] = old + x
             else:
                 velocity = m * u[i] + x
-                u[i] = velocity
                 v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
+            if bits[i] & mask >= infinity:
+                nonfinite = True
+                v[i] = old
+            elif form != NO_MOMENTUM:
+                u[i] = velocity
         return nonfinite
 
     @helper

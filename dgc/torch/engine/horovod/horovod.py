@@ -12,6 +12,7 @@ import torch
 
 from dgc.adapter.horovod import Horovod
 from dgc.errors import RemoteError, TransportError
+from dgc.torch.engine.horovod.held import hold
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
@@ -30,12 +31,29 @@ class TorchHorovod(Horovod):
         return hvd
 
     def gather_bytes(self, message: np.ndarray, name: str, process_set: Any) -> np.ndarray:  # noqa: D102
-        hvd = self.module()
+        self.module()
         try:
-            handle = hvd.allgather_async(torch.from_numpy(message), name=name, process_set=process_set)
-            return hvd.synchronize(handle).numpy()
+            return gather(torch.from_numpy(message), name, process_set).numpy()
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
+
+
+def gather(tensor: torch.Tensor, name: str, process_set: Any) -> torch.Tensor:
+    """The members' tensors of one type joined along their first dimension, in rank order. Collective, blocking.
+
+    Raises:
+        RuntimeError: Horovod failed, or was shut down meanwhile.
+        ValueError: as RuntimeError.
+    """
+    from horovod.torch import mpi_ops
+
+    joined = tensor.new()
+    holders = hold(tensor), hold(joined)
+    try:
+        # What hvd.allgather_async does, with a result of ours.
+        return mpi_ops.synchronize(mpi_ops._allgather_async(tensor, joined, name, process_set))
+    finally:
+        del holders
 
 
 HOROVOD = TorchHorovod()

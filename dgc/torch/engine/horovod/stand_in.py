@@ -6,15 +6,24 @@ would wait for it for ever, and Horovod's own allgather would end the joined pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dgc.adapter.horovod import JOINED
+from dgc.adapter.horovod import JOINED, SHUT_DOWN
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, TransportError
+from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
+
+_PATIENCE = 1.0
+"""Seconds that the sum of the step before is waited for. A rank that is missing is waited for in the exchange, which
+can say which one it is."""
+
+_NAP = 0.5e-3
 
 
 class StandIn:
@@ -43,15 +52,19 @@ class StandIn:
         self._count_bytes = count_bytes
         self._name = HOROVOD.unique_name("dgc.stand_in", process_set)
         self._handle: int | None = None
+        self._owed = 0  # stand-ins of steps that have begun, which could not be sent yet
+        self._one = torch.ones(1)
+        self._holder = hold(self._one)
 
     def send(self) -> None:
-        """Start this step's allreduce."""
-        self._collect()
-        one = torch.ones(1)
-        if self._count_bytes is not None:
-            self._count_bytes(one.nbytes)
-        self._handle = self._hvd.allreduce_async(one, name=self._name, op=self._hvd.Sum, process_set=self._process_set)
+        """Start this step's allreduce; later, if that of an earlier step is not over.
 
+        Raises:
+            ConfigError: a rank has joined.
+            TransportError: Horovod failed, or was shut down.
+        """
+        self._owed += 1
+        self._send_owed()
         if self._transport.name == "horovod":
             self._collect()
 
@@ -60,14 +73,51 @@ class StandIn:
 
         Raises:
             ConfigError: a rank has joined.
+            TransportError: Horovod failed, or was shut down.
         """
-        if self._handle is not None and self._hvd.poll(self._handle):
+        self._send_owed()
+        if self._is_there():
             self._collect()
+
+    def _send_owed(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while self._owed:
+            while not self._is_there():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_NAP)
+            self._collect()
+            self._start()
+            self._owed -= 1
+
+    def _is_there(self) -> bool:
+        with _explaining_shutdown(self._hvd):
+            return self._handle is None or self._hvd.poll(self._handle)
+
+    def _start(self) -> None:
+        one = self._one.fill_(1.0)
+        if self._count_bytes is not None:
+            self._count_bytes(one.nbytes)
+        op, members = self._hvd.Sum, self._process_set
+        with _explaining_shutdown(self._hvd):
+            self._handle = self._hvd.allreduce_async_(one, name=self._name, op=op, process_set=members)
 
     def _collect(self) -> None:
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
-        total = float(self._hvd.synchronize(handle))
+        with _explaining_shutdown(self._hvd):
+            total = float(self._hvd.synchronize(handle))
         if round(total) != self._transport.size:
             raise ConfigError(f"only {total:g} of {self._transport.size} ranks exchange gradients: {JOINED}")
+
+
+@contextmanager
+def _explaining_shutdown(hvd: Any) -> Iterator[None]:
+    """Horovod itself speaks of a handle that was not created."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if hvd.is_initialized():
+            raise
+        raise TransportError(SHUT_DOWN) from error

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from dgc.errors import TransportError
-from dgc.torch.engine.horovod.horovod import HOROVOD, import_horovod, member_set
+from dgc.torch.engine.horovod.held import hold
+from dgc.torch.engine.horovod.horovod import HOROVOD, gather, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 
 
@@ -43,18 +44,25 @@ class HorovodTransport(HorovodTransportBase):
     def _gather(self, message: np.ndarray) -> np.ndarray:
         # torch warns about memory it may not write, though nothing writes here.
         tensor = torch.from_numpy(message if message.flags.writeable else message.copy())
-        return self._run(self._hvd.allgather_async, tensor, f"allgather.{message.size}").numpy()
+        return self._run(lambda name: gather(tensor, name, self._process_set), f"allgather.{message.size}").numpy()
 
     def _sum(self, array: np.ndarray) -> None:
-        kind = f"allreduce.{array.dtype.name}.{array.size}"
-        self._run(self._hvd.allreduce_async_, torch.from_numpy(array), kind, op=self._hvd.Sum)
+        tensor = torch.from_numpy(array)
+        holder = hold(tensor)
+
+        def reduce(name: str) -> torch.Tensor:
+            op, members = self._hvd.Sum, self._process_set
+            return self._hvd.synchronize(self._hvd.allreduce_async_(tensor, name=name, op=op, process_set=members))
+
+        self._run(reduce, f"allreduce.{array.dtype.name}.{array.size}")
+        del holder
 
     def _is_running(self) -> bool:
         return self._hvd.is_initialized()
 
-    def _run(self, start: Callable[..., Any], tensor: torch.Tensor, kind: str, **options: Any) -> torch.Tensor:
+    def _run(self, collective: Callable[[str], torch.Tensor], kind: str) -> torch.Tensor:
         name = f"{self._prefix}.{kind}"
         try:
-            return self._hvd.synchronize(start(tensor, name=name, process_set=self._process_set, **options))
+            return collective(name)
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"Horovod's collective {name} failed: {error}") from error

@@ -14,6 +14,7 @@ from dgc.errors import LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.step.last_step import LastStep
 from dgc.torch.engine.step.saved_state import SavedState, broadcasting
+from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -26,6 +27,7 @@ class StepWatch:
         owned_by: whether an optimizer is the owner, while that is not known yet.
         last: is told of every step of the parameters, and of every ``zero_grad()`` of their owner.
         saved: what was loaded into the owner since its last step.
+        scale_is_known: whether the compressor knows the scale of a GradScaler, or the user was told that it does not.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class StepWatch:
         self._has_failed = has_failed
         self.last = last
         self.saved = SavedState(adoption)
+        self.scale_is_known = False
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
             _hook.append(register_optimizer_step_post_hook(_after_any_step))
@@ -93,6 +96,8 @@ class StepWatch:
             return
         if not self._has_failed():
             self._refuse_strangers(optimizer)
+        if not self.scale_is_known and hasattr(optimizer, "skip_synchronize"):
+            self.scale_is_known = warn_of_unknown_scaler()
         self._adoption.hide(optimizer)
         self.last.applied()
 

@@ -137,6 +137,31 @@ def test_one_bad_entry_anywhere_is_met_and_counts_as_zero(numba_kernels, positio
     assert not numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, control).nonfinite
 
 
+@pytest.mark.parametrize("position", [0, 63, 4095, 69999])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "weight_decay": 0.1}]
+)
+def test_finite_values_that_add_up_to_infinity_are_met_and_change_nothing(numba_kernels, position, options):
+    n = 70000
+    largest = np.finfo(np.float32).max
+    g, p = np.ones(n, np.float32), np.ones(n, np.float32)
+    g[position] = 0.5 * largest
+    work = [SegmentWork(g, p if "weight_decay" in options else None, 0, n, 70, **options)]
+    u, v = np.ones(n, np.float32), np.ones(n, np.float32)
+    v[position] = 0.7 * largest
+    expected_u, expected_v = u.copy(), v.copy()
+    for before, kernels in (((u, v), numba_kernels), ((expected_u, expected_v), ReferenceKernels())):
+        own_u, own_v = before
+        chosen = kernels.accumulate_and_select(work, own_u, own_v, kernels.new_control(1))
+        assert chosen.nonfinite
+        assert np.isfinite(chosen.values).all()
+        assert own_v[position] == np.float32(0.7 * largest)
+        assert own_u[position] == 1
+    np.testing.assert_array_equal(u, expected_u)
+    np.testing.assert_array_equal(v, expected_v)
+    assert not np.array_equal(v, np.ones(n))
+
+
 def test_a_gradient_that_overflows_when_scaled_is_met(numba_kernels):
     n = 100
     g, v = np.full(n, 3e38, np.float32), np.zeros(n, np.float32)

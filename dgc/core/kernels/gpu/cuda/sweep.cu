@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_sweep(
     for (int q = 0; q < 4; q++) {
         const int i = start + q * (TILE / 4) + threadIdx.x * 4;
         const int here = stop - i < 0 ? 0 : stop - i < 4 ? stop - i : 4;
-        Real g[4], p[4], velocity[4];
+        Real g[4], p[4], velocity[4] = {};
         if (here == 4) {
             load_four(segment.gradient, segment.gradient_type, i, g);
             if (segment.parameter) load_four(segment.parameter, segment.parameter_type, i, p);
@@ -53,11 +53,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_sweep(
                 bad = true;
                 x = (Real)0;
             }
+            const Real old_y = y[q][j], old_velocity = velocity[j];
             if (segment.form == NO_MOMENTUM) {
                 y[q][j] += x;
             } else {
                 velocity[j] = m * velocity[j] + x;
                 y[q][j] += segment.form == NESTEROV ? x + m * velocity[j] : velocity[j];
+            }
+            if (key_of(y[q][j]) >= INFINITY_KEY) {  // of finite values: u and v stay what they were
+                bad = true;
+                y[q][j] = old_y;
+                velocity[j] = old_velocity;
             }
             if (key_of(y[q][j]) >= segment.key) hits[q] |= 1u << j;
         }

@@ -1,0 +1,153 @@
+"""A rank that waits for others for very long says for which, and gives up in the end.
+
+A link that is down, or a process that is stopped, is an error to nobody: a collective simply never ends. Horovod's own
+stall inspector asks the ranks over the same links, and waits with them. So a rank that has waited for long tells each
+other one, in a small message of its own, which collective it has come to; from whom no such message has come by the
+time of a warning, that one is missing, or cannot be reached. While collectives end in time nothing is sent at all.
+
+The times are Horovod's: ``HOROVOD_STALL_CHECK_TIME_SECONDS`` and ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; unlike there
+a rank gives up without being told so, after ten minutes, as Gloo and NCCL do.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dgc.errors import ConfigError, StallError
+from dgc.transport.mpi_exit import calling, ranks_in_job
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WARN_VARIABLE = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+LIMIT_VARIABLE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
+
+WARN_SECONDS = 60.0
+LIMIT_SECONDS = 600.0
+
+TAG = 1
+_NEVER = float("inf")
+
+
+class StallWatch:
+    """Looks after the waits of one communicator.
+
+    Attributes:
+        next_look: seconds of waiting after which :meth:`look` is to be called; until then a wait costs nothing.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        """Read the times; talk to nobody.
+
+        Args:
+            mpi: the module ``mpi4py.MPI``.
+            comm: whose collectives are waited for; point-to-point messages on it are this object's alone.
+
+        Raises:
+            ConfigError: a variable is no number of seconds.
+        """
+        self._mpi = mpi
+        self._comm = comm
+        off = os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+        self._warn = _NEVER if off else seconds_of(WARN_VARIABLE, WARN_SECONDS) or _NEVER
+        self._limit = _NEVER if off else seconds_of(LIMIT_VARIABLE, LIMIT_SECONDS) or _NEVER
+        first = min(self._warn, self._limit)
+        self._tell_after = first / 2
+        self._pause = min(1.0, first / 20)
+        self._number = 0
+        self._told = self._warned = False
+        self._heard = np.zeros(comm.size, np.int64)
+        self._sending: list[tuple[Any, np.ndarray]] = []
+        self.next_look = self._tell_after
+
+    def begin(self) -> None:
+        """The next collective begins."""
+        self._number += 1
+        if self._told:
+            self._told = self._warned = False
+            self.next_look = self._tell_after
+
+    def look(self, waited: float) -> None:
+        """The collective has not ended after ``waited`` seconds, which are more than :attr:`next_look`.
+
+        Raises:
+            StallError: that is more than the limit; names the ranks that have not come.
+
+        Warns:
+            RuntimeWarning: once in a collective, when it is more than the time of the warning.
+        """
+        if not self._told:
+            self._told = True
+            self._tell()
+        self._listen()
+        if waited >= self._limit:
+            raise StallError(self._message(waited, "gives up"))
+        if waited >= self._warn and not self._warned:
+            self._warned = True
+            warnings.warn(self._message(waited, "still waits"), RuntimeWarning, stacklevel=2)
+        self.next_look = waited + self._pause
+
+    def missing(self) -> list[int]:
+        """Ranks of the communicator that have not said that they came to this collective."""
+        return [r for r in range(self._comm.size) if r != self._comm.rank and self._heard[r] < self._number]
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Say to all others which collective this rank has come to. Nobody is waited for."""
+        with calling(self._mpi):
+            self._sending = [entry for entry in self._sending if not entry[0].Test()]
+            for rank in range(self._comm.size):
+                if rank != self._comm.rank:
+                    number = np.array([self._number], np.int64)
+                    self._sending.append((self._comm.Isend([number, self._mpi.INT64_T], rank, TAG), number))
+
+    def _listen(self) -> None:
+        number = np.empty(1, np.int64)
+        status = self._mpi.Status()
+        with calling(self._mpi):
+            while self._comm.Iprobe(self._mpi.ANY_SOURCE, TAG, status):
+                source = status.Get_source()
+                self._comm.Recv([number, self._mpi.INT64_T], source, TAG)
+                self._heard[source] = max(self._heard[source], number[0])
+
+    def _message(self, waited: float, does: str) -> str:
+        names = ranks_in_job(self._mpi, self._comm)
+        missing = [names[rank] for rank in self.missing()]
+        if missing:
+            others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            why = "stopped, cut off from the network, or busy with something else (an evaluation, a checkpoint)"
+        else:
+            others, why = "bytes of ranks that have come", "the network is slow, or a part of it is down"
+        return (
+            f"rank {names[self._comm.rank]} {does} in an exchange of gradients: it has waited {waited:.0f} s for "
+            f"{others}: {why}. {LIMIT_VARIABLE} is the longest wait in seconds ({_shown(self._limit)}; 0: for ever), "
+            f"{WARN_VARIABLE} that before a warning ({_shown(self._warn)})"
+        )
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """The number of seconds in a variable of the environment; ``default`` if it is not set.
+
+    Raises:
+        ConfigError: it is no number, or negative.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ConfigError(f"{variable} is {text!r}; allowed: a number of seconds, 0 for none")
+    return value
+
+
+def _shown(seconds: float) -> str:
+    return "never" if seconds == _NEVER else f"now {seconds:g}"

@@ -1,0 +1,99 @@
+"""A rank that waits for one that never comes: on real ranks."""
+
+import pytest
+from launch_tools import run_mpi
+
+from dgc.errors import ConfigError
+from dgc.transport.mpi_stall import seconds_of
+
+STOPPED = """
+import os, signal, time, warnings
+import horovod.torch as hvd
+hvd.init()
+import numpy as np
+from dgc.errors import StallError
+from dgc.transport.mpi import MPITransport
+from dgc.transport.mpi_stall import StallWatch
+from mpi4py import MPI
+from worker_tools import report
+
+transport = MPITransport()
+out = np.empty((3, 4), np.uint8)
+transport.allgather(np.zeros(4, np.uint8), out)
+os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+transport._stall = StallWatch(MPI, transport._comm)
+if hvd.rank() == 2:
+    time.sleep(0.7)  # late, but in time
+transport.allgather(np.zeros(4, np.uint8), out)
+if hvd.rank() == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        transport.allgather(np.zeros(4, np.uint8), out)
+    except StallError as error:
+        report([[str(w.message) for w in caught], str(error)])
+        raise
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_stopped_is_named_and_given_up_and_the_job_ends():
+    result = run_mpi(3, STOPPED, check=False, timeout=100)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0
+    told = [values for values in result.values if values]
+    assert told, result.explain()  # the first one that ends, ends the others
+    for (warning,), error in told:
+        assert "still waits in an exchange of gradients: it has waited 1 s for rank 2: stopped" in warning
+        assert "gives up in an exchange of gradients: it has waited 3 s for rank 2: stopped" in error
+        assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in error
+
+
+STOPPED_IN_TRAINING = """
+import os, signal
+import horovod.torch as hvd, torch
+hvd.init()
+import dgc.core.exchange.pipeline as pipeline, dgc.torch as dgc
+from dgc.transport.mpi_stall import StallWatch
+from mpi4py import MPI
+
+pipeline._STALL_PATIENCE = 1.0
+torch.manual_seed(0)
+model = torch.nn.Linear(50, 50)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+names = list(model.named_parameters())
+compression = dgc.Compression.dgc(names, optimizer=optimizer)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression)
+for step in range(5):
+    if step == 3:
+        os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+        transport = compression.engine.transport
+        transport._stall = StallWatch(MPI, transport._comm)
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    optimizer.zero_grad()
+    model(torch.ones(2, 50)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+def test_a_caller_that_waits_in_horovod_for_a_rank_that_is_stopped_is_ended():
+    result = run_mpi(2, STOPPED_IN_TRAINING, check=False, timeout=100)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0
+    assert "rank 0 gives up" in result.stderr, result.explain()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 7.0), (" 3.5 ", 3.5), ("0", 0.0)])
+def test_seconds_come_from_the_environment(monkeypatch, text, seconds):
+    monkeypatch.setenv("SOME_SECONDS", text)
+    assert seconds_of("SOME_SECONDS", 7.0) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_other_times_are_refused(monkeypatch, text):
+    monkeypatch.setenv("SOME_SECONDS", text)
+    with pytest.raises(ConfigError, match=r"SOME_SECONDS is .* a number of seconds"):
+        seconds_of("SOME_SECONDS", 7.0)
