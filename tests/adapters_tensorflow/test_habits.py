@@ -12,11 +12,11 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.fixture(scope="module", params=FLAVOURS)
 def habits(ranks, request):
-    return ranks(WORKERS / "habit_cases.py", 2, env=FLAVOURS[request.param])
+    return ranks(WORKERS / "habits_cases.py", 2, env=FLAVOURS[request.param])
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKERS / "habit_cases.py"))
+@pytest.mark.parametrize("name", case_names(WORKERS / "habits_cases.py"))
 def test_on_two_ranks(habits, name):
     habits.check(name)
 

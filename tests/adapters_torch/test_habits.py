@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launch_tools import case_names
 
-WORKER = Path(__file__).parent / "workers" / "habit_cases.py"
+WORKER = Path(__file__).parent / "workers" / "habits_cases.py"
 
 
 @pytest.fixture(scope="module", params=["mpirun", "gloo"])

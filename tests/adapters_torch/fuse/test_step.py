@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import (
+from adapters_torch.fuse.fuse_tools import (
     ALGORITHMS,
     SHAPES,
     LossScaled,

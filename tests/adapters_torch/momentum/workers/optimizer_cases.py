@@ -8,10 +8,10 @@ import itertools
 import horovod.torch as hvd
 import numpy as np
 import torch
+from adapters_torch.zero.workers.zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
 from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, run_cases
-from zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
 
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.momentum.optimizer import DGCMomentum, L1Decay, L2Decay

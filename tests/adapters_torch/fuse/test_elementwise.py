@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import (
+from adapters_torch.fuse.fuse_tools import (
     ALGORITHMS,
     SHAPES,
     LossScaled,

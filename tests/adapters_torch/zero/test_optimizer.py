@@ -9,11 +9,11 @@ from launch_tools import REPOSITORY, case_names, run_mpi
 pytest.importorskip("torch")
 
 WORKERS = Path(__file__).parent / "workers"
-SHARDING = WORKERS / "zero_cases.py"
-STATE = WORKERS / "zero_state_cases.py"
-ERRORS = WORKERS / "zero_error_cases.py"
-RECOVERY = WORKERS / "zero_recovery_cases.py"
-COMPOSITION = WORKERS / "zero_dgc_cases.py"
+SHARDING = WORKERS / "optimizer_cases.py"
+STATE = WORKERS / "state_cases.py"
+ERRORS = WORKERS / "bad_input_cases.py"
+RECOVERY = WORKERS / "recovery_cases.py"
+COMPOSITION = WORKERS / "composition_cases.py"
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)

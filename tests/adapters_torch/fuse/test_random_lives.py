@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import Twins, fill_grads, make_params
+from adapters_torch.fuse.fuse_tools import Twins, fill_grads, make_params
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1}),

@@ -63,11 +63,11 @@ report("done")
 
 @pytest.fixture(scope="module")
 def three_ranks(ranks):
-    return ranks(WORKERS / "process_set_cases.py", 3)
+    return ranks(WORKERS / "process_sets_cases.py", 3)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKERS / "process_set_cases.py"))
+@pytest.mark.parametrize("name", case_names(WORKERS / "process_sets_cases.py"))
 def test_process_sets(three_ranks, name):
     three_ranks.check(name)
 

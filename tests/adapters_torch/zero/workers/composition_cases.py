@@ -8,7 +8,7 @@ import itertools
 import horovod.torch as hvd
 import numpy as np
 import torch
-from models import make_model, train, wrap
+from adapters_torch.workers.models import make_model, train, wrap
 from torch import nn
 from worker_tools import SkipCase, case, report, run_cases
 from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
@@ -95,7 +95,7 @@ def one_cycle_with_dgc_equals_the_unsharded_run():
 
 @case
 def grad_scaler_skips_the_same_step_everywhere():
-    from models import loss_of
+    from adapters_torch.workers.models import loss_of
 
     def run(make):
         model = make_model()
@@ -160,7 +160,7 @@ def copies_of_a_wrapped_optimizer_are_refused():
 
 @case
 def gradients_of_a_closure_are_averaged():
-    from models import loss_of
+    from adapters_torch.workers.models import loss_of
 
     model, reference = make_model(), make_model()
     optimizer = _horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))

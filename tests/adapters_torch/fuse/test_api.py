@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import SHAPES, Twins, assert_same_state, fill_grads, fused_counts, make_params
+from adapters_torch.fuse.fuse_tools import SHAPES, Twins, assert_same_state, fill_grads, fused_counts, make_params
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 

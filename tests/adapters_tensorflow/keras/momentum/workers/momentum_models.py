@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import adapters_tensorflow.workers.models  # noqa: F401  (initialises Horovod and one thread for each rank)
 import horovod.tensorflow as hvd
-import models  # noqa: F401  (initialises Horovod and one thread for each rank)
 import numpy as np
 import tensorflow as tf
 from paddle_oracle import PaddleOracle

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
+from adapters_torch.fuse.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
 from launch_tools import case_names
 
 from dgc.torch.fuse import fuse_optimizer
 from dgc.torch.fuse.seam import StepSeam, resolve
 
-WORKER = Path(__file__).parent / "workers" / "fuse_cases.py"
+WORKER = Path(__file__).parent / "workers" / "seam_cases.py"
 
 
 @pytest.fixture(scope="module", params=[(1, "single"), (2, "mpirun")], ids=["one process", "two ranks"])

@@ -2,8 +2,8 @@
 
 import itertools
 
+import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
-import models as m
 import numpy as np
 import tensorflow as tf
 from worker_tools import SkipCase, case, run_cases

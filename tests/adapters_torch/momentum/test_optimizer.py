@@ -7,10 +7,10 @@ from launch_tools import case_names, run_mpi
 
 pytest.importorskip("torch")
 
-WORKER = Path(__file__).parent / "workers" / "dgc_momentum_cases.py"
+WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-AGREEMENT = WORKER.with_name("dgc_momentum_agreement_cases.py")
+AGREEMENT = WORKER.with_name("agreement_cases.py")
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)

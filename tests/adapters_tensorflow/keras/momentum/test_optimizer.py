@@ -7,7 +7,7 @@ from launch_tools import case_names
 from rank_jobs import FLAVOURS
 
 WORKERS = Path(__file__).parent / "workers"
-WORKER, ALIKE, MIXED = (WORKERS / f"{n}_cases.py" for n in ("dgc_momentum", "momentum_alike", "momentum_mixed"))
+WORKER, ALIKE, MIXED = (WORKERS / f"{n}_cases.py" for n in ("optimizer", "alike", "mixed_precision"))
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from adapters_torch.fuse_tools import Twins, fill_grads, fused_counts, make_params
+from adapters_torch.fuse.fuse_tools import Twins, fill_grads, fused_counts, make_params
 
 from dgc.torch.fuse import fuse_optimizer
 

@@ -2,8 +2,8 @@
 
 import itertools
 
+import adapters_tensorflow.workers.models as m
 import horovod.torch
-import models as m
 import momentum_models as mm
 import numpy as np
 import torch
