@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -138,12 +139,12 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
             return self._sparse_allreduce_grad_async(p, self._parameter_names.get(p))
         gradient = gradient.to_dense()
     engine.submit(index, gradient, gradient)
+    return functools.partial(_wait, engine, gradient), None
 
-    def wait() -> torch.Tensor:
-        engine.finish()
-        return gradient
 
-    return wait, None
+def _wait(engine: Engine, result: torch.Tensor) -> torch.Tensor:
+    engine.finish()
+    return result
 
 
 def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:

@@ -114,16 +114,13 @@ class Exchange:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
         """
         self._status.require_usable()
-        numel = self.layout.parameters[index].numel
-        if gradient.shape != (numel,) or result.shape != (numel,):
-            self.fail(
-                LayoutError(
-                    f"the gradient of {self.layout.parameters[index].name!r} has {gradient.size} elements, the "
-                    f"parameter had {numel} when the compressor was built; build a new compressor when parameters "
-                    "change"
-                ),
-                index,
+        built = self.layout.parameters[index]
+        if gradient.shape != (built.numel,) or result.shape != (built.numel,):
+            error = LayoutError(
+                f"the gradient of {built.name!r} has {gradient.size} elements, the parameter had {built.numel} when the "
+                "compressor was built; build a new compressor when parameters change"
             )
+            self.fail(error, index)
         with self._status.lock:
             step = self._begin()
             try:
@@ -132,13 +129,11 @@ class Exchange:
                 return
             except KeyError:
                 pass
-        self.fail(
-            LayoutError(
-                f"the gradient of {self.layout.parameters[index].name!r} was given twice in one step; call "
-                "synchronize() or step() after each backward pass, or set backward_passes_per_step"
-            ),
-            index,
+        error = LayoutError(
+            f"the gradient of {built.name!r} was given twice in one step; call synchronize() or step() after each "
+            "backward pass, or set backward_passes_per_step"
         )
+        self.fail(error, index)
 
     def fail(self, error: DGCError, parameter: int | None = None) -> NoReturn:
         """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
@@ -202,12 +197,11 @@ class Exchange:
         lacking = self._step.given.lacking() if self._step else [p.name for p in self.layout.parameters]
         if lacking and self._status.announced is None and self._status.error is None:
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-            self.fail(
-                LayoutError(
-                    f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor "
-                    "needs one (a zero gradient for an unused parameter)"
-                )
+            error = LayoutError(
+                f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor needs "
+                "one (a zero gradient for an unused parameter)"
             )
+            self.fail(error)
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""

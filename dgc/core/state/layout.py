@@ -35,7 +35,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

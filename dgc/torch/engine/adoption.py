@@ -18,6 +18,9 @@ from dgc.errors import ConfigError
 
 Absorb = Callable[[int, torch.Tensor], None]
 
+Members = list[tuple[torch.Tensor, int]]
+"""Parameters of a group that the compressor has, each with its index."""
+
 
 class Adoption:
     """Momentum SGD's options of each parameter, and the optimizer they are taken from.
@@ -58,6 +61,9 @@ class Adoption:
         decay = is_sgd(optimizer) and config.weight_decay is None and (self.active or bool(config.momentum))
         self.options = (("momentum", "nesterov") if self.active else ()) + (("weight_decay",) if decay else ())
         self._adopted: set[int] = set()
+        self._members: dict[
+            int, tuple[list[int], Members]
+        ] = {}  # id of a list: what was in it, and which of that is ours
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         if optimizer is not None:
             self.read(optimizer)
@@ -123,7 +129,7 @@ class Adoption:
         Returns:
             Whether buffers became u.
         """
-        if not self.active:
+        if not self.active or not optimizer.state:
             return False
         found = {}
         for _, ours in self._groups(optimizer):
@@ -140,6 +146,8 @@ class Adoption:
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete entries of the optimizer's state in which nothing is left: Horovod takes them for a state."""
+        if not optimizer.state:
+            return
         for _, ours in self._groups(optimizer):
             for p, _ in ours:
                 if p in optimizer.state and is_empty(optimizer.state[p]):
@@ -147,35 +155,43 @@ class Adoption:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _groups(
-        self, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[dict[str, Any], list[tuple[torch.Tensor, int]]]]:
+    def _groups(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Members]]:
         for group in optimizer.param_groups:
-            ours = [(p, self._index[id(p)]) for p in group["params"] if id(p) in self._index]
+            ours = self._members_of(group["params"])
             if ours:
                 yield group, ours
+
+    def _members_of(self, parameters: list[torch.Tensor]) -> Members:
+        """Those of the compressor's parameters, looked up again only when the list is another one."""
+        ids = list(map(id, parameters))
+        known = self._members.get(id(parameters))
+        if known is None or known[0] != ids:
+            ours = [(p, self._index[id(p)]) for p in parameters if id(p) in self._index]
+            self._members[id(parameters)] = known = ids, ours
+        return known[1]
 
     def _own(self, group: dict[str, Any], option: str) -> float:
         """A group's own value of an option, hidden or not."""
         _, hidden = self._hidden.get(id(group), (group, {}))
         return float(group.get(option) or hidden.get(option) or 0)
 
-    def _read_group(self, group: dict[str, Any], ours: list[tuple[torch.Tensor, int]], sgd: bool) -> None:
+    def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
         momentum, decay = self._own(group, "momentum"), self._own(group, "weight_decay")
         self._refuse_doubles(momentum, decay, ours)
         if not sgd:
             return
         if self.active:
             self._refuse_variants(group)
-        for _, i in ours:
-            if self.active:
-                self.hyper.momentum[i] = momentum
-                if self._config.nesterov is None:
-                    self.hyper.nesterov[i] = bool(self._own(group, "nesterov"))
-            if "weight_decay" in self.options:
-                self.hyper.weight_decay[i] = decay
-            if any(self._own(group, option) for option in self.options):
-                self._adopted.add(i)
+        nesterov = bool(self._own(group, "nesterov"))
+        indices = [i for _, i in ours]
+        if self.active:
+            _set_all(self.hyper.momentum, indices, momentum)
+            if self._config.nesterov is None:
+                _set_all(self.hyper.nesterov, indices, nesterov)
+        if "weight_decay" in self.options:
+            _set_all(self.hyper.weight_decay, indices, decay)
+        if any(self._own(group, option) for option in self.options):
+            self._adopted.update(indices)
 
     def _refuse_variants(self, group: dict[str, Any]) -> None:
         if group.get("dampening"):
@@ -189,7 +205,7 @@ class Adoption:
                 "loss, or pass momentum=0 to the compressor to leave momentum in the optimizer"
             )
 
-    def _refuse_doubles(self, momentum: float, decay: float, ours: list[tuple[torch.Tensor, int]]) -> None:
+    def _refuse_doubles(self, momentum: float, decay: float, ours: Members) -> None:
         name = self._names[ours[0][1]]
         if momentum and self._config.momentum:
             raise ConfigError(
@@ -202,6 +218,11 @@ class Adoption:
                 f"weight decay would be applied twice to {name!r}: the compressor has "
                 f"weight_decay={self._config.weight_decay} and the optimizer has {decay}; leave one of them out"
             )
+
+
+def _set_all(values: list[Any], indices: Sequence[int], value: Any) -> None:
+    for i in indices:
+        values[i] = value
 
 
 def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:

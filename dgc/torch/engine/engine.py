@@ -76,7 +76,7 @@ class Engine(EngineBase):
         self.check_peers: Callable[[], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, Result | None] = {}  # of what was submitted; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self._error: DGCError | None = None
         self._untold = False  # whether the other ranks will hear of the error in the next step
@@ -132,12 +132,14 @@ class Engine(EngineBase):
         refused = refusal_of(self.names[index], parameter, gradient, self._types[index])
         if refused is not None:
             self.fail(refused, index)
-        self._results[index] = place = self._tensors.result(result)
+        place = self._tensors.result(result)
+        self._results[index] = None if place.is_view else place
+        values = place.array if place.is_view and result is gradient else self._tensors.array(gradient)
         decay = self.adoption.hyper.weight_decay[index]
         try:
             self.exchange.submit(
                 self._places[index],
-                self._tensors.array(gradient),
+                values,
                 place.array,
                 self._tensors.array(parameter if decayed is None else decayed) if decay else None,
                 place.limit,
@@ -327,7 +329,8 @@ class Engine(EngineBase):
         self.exchange.stats.add_sent(self._extra_bytes)
         self._extra_bytes = 0
         for result in self._results.values():
-            result.deliver()
+            if result is not None:
+                result.deliver()
         submitted = set(self._results)
         self._results.clear()
         if not self._sparse.settled:

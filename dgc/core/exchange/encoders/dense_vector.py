@@ -6,7 +6,7 @@ allreduce; afterwards it holds the mean (or sum) over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
 from dgc.core.state.layout import Bucket, Segment
 from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan, Mode
+
+SMALL = 4096
+"""Elements up to which tensors are updated together: a copy of that many takes less time than a call."""
 
 
 class DenseVector:
@@ -44,17 +47,15 @@ class DenseVector:
         vector, start = self.values, plan.vector_start
         # In a dense sum of selected entries, the sparsified part is filled already; padding must be 0 elsewhere.
         vector[0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - start :] = 0
-        nonfinite = False
-        for segment in self.segments(plan):
-            item = step.given[segment.parameter]
+        segments = self.segments(plan)
+        for segment, item in zip(segments, step.given.of(segments), strict=True):
             place = vector[segment.offset - start : segment.offset - start + segment.length]
             scale = step.gradient_scale(segment.parameter)
             if scale == 1.0:
                 place[...] = item.gradient
             else:
                 np.multiply(item.gradient, vector.dtype.type(scale), out=place, dtype=vector.dtype)
-            nonfinite |= not _is_finite(place)
-        return nonfinite
+        return not _is_finite(vector)
 
     def add(self, messages: Sequence[Incoming]) -> None:
         """Become the sum of the vectors that came inside the messages."""
@@ -75,11 +76,17 @@ class DenseVector:
 
     def write(self, step: StepContext, plan: BucketPlan, u: np.ndarray, *, refused: bool) -> None:
         """Write the results of dense tensors: momentum SGD on the mean; in a refused step the mean itself."""
-        for segment in self.segments(plan):
-            item = step.given[segment.parameter]
-            if refused:
+        segments = self.segments(plan)
+        items = step.given.of(segments)
+        if refused:
+            for segment, item in zip(segments, items, strict=True):
                 np.multiply(self._mean_of(plan, segment), step.loss_scale, out=item.result)
+            return
+        for first, stop in _runs(segments, step):
+            if stop - first > 1:
+                self._update_run(step, plan, segments[first:stop], items[first:stop], u)
             else:
+                segment, item = segments[first], items[first]
                 self._update(step, plan, segment, item, item.result, u[segment.slice])
 
     def overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> bool:
@@ -106,6 +113,28 @@ class DenseVector:
         start = segment.offset - plan.vector_start
         return self.values[start : start + segment.length]
 
+    def _update_run(
+        self,
+        step: StepContext,
+        plan: BucketPlan,
+        segments: Sequence[Segment],
+        items: Sequence[Submission],
+        u: np.ndarray,
+    ) -> None:
+        """One update for neighbours with the same options: a call for each would cost more than its work."""
+        whole = Segment(segments[0].parameter, segments[0].offset, segments[-1].slice.stop - segments[0].offset)
+        results = np.empty(whole.length, self.values.dtype)
+        parameters = None
+        if step.hyper.weight_decay[whole.parameter]:
+            parameters = np.zeros(whole.length, self.values.dtype)
+            for segment, item in zip(segments, items, strict=True):
+                start = segment.offset - whole.offset
+                parameters[start : start + segment.length] = item.parameter
+        self._update(step, plan, whole, Submission(results, results, parameters), results, u[whole.slice])
+        for segment, item in zip(segments, items, strict=True):
+            start = segment.offset - whole.offset
+            item.result[...] = results[start : start + segment.length]
+
     def _update(
         self,
         step: StepContext,
@@ -118,6 +147,20 @@ class DenseVector:
         hyper, i = step.hyper, segment.parameter
         rule = MomentumRule(hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i], step.loss_scale)
         self._kernels.dense_update(result, self._mean_of(plan, segment), u, item.parameter, rule)
+
+
+def _runs(segments: Sequence[Segment], step: StepContext) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours that are small and share their options; each larger one by itself."""
+    hyper, first, before = step.hyper, 0, None
+    for i, segment in enumerate(segments):
+        p = segment.parameter
+        options = (hyper.momentum[p], hyper.nesterov[p], hyper.weight_decay[p]) if segment.length <= SMALL else None
+        if i and (options is None or options != before):
+            yield first, i
+            first = i
+        before = options
+    if segments:
+        yield first, len(segments)
 
 
 def _is_finite(values: np.ndarray) -> bool:

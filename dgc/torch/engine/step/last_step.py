@@ -56,8 +56,9 @@ class LastStep:
         if not self._exchange().unapplied.pending:
             self._forget()
             return
-        held = [i for i, p in enumerate(self._parameters) if p.grad is not None and not p.grad.is_sparse]
-        self._gradients = {i: self._parameters[i].grad for i in held[:1] + held[-1:]}
+        count = len(self._parameters)
+        ends = [next(filter(self._has_gradient, order), None) for order in (range(count), reversed(range(count)))]
+        self._gradients = {i: self._parameters[i].grad for i in ends if i is not None}
         if not self._seen_stepping:
             # Somebody who never calls step() updates the parameters without an optimizer.
             self._versions = [p._version for p in self._parameters]
@@ -132,6 +133,10 @@ class LastStep:
                 stacklevel=4,
             )
         self._forget()
+
+    def _has_gradient(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        return gradient is not None and not gradient.is_sparse
 
     def _were_cleared(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         """Whether one of the gradients that were kept in mind is gone, or all have been set to 0."""

@@ -5,6 +5,7 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors.build import make_config
+from dgc.core.exchange.encoders import dense_vector
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
@@ -109,3 +110,40 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written():
         np.testing.assert_array_equal(u, np.float32(0.25))
         for i in range(len(SHAPES)):
             np.testing.assert_array_equal(step.given[i].result, 7)
+
+
+def written(monkeypatch, small, *, decay, nesterov):
+    """What a vector of many tensors writes, and u, when tensors of up to ``small`` elements are updated together."""
+    monkeypatch.setattr(dense_vector, "SMALL", small)
+    sizes = [1, 15, 16, 17, 40, 33, 0, 64, 65, 5]
+    shapes = {f"p{i}": (size,) for i, size in enumerate(sizes)}
+    config = make_config({"min_numel": 64})
+    layout = make_layout(parameters(shapes), config)
+    (bucket,) = layout.buckets
+    hyper = Hyper(
+        [0.9] * 4 + [0.5] * 3 + [0.0] * 3, [nesterov] * 5 + [False] * 5, [decay] * 2 + [0.0] * 6 + [decay] * 2
+    )
+    step = StepContext(0, 0.001, hyper, 4.0, 0, Submissions(layout))
+    results = [np.full(size, 7, np.float32) for size in sizes]
+    for i, size in enumerate(sizes):
+        weights = gradient(3, 0, i, size)
+        step.given.add(i, Submission(gradient(0, 0, i, size), results[i], weights if hyper.weight_decay[i] else None))
+    plan = make_plan(bucket, density=0.001, ranks=2, indices="uint16", values="float16")
+    vector, u = DenseVector(bucket, ReferenceKernels()), np.zeros(bucket.size, np.float32)
+    vector.start(plan)
+    for segment in bucket.segments:
+        u[segment.slice] = gradient(1, 0, segment.parameter, segment.length)
+    vector.pack(step, plan)
+    vector.write(step, plan, u, refused=False)
+    return results, u
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+def test_tensors_updated_together_get_the_same_bits_as_alone(monkeypatch, decay, nesterov):
+    alone, u = written(monkeypatch, 0, decay=decay, nesterov=nesterov)
+    for small in (40, 64, 4096):
+        together, u_too = written(monkeypatch, small, decay=decay, nesterov=nesterov)
+        for a, b in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(u, u_too)
