@@ -117,8 +117,8 @@ class Exchange:
         built = self.layout.parameters[index]
         if gradient.shape != (built.numel,) or result.shape != (built.numel,):
             error = LayoutError(
-                f"the gradient of {built.name!r} has {gradient.size} elements, the parameter had {built.numel} when the "
-                "compressor was built; build a new compressor when parameters change"
+                f"the gradient of {built.name!r} has {gradient.size} elements, the parameter had {built.numel} when "
+                "the compressor was built; build a new compressor when parameters change"
             )
             self.fail(error, index)
         with self._status.lock:

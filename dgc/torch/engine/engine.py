@@ -79,8 +79,7 @@ class Engine(EngineBase):
         self._results: dict[int, Result | None] = {}  # of what was submitted; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self._error: DGCError | None = None
-        self._untold = False  # whether the other ranks will hear of the error in the next step
-        self._opened = False  # whether the other ranks know that this one has begun the step
+        self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
 
         def build() -> Layout:
             pairs = named() if callable(named) else named
