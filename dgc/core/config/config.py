@@ -92,6 +92,10 @@ class DGCConfig:
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
 
+    def own_share(self, ranks: int) -> float:
+        """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""
+        return 1.0 / ranks if self.op == "sum" else 1.0
+
     def describe(self) -> dict[str, Any]:
         """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}

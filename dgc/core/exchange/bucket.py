@@ -209,7 +209,7 @@ class BucketExchange:
         if plan.vector_size:
             if plan.inline:
                 self._vector.add(messages)
-            if not self._vector.average(self._share):
+            if not self._vector.average(self._share, plan):
                 outcome.flagged = True
         if not plan.ks or outcome.flagged:
             return

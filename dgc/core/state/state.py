@@ -55,6 +55,17 @@ class State:
         """Overwrite u of one parameter with (numel,) values."""
         self._memory.copy_in(self.momentum_buffer(parameter), values)
 
+    def absorb_momentum(self, parameter: int, values: Any, own_share: float) -> None:
+        """Make the momentum buffer of a dense run u; where entries are selected, this rank's share of it.
+
+        Args:
+            parameter: its place in the layout.
+            values: (numel,) equal on all ranks.
+            own_share: see :meth:`dgc.core.config.config.DGCConfig.own_share`.
+        """
+        share = own_share if self.residual(parameter).size else 1.0
+        self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
+
     def residual(self, parameter: int) -> np.ndarray:
         """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
         bucket, segment = self._layout.places[parameter]
@@ -110,7 +121,8 @@ def resized(
     Residuals and momentum buffers of the old ranks r with ``r % M == rank`` are summed and multiplied by M/N, which
     keeps their mean over the ranks, and so what is still to be applied to the parameters. Where the ranks' gradients
     are added up, not averaged, their sum is kept instead. What is equal on all ranks (everything before the ramp-up,
-    the momentum buffer of dense tensors after it) is taken over as it is.
+    the momentum buffer of dense tensors after it) is taken over as it is; but where gradients are added up, what a rank
+    holds of a sparsified tensor's is its share.
 
     Args:
         states: (N,) results of :meth:`State.to_dict` in rank order; those that this rank does not need may be None,
@@ -122,6 +134,7 @@ def resized(
     """
     first = states[0]
     factor = size / len(states) if op == "average" else 1.0
+    replicated_factor = 1.0 if op == "average" else len(states) / size  # each rank holds its share of a sum
     result = copy.deepcopy(first)
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
@@ -134,6 +147,8 @@ def resized(
             for state in mine:
                 total += state["parameters"][name][key]
             entry[key] = (total * factor).astype(total.dtype)
+        if replicated:
+            entry["u"] = (entry["u"] * replicated_factor).astype(entry["u"].dtype)
     return result
 
 

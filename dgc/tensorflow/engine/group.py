@@ -139,7 +139,8 @@ class Group:
 
     def absorb(self, index: int, u: np.ndarray, learning_rate: float | None) -> None:
         """Take over a momentum buffer of a dense run, in units of ``learning_rate``."""
-        self.exchange.state.momentum_buffer(self.indices.index(index))[...] = u
+        share = self.exchange.config.own_share(self.exchange.transport.size)
+        self.exchange.state.absorb_momentum(self.indices.index(index), u, share)
         self.rate = learning_rate
 
     def compare_again(self) -> None:

@@ -355,7 +355,8 @@ class Engine(EngineBase):
         """A momentum_buffer of a dense run becomes u."""
         if index in self._sparse:
             return
-        self.exchange.state.set_momentum_buffer(self._places[index], as_array(buffer))
+        share = self._config.own_share(self.transport.size)
+        self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit a zero for every parameter that got a sparse gradient.

@@ -59,6 +59,38 @@ def test_resizing_keeps_the_mean_residual_and_momentum(old, new):
                     np.testing.assert_array_equal(s["parameters"][name][key], entry[key])
 
 
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (1, 2)])
+@pytest.mark.parametrize("begin", [0, 100])
+def test_resizing_keeps_the_sum_where_gradients_are_summed(old, new, begin):
+    out = train(old, 8, sparsity=0.95, momentum=0.9, op="sum", rampup_begin_step=begin)
+    states = [e.state.to_dict() for _, e in out]
+    fresh = [resized(states, r, new, begin, op="sum") for r in range(new)]
+    for name, entry in states[0]["parameters"].items():
+        if "v" in entry:
+            for key in ("u", "v"):
+                before = np.sum([s["parameters"][name][key] for s in states], axis=0)
+                after = np.sum([s["parameters"][name][key] for s in fresh], axis=0)
+                np.testing.assert_allclose(after, before, atol=1e-5)
+        else:
+            for s in fresh:
+                np.testing.assert_array_equal(s["parameters"][name]["u"], entry["u"])
+
+
+@pytest.mark.parametrize(("op", "share"), [("average", 1.0), ("sum", 0.25)])
+def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, share):
+    def rank(transport):
+        exchange = make_exchange(transport, op=op, momentum=0.9)
+        for i, each in enumerate(exchange.layout.parameters):
+            exchange.state.absorb_momentum(i, np.ones(each.numel, np.float32), exchange.config.own_share(4))
+        exchange.close()
+        return exchange
+
+    exchange = run_ranks(4, rank)[0]
+    for i in range(len(exchange.layout.parameters)):
+        selected = exchange.state.residual(i).size > 0
+        assert np.all(exchange.state.momentum_buffer(i) == (share if selected else 1.0))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

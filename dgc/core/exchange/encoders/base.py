@@ -182,7 +182,7 @@ def segment_work(
 ) -> list[SegmentWork]:
     """What the kernels do with each sparsified tensor of the bucket in this step."""
     hyper = step.hyper
-    share = 1.0 / ranks if config.op == "sum" else 1.0
+    share = config.own_share(ranks)
     work = []
     for segment, k in zip(bucket.sparse, plan.ks, strict=True):
         i = segment.parameter

@@ -33,7 +33,8 @@ def make_encoders(
         ConfigError: the compressor works on host memory and the kernels do not.
         LayoutError: a message would be too large at a sparsity of the schedule.
     """
-    vectors = [_vector(bucket, kernels) for bucket in layout.buckets]
+    own_share = config.own_share(transport.size)
+    vectors = [_vector(bucket, kernels, own_share) for bucket in layout.buckets]
     maker = _Maker(vectors, layout, kernels, transport)
     make = maker.composites if config.algorithm in WRAPPERS else maker.encoders
     encoders = make(layout.buckets, config)
@@ -92,12 +93,12 @@ class _Maker:
         return DeviceEncoder(bucket, config, kernels, ranks, self.vectors[bucket.index])  # type: ignore[arg-type]
 
 
-def _vector(bucket: Bucket, kernels: Kernels) -> DenseVector:
+def _vector(bucket: Bucket, kernels: Kernels, own_share: float) -> DenseVector:
     if not getattr(kernels, "on_device", False):
-        return DenseVector(bucket, kernels)
+        return DenseVector(bucket, kernels, own_share)
     from dgc.core.exchange.encoders.device import DeviceVector
 
-    return DeviceVector(bucket, kernels)  # type: ignore[arg-type]
+    return DeviceVector(bucket, kernels, own_share)  # type: ignore[arg-type]
 
 
 def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:

@@ -24,9 +24,17 @@ SMALL = 4096
 class DenseVector:
     """The vector of one bucket, on the host, with its way in and its way out."""
 
-    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
-        """Allocate nothing yet: memory comes with the first plan that needs it."""
+    def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0) -> None:
+        """Allocate nothing yet: memory comes with the first plan that needs it.
+
+        Args:
+            bucket: the bucket.
+            kernels: where its u is.
+            own_share: what part of a summed gradient is a rank's own: 1 / P with op=Sum. The u of a sparsified tensor
+                is this rank's own share, as it will be once entries are selected, also while the tensor travels dense.
+        """
         self._bucket = bucket
+        self._own_share = own_share
         self._kernels: Any = kernels
         self._memory = memory_of(kernels)
         self.values = np.empty(0, bucket.dtype)
@@ -63,11 +71,18 @@ class DenseVector:
         for message in messages:
             self.values += message.inline.view(self.values.dtype)
 
-    def average(self, share: float) -> bool:
+    def average(self, share: float, plan: BucketPlan) -> bool:
         """Multiply the sum by 1 / P, or by 1; returns whether it is finite."""
         if share != 1.0:
             self.values *= self.values.dtype.type(share)
-        return _is_finite(self.values)
+        finite = _is_finite(self.values)
+        if plan.mode is Mode.DENSE and self._own_share != 1.0:
+            self.values[: self._bucket.sparse_size] *= self.values.dtype.type(self._own_share)
+        return finite
+
+    def share_of(self, segment: Segment) -> float:
+        """What part of a tensor's result its place in the vector holds."""
+        return self._own_share if segment.offset < self._bucket.sparse_size else 1.0
 
     def write_sum(self, step: StepContext, plan: BucketPlan) -> None:
         """Write the results of sparsified tensors whose entries were summed densely."""
@@ -80,9 +95,9 @@ class DenseVector:
         items = step.given.of(segments)
         if refused:
             for segment, item in zip(segments, items, strict=True):
-                np.multiply(self._mean_of(plan, segment), step.loss_scale, out=item.result)
+                np.multiply(self._mean_of(plan, segment), step.loss_scale / self.share_of(segment), out=item.result)
             return
-        for first, stop in _runs(segments, step):
+        for first, stop in self._runs(segments, step):
             if stop - first > 1:
                 self._update_run(step, plan, segments[first:stop], items[first:stop], u)
             else:
@@ -135,6 +150,21 @@ class DenseVector:
             start = segment.offset - whole.offset
             item.result[...] = results[start : start + segment.length]
 
+    def _runs(self, segments: Sequence[Segment], step: StepContext) -> Iterator[tuple[int, int]]:
+        """Ranges of neighbours that are small and share their options; each larger one by itself."""
+        hyper, first, before = step.hyper, 0, None
+        for i, segment in enumerate(segments):
+            p = segment.parameter
+            options = None
+            if segment.length <= SMALL:
+                options = hyper.momentum[p], hyper.nesterov[p], hyper.weight_decay[p], self.share_of(segment)
+            if i and (options is None or options != before):
+                yield first, i
+                first = i
+            before = options
+        if segments:
+            yield first, len(segments)
+
     def _update(
         self,
         step: StepContext,
@@ -145,22 +175,11 @@ class DenseVector:
         u: np.ndarray,
     ) -> None:
         hyper, i = step.hyper, segment.parameter
-        rule = MomentumRule(hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i], step.loss_scale)
+        share = self.share_of(segment)
+        rule = MomentumRule(
+            hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i] * share, step.loss_scale / share
+        )
         self._kernels.dense_update(result, self._mean_of(plan, segment), u, item.parameter, rule)
-
-
-def _runs(segments: Sequence[Segment], step: StepContext) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours that are small and share their options; each larger one by itself."""
-    hyper, first, before = step.hyper, 0, None
-    for i, segment in enumerate(segments):
-        p = segment.parameter
-        options = (hyper.momentum[p], hyper.nesterov[p], hyper.weight_decay[p]) if segment.length <= SMALL else None
-        if i and (options is None or options != before):
-            yield first, i
-            first = i
-        before = options
-    if segments:
-        yield first, len(segments)
 
 
 def _is_finite(values: np.ndarray) -> bool:

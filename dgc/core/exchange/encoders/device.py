@@ -44,9 +44,9 @@ class DeviceVector(DenseVector):
 
     _kernels: DeviceKernels
 
-    def __init__(self, bucket: Bucket, kernels: DeviceKernels) -> None:
-        """Allocate nothing yet."""
-        super().__init__(bucket, kernels)
+    def __init__(self, bucket: Bucket, kernels: DeviceKernels, own_share: float = 1.0) -> None:
+        """Allocate nothing yet; arguments as for :class:`DenseVector`."""
+        super().__init__(bucket, kernels, own_share)
         self.is_packed = False
         """Whether the encoder has packed the dense tensors of this step; it can do so on its way."""
 
@@ -97,8 +97,8 @@ class DeviceVector(DenseVector):
         """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
         hyper, tensors = step.hyper, []
         for segment in self.segments(plan):
-            i, item = segment.parameter, step.given[segment.parameter]
-            decay = 0.0 if refused else hyper.weight_decay[i]
+            i, item, share = segment.parameter, step.given[segment.parameter], self.share_of(segment)
+            decay = 0.0 if refused else hyper.weight_decay[i] * share
             tensors.append(
                 DenseTensor(
                     result=item.result,
@@ -108,7 +108,7 @@ class DeviceVector(DenseVector):
                     momentum=0.0 if refused else hyper.momentum[i],
                     nesterov=hyper.nesterov[i],
                     weight_decay=decay,
-                    scale=step.loss_scale,
+                    scale=step.loss_scale / share,
                     limit=item.limit,
                 )
             )

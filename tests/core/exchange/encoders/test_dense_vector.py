@@ -77,11 +77,11 @@ def test_a_value_that_is_not_finite_is_met_where_it_travels_dense(density, spoil
 
 
 def test_a_sum_that_overflows_is_met():
-    vector, _, _, _ = prepared(None)
+    vector, plan, _, _ = prepared(None)
     vector.values.fill(1e38)
-    assert vector.average(0.5)
+    assert vector.average(0.5, plan)
     vector.values[3] = np.inf
-    assert not vector.average(0.5)
+    assert not vector.average(0.5, plan)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -89,7 +89,7 @@ def test_a_sum_that_overflows_is_met():
 def test_results_are_momentum_sgd_and_a_refused_step_leaves_the_momentum(refused, nesterov):
     vector, plan, step, grads = prepared(None, loss_scale=4.0, nesterov=nesterov)
     vector.pack(step, plan)
-    vector.average(0.5)
+    vector.average(0.5, plan)
     bucket = vector._bucket
     u = np.full(bucket.size, 0.25, np.float32)
     vector.write(step, plan, u, refused=refused)
