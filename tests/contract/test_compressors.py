@@ -463,6 +463,8 @@ def test_masking_clears_the_momentum_where_entries_were_sent(case):
             if len(p.shape) > 1:
                 velocity = np.float32(0.9) * u_before + g
                 sent = v != v_before + velocity
+                if exchange.stats.last.density == 1.0:  # nothing is late, so no momentum is stale
+                    sent[:] = False
                 assert not u[sent].any()
                 np.testing.assert_array_equal(u[~sent], velocity[~sent])
 

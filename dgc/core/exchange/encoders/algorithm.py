@@ -238,7 +238,7 @@ class AlgorithmEncoder(Encoder):
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
         decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
         if isinstance(decoded, SparseValues):
-            masking = masks(self._config, len(decoded.positions), self._tensors)
+            masking = masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
             return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values

@@ -164,7 +164,7 @@ def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
     return plan.mode is not Mode.DENSE and bool(tensors)
 
 
-def masks(config: DGCConfig, sent: int, tensors: Sequence[Any]) -> bool:
+def masks(config: DGCConfig, sent: int, elements: int) -> bool:
     """Whether momentum is cleared where entries were sent.
 
     That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
@@ -172,9 +172,9 @@ def masks(config: DGCConfig, sent: int, tensors: Sequence[Any]) -> bool:
     Args:
         config: the options.
         sent: entries that this rank sends.
-        tensors: those that they are chosen from.
+        elements: those that they are chosen from.
     """
-    return config.momentum_masking and sent < sum(tensor.length for tensor in tensors)
+    return config.momentum_masking and sent < elements
 
 
 def segment_work(

@@ -155,7 +155,7 @@ class DeviceEncoder(TopKEncoder):
             buffers.payload,
             self._vector.gradients(step, plan),
             self._vector.values[: plan.vector_size],
-            masking=masks(self._config, sum(plan.ks), self._bucket.sparse),
+            masking=masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse)),
         )
         outcome.undo = done.undo
         self._vector.is_packed = True

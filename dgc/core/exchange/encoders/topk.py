@@ -79,7 +79,7 @@ class TopKEncoder(Encoder):
             vector = buffers.vector.values
             vector[: self._bucket.sparse_size] = 0
             vector[positions] = decoded
-        masking = masks(self._config, sum(plan.ks), self._bucket.sparse)
+        masking = masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse))
         # Not waited for: the message goes out first.
         outcome.undo = self._kernels.mask(state.u, state.v, positions, decoded, masking=masking, wait=False)
         if not self._config.error_feedback:
