@@ -1,10 +1,13 @@
-"""``examples/torch_digits.py`` as a user runs it: unchanged under each launcher, and learning what it should."""
+"""``examples/torch_digits.py``: unchanged under each launcher, and learning what it should.
+
+``horovodrun`` and one process start it as a user does; what is left runs on living ranks.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, Result, run_mpi
+from launch_tools import REPOSITORY, run_mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -12,20 +15,32 @@ EXAMPLE = REPOSITORY / "examples" / "torch_digits.py"
 CHANCE = 0.1
 
 
-def train(folder: Path, *options: object, launcher: str = "mpirun") -> dict:
-    """Run the example and return what it reports."""
-    report = folder / "report.json"
-    np = 1 if launcher == "single" else 2
-    result: Result = run_mpi(np, EXAMPLE, *options, "--json", report, launcher=launcher, timeout=300)
-    assert "accuracy" in result.stdout, result.explain()
-    return json.loads(report.read_text())
+STARTED = {"horovodrun": 2, "single": 1}
+"""Ranks of launches that are started for each training."""
+
+
+@pytest.fixture(scope="module")
+def train(ranks):
+    """A function that runs the example and returns what it reports."""
+
+    def run(folder: Path, *options: object, launcher: str = "mpirun") -> dict:
+        report = folder / "report.json"
+        arguments = {"launcher": launcher, "timeout": 300}
+        if launcher in STARTED:
+            result = run_mpi(STARTED[launcher], EXAMPLE, *options, "--json", report, **arguments)
+        else:
+            result = ranks.run(EXAMPLE, 2, *options, "--json", report, **arguments)
+        assert "accuracy" in result.stdout, result.explain()
+        return json.loads(report.read_text())
+
+    return run
 
 
 LAUNCHES = {"horovodrun": "a", "gloo": "a", "mpirun": "a", "mpirun, way b": "b"}
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory):
+def launches(train, tmp_path_factory):
     """The same short training with each launcher, started when a test asks for it."""
     reports = {}
 
@@ -56,7 +71,7 @@ def test_launcher_and_way_do_not_change_a_single_bit(launches):
     assert len({launches(launch)["digest"] for launch in LAUNCHES}) == 1
 
 
-def test_one_process_trains_with_plain_sgd(tmp_path):
+def test_one_process_trains_with_plain_sgd(train, tmp_path):
     report = train(tmp_path, "--epochs", 3, launcher="single")
 
     assert report["ranks"] == 1
@@ -65,7 +80,7 @@ def test_one_process_trains_with_plain_sgd(tmp_path):
 
 
 @pytest.mark.parametrize(("compression", "share"), [("none", 1.0), ("fp16", 0.5)])
-def test_horovod_s_own_compressions_still_work(compression, share, tmp_path):
+def test_horovod_s_own_compressions_still_work(train, compression, share, tmp_path):
     report = train(tmp_path, "--epochs", 2, "--nesterov", "--compression", compression)
 
     assert report["replicas_identical"]
@@ -74,7 +89,7 @@ def test_horovod_s_own_compressions_still_work(compression, share, tmp_path):
 
 
 @pytest.mark.parametrize(("compression", "option", "ratio"), [("qsgd", "bits=8", 3.9), ("topk", "sparsity=0.99", 60)])
-def test_other_compressors_by_name_with_options(compression, option, ratio, tmp_path):
+def test_other_compressors_by_name_with_options(train, compression, option, ratio, tmp_path):
     report = train(tmp_path, "--epochs", 4, "--compression", compression, "--option", option, "--way", "b")
 
     assert report["replicas_identical"]
@@ -83,7 +98,7 @@ def test_other_compressors_by_name_with_options(compression, option, ratio, tmp_
 
 
 @pytest.mark.timeout(1500)
-def test_what_is_not_sent_must_be_kept(tmp_path):
+def test_what_is_not_sent_must_be_kept(train, tmp_path):
     """The control that forgets it learns far less in the same steps and bytes."""
     kept = train(tmp_path, "--epochs", 10)
     forgotten = train(tmp_path, "--epochs", 10, "--drop-residual")
