@@ -42,7 +42,8 @@ class Engine(EngineBase):
         steps: knows that optimizer, and stands before its steps.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
-        check_peers: called now and then while waiting for other ranks, if set; raises when a rank will never come.
+        check_peers: called now and then while waiting for other ranks, if set, and with True once they all came; raises
+            when a rank will never come.
     """
 
     what = "parameters"
@@ -73,7 +74,7 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.names = []
         self.parameters: list[torch.Tensor] = []
-        self.check_peers: Callable[[], None] | None = None
+        self.check_peers: Callable[[bool], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
         self._results: dict[int, Result | None] = {}  # of what was submitted; None where nothing is to be copied
@@ -345,11 +346,9 @@ class Engine(EngineBase):
         """While the others keep this rank waiting, look whether one of them will never come."""
         if self.check_peers is None:
             return
-        if self.exchange.wait(_PATIENCE):
-            return
         while not self.exchange.wait(_PATIENCE):
-            self.check_peers()
-        self.check_peers()
+            self.check_peers(False)
+        self.check_peers(True)
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

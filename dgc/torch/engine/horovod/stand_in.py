@@ -68,22 +68,27 @@ class StandIn:
         if self._transport.name == "horovod":
             self._collect()
 
-    def check(self) -> None:
+    def check(self, all_came: bool = False) -> None:
         """Look at the sum if it is there.
+
+        Args:
+            all_came: all ranks are in this step, so that every sum is under way. What is owed is then sent before the
+                caller goes on: Horovod names an operation without a name by counting, on each rank for itself, and a
+                rank that lags behind would wait for ever in the user's next one.
 
         Raises:
             ConfigError: a rank has joined.
             TransportError: Horovod failed, or was shut down.
         """
-        self._send_owed()
+        self._send_owed(all_came)
         if self._is_there():
             self._collect()
 
-    def _send_owed(self) -> None:
+    def _send_owed(self, patient: bool = False) -> None:
         deadline = time.monotonic() + _PATIENCE
         while self._owed:
             while not self._is_there():
-                if time.monotonic() > deadline:
+                if not patient and time.monotonic() > deadline:
                     return
                 time.sleep(_NAP)
             self._collect()

@@ -67,6 +67,17 @@ def test_a_rank_that_is_late_is_not_waited_for_here_and_nothing_is_left_out(made
     assert hvd.sent == 3
 
 
+def test_nothing_is_owed_when_a_step_ends(made):
+    """A user's next operation has the same number on all ranks."""
+    hvd, one = made
+    one.send()
+    hvd.late = 100
+    one.send()
+    assert hvd.sent == 1
+    one.check(all_came=True)
+    assert hvd.sent == 2
+
+
 def test_a_rank_that_has_joined_is_an_error(made):
     hvd, one = made
     one.send()

@@ -59,9 +59,10 @@ def what_is_frozen_for_a_while_gets_horovods_zero_gradients():
             optimizer.zero_grad()
             loss_of(model, step).backward()
             if not horovod:
-                for p in model.parameters():
+                for name, p in model.named_parameters():
                     if p.grad is not None:
-                        p.grad = hvd.allreduce(p.grad)
+                        # Named: without a name Horovod counts operations, which earlier failures left unequal.
+                        p.grad = hvd.allreduce(p.grad, name=f"gradient of {name}")
             if horovod:
                 optimizer.synchronize()
             if keep and 3 <= step < 6:
