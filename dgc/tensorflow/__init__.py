@@ -12,7 +12,8 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 from typing import TYPE_CHECKING, Any
 
 from dgc import errors
-from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
+from dgc.adapter.paddle import regularizers
+from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
@@ -28,13 +29,10 @@ __all__ = [
     "DGCMomentum",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "L1Decay",
-    "L1DecayRegularizer",
-    "L2Decay",
-    "L2DecayRegularizer",
     "PartialDistributedGradientTape",
 ]
 __all__ += errors.__all__
+__all__ += regularizers.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compre
 """
 
 from dgc import errors
-from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
+from dgc.adapter.paddle import regularizers
+from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compression import Compression
@@ -22,10 +23,6 @@ __all__ = [
     "DGCCompressor",
     "DGCMomentum",
     "DistributedOptimizer",
-    "L1Decay",
-    "L1DecayRegularizer",
-    "L2Decay",
-    "L2DecayRegularizer",
     "ZeroRedundancyOptimizer",
     "fuse_optimizer",
     "fuse_step",
@@ -34,3 +31,4 @@ __all__ = [
     "save_checkpoint",
 ]
 __all__ += errors.__all__
+__all__ += regularizers.__all__

@@ -24,7 +24,9 @@ ELSEWHERE = {
     "adapter/paddle/flow.py": "adapter/test_paddle.py",
     "adapter/paddle/methods.py": "adapter/test_face.py",
     "adapter/paddle/options.py": "adapter/test_paddle.py",
+    "adapter/paddle/regularizers.py": "adapter/test_paddle.py",
     "adapter/paddle/state.py": "adapter/test_paddle.py",
+    "adapter/uncopied.py": "adapters_torch/zero/test_bad_input.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
     "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",

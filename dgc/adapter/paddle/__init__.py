@@ -7,16 +7,12 @@ from dgc.adapter.paddle.options import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
     ArgumentError,
-    L1Decay,
-    L1DecayRegularizer,
-    L2Decay,
-    L2DecayRegularizer,
     PaddleOptions,
-    Regularizer,
     StateError,
     check_regularizer,
     require_parameters,
 )
+from dgc.adapter.paddle.regularizers import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer, Regularizer
 from dgc.adapter.paddle.state import BUFFERS, checked_buffer, require_keys
 
 __all__ = [

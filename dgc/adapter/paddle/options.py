@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dgc.adapter.paddle.regularizers import L1Decay, L2Decay, Regularizer
 from dgc.core.compressors.build import make_config
 from dgc.core.config.checks import plain, require_flag
 from dgc.core.config.config import DGCConfig
@@ -46,26 +47,6 @@ class ArgumentError(ConfigError, AssertionError):
 
 class StateError(LayoutError, AssertionError):
     """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
-
-
-@dataclass(frozen=True)
-class L1Decay:
-    """Adds ``regularization_coeff * sign(p)`` to each rank's gradient, after clipping and before momentum."""
-
-    regularization_coeff: float = 0.0
-
-
-@dataclass(frozen=True)
-class L2Decay:
-    """Adds ``regularization_coeff * p`` to each rank's gradient, after clipping and before momentum."""
-
-    regularization_coeff: float = 0.0
-
-
-Regularizer = L1Decay | L2Decay | None
-
-L1DecayRegularizer = L1Decay
-L2DecayRegularizer = L2Decay
 
 
 @dataclass(frozen=True)

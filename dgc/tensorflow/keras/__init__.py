@@ -12,7 +12,8 @@ Use::
 import tensorflow as tf
 
 from dgc import errors
-from dgc.adapter.paddle import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer
+from dgc.adapter.paddle import regularizers
+from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compression import Compression
 from dgc.tensorflow.compressor import DGCCompressor
@@ -33,11 +34,8 @@ __all__ = [
     "DGCCompressor",
     "DGCMomentum",
     "DistributedOptimizer",
-    "L1Decay",
-    "L1DecayRegularizer",
-    "L2Decay",
-    "L2DecayRegularizer",
     "callbacks",
     "load_model",
 ]
 __all__ += errors.__all__
+__all__ += regularizers.__all__

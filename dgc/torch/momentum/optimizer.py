@@ -24,6 +24,7 @@ from dgc.adapter.paddle import (
     sparse_refusal,
 )
 from dgc.adapter.states import own_state
+from dgc.adapter.uncopied import Uncopied
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine
@@ -35,7 +36,7 @@ from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
 
 
-class DGCMomentum(ExchangeMethods, Optimizer):
+class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     """Momentum SGD with Deep Gradient Compression, under Paddle's names.
 
     ``step()`` exchanges the local gradients of all ranks and updates the parameters; do not wrap it in a
@@ -280,16 +281,10 @@ class DGCMomentum(ExchangeMethods, Optimizer):
     set_dict = load_state_dict
     """Paddle's name."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither ``copy`` nor ``pickle``: the ranks' connection belongs to this object.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "DGCMomentum cannot be copied or pickled, as it holds a connection to the other ranks: build a new one on "
-            "every rank, and hand it this one's state with load_state_dict(optimizer.state_dict())"
-        )
+    uncopied = (
+        "DGCMomentum cannot be copied or pickled, as it holds a connection to the other ranks: build a new one on "
+        "every rank, and hand it this one's state with load_state_dict(optimizer.state_dict())"
+    )
 
     def __repr__(self) -> str:
         text = super().__repr__()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dgc.adapter.uncopied import Uncopied
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero.groups import Group, copy_options, parameters_of
 from dgc.torch.zero.memory import Partition
@@ -172,7 +173,7 @@ def hand_over_momentum(optimizer: Any, saved: Mapping[str, Any]) -> None:
             optimizer.optim.state[p].pop("momentum_buffer", None)
 
 
-class ShardedState(Optimizer):
+class ShardedState(Uncopied, Optimizer):
     """What a sharded optimizer keeps, saves and loads; its constructor and step are the subclass's.
 
     Attributes:
@@ -290,16 +291,10 @@ class ShardedState(Optimizer):
             raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
         return local_dict(state_dict, partition[rank])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, which would hold one rank's share and no connection to the others.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
-            "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
-        )
+    uncopied = (
+        "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
+        "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
+    )
 
     def _require_known_parameters(self) -> None:
         found = [list(map(id, group["params"])) for group in self.param_groups]
