@@ -75,7 +75,7 @@ test: setup ## the whole test suite in runs side by side, with the slowest tests
 	$(BIN)/python tools/run_tests.py --durations=25
 
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
-	$(BIN)/python -m pytest tests/core tests/contract --durations=10
+	$(BIN)/python tools/run_tests.py --quick --durations=10
 
 lint: setup ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

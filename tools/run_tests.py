@@ -3,7 +3,8 @@
 
 Ranks wait for each other, and frameworks are imported for seconds on one core: beside each other the runs keep all
 cores busy. Each run's output comes as a whole when it has ended. The exit status is that of the first run that failed.
-Arguments are handed on to all.
+Arguments are handed on to all. ``--quick`` in front of them runs the core and what compressors promise alone, which
+start no ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ RUNS = {
 }
 """Folders of ``tests/`` by run; all others are one more run's, those not yet thought of too."""
 
+QUICK = {"kernels": ("core/kernels",), "rest of the core": ("core", "contract")}
+"""The same for ``--quick``; a run leaves out what an earlier one has."""
+
 NO_TESTS = 5
 """Pytest's status when nothing was selected, as ``-k`` may do to some of the runs."""
 
@@ -35,6 +39,15 @@ def folders() -> dict[str, list[str]]:
     taken = {name for members in RUNS.values() for name in members}
     runs = {**RUNS, "others": tuple(name for name in names if name not in taken)}
     return {run: [f"tests/{name}" for name in members if name in names] for run, members in runs.items()}
+
+
+def quick_folders() -> dict[str, list[str]]:
+    """As :func:`folders`, of :data:`QUICK`."""
+    runs: dict[str, list[str]] = {}
+    for run, members in QUICK.items():
+        before = [f"--ignore={path}" for paths in runs.values() for path in paths]
+        runs[run] = [f"tests/{name}" for name in members] + before
+    return runs
 
 
 def command(paths: list[str], name: str, arguments: list[str]) -> list[str]:
@@ -50,14 +63,16 @@ def show(name: str, seconds: float, log: IO[bytes]) -> None:
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
+    quick, arguments = sys.argv[1:2] == ["--quick"], sys.argv[1:]
+    runs = quick_folders() if quick else folders()
+    arguments = arguments[quick:]
     compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
     start = time.monotonic()
     running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
     statuses: list[int] = []
     try:
-        for name, paths in folders().items():
+        for name, paths in runs.items():
             if paths:
                 log = tempfile.TemporaryFile()
                 line = command(paths, name, arguments)
