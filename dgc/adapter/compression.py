@@ -222,7 +222,7 @@ def check_passes(passes: Any) -> None:
 
 
 def check_predivide(factor: Any, op_name: str) -> None:
-    """Look at ``gradient_predivide_factor``, which has no effect: results are divided once, in float32.
+    """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32.
 
     Args:
         factor: the argument.

@@ -28,7 +28,7 @@ class DGCConfig:
     nesterov: bool | None = None
     # Added to the local gradient before accumulation. None means "adopt it from the optimizer, else 0".
     weight_decay: float | None = None
-    # Set the momentum buffer to 0 where an entry was sent (momentum factor masking).
+    # Set the momentum buffer to 0 where an entry was sent, unless all are (momentum factor masking).
     momentum_masking: bool = True
     # Share of entries held back, one value or one per equal part of the ramp-up.
     sparsity: tuple[float, ...] = (0.999,)

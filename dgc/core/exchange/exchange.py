@@ -371,8 +371,8 @@ class Exchange:
         else:
             where = f"rank {ranks[0]}, whose own warning names the parameter"
         warnings.warn(
-            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and its results "
-            "are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
+            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
+            "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
             "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
             "(loss_scale=scaler), or do not call step() when a gradient is NaN",
             RuntimeWarning,

@@ -124,7 +124,8 @@ class _Distributed(HasSettings):
         """Attach the compressor to the model before the first step; collective."""
         self._prepare()
         if self.compression is not None:
-            self.compression.bind(list(variables), self.inner_optimizer, self._dgc_settings.process_set)
+            shared = self._dgc_settings.local.without(variables)
+            self.compression.bind(shared, self.inner_optimizer, self._dgc_settings.process_set)
 
     @property
     def iterations(self) -> Any:
@@ -279,6 +280,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
     """A LossScaleOptimizer that exchanges first and decides by what all ranks saw."""
+
+    _dgc_scales_loss = True
 
     def __init__(
         self,

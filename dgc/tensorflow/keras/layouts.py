@@ -36,8 +36,9 @@ def load_variables(inner: Any, own: Sequence[Any], store: Mapping[str, Any], mom
     """
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
     slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(getattr(inner, "momentums", None)))
-    choices = itertools.product((True, False), _choices(inner.gradient_accumulation_steps), _choices(slots_may_be))
-    for with_own, with_sums, with_slots in choices:
+    # Slots before sums, which have the same shapes: nobody saves sums of an optimizer with momentum without its slots.
+    choices = itertools.product((True, False), _choices(slots_may_be), _choices(inner.gradient_accumulation_steps))
+    for with_own, with_slots, with_sums in choices:
         wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]
         if [shape for shape, _ in wanted] == shapes:
             break

@@ -35,6 +35,7 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
         settings.adopt(inner)
     inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
+    inner._dgc_scales_loss = inner is not optimizer
     inner._dgc_name = name
     return optimizer
 
@@ -45,7 +46,8 @@ class _Distributed(HasSettings):
     def bind(self, variables: Any) -> None:
         """Attach the compressor to the model before the first step; collective."""
         if self.compression is not None:
-            self.compression.bind(list(variables), self, self._dgc_settings.process_set)
+            shared = self._dgc_settings.local.without(variables)
+            self.compression.bind(shared, self, self._dgc_settings.process_set)
 
     @tf.autograph.experimental.do_not_convert
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from dgc.errors import ConfigError
+from dgc.tensorflow.engine.numpy_bridge import APPLY
 from dgc.tensorflow.engine.tensors import raw_variable
 
 
@@ -31,6 +32,11 @@ class LocalVariables:
         """Places of the variables whose gradients are exchanged."""
         return [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._known]
 
+    def without(self, variables: Iterable[Any]) -> list[Any]:
+        """The variables whose gradients are exchanged."""
+        every = list(variables)
+        return [every[i] for i in self.shared(every)]
+
     def reduce(
         self, reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None
     ) -> tuple[list[Any], tf.Tensor]:
@@ -47,7 +53,9 @@ class LocalVariables:
                 "backward_passes_per_step > 1 (gradient accumulation) does not add up the gradients of local "
                 "variables; use 1, or another optimizer for them"
             )
-        reduced, verdict = reducer.reduce([gradients[i] for i in places], [variables[i] for i in places], optimizer)
+        reduced, verdict = [], tf.constant(APPLY, tf.int32)
+        if places:
+            reduced, verdict = reducer.reduce([gradients[i] for i in places], [variables[i] for i in places], optimizer)
         engine = None if reducer.compression is None else reducer.compression.engine
         if engine is not None and any(engine.adoption.hyper.momentum):
             engine.fail(

@@ -68,7 +68,8 @@ class Reducer:
             optimizer: whose momentum is adopted and whose learning rate counts.
 
         Returns:
-            The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see :mod:`.crossing`).
+            The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see
+            :mod:`dgc.tensorflow.engine.numpy_bridge`).
 
         Raises:
             ConfigError: the gradients are results of an exchange.

@@ -9,6 +9,7 @@ from typing import Any
 from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod
 from dgc.tensorflow.reduce.dense import DenseReducer
 from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
@@ -129,6 +130,10 @@ class Settings:
             config["options"]["op"] = self.compression.config.op
             config["algorithm"] = self.compression.config.algorithm
             config["lost"] += [k for k, v in options.items() if not isinstance(v, _PLAIN) and k != "op"]
+        else:
+            config["op"] = HOROVOD.op_name(self._options.op or "average")
+            if self._given not in (None, import_horovod().Compression.none):
+                config["lost"].append("compression")
         return config
 
     @classmethod
@@ -138,7 +143,9 @@ class Settings:
         # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
         algorithm = "dgc" if "members" in lost else config.get("algorithm", "dgc")
         compression = None if options is None else DGCCompressor(options, algorithm)
-        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED if name in config}), lost=lost)
+        op = config.get("op") if options is None else None  # a compressor has its own
+        saved = {name: config[name] for name in _SAVED if name in config}
+        return cls(compression, ReduceOptions(op, **saved), lost=lost)
 
 
 class HasSettings:
@@ -146,8 +153,20 @@ class HasSettings:
 
     _dgc_settings: Settings
 
+    _dgc_scales_loss = False
+
     def register_local_var(self, var: Any) -> None:
-        """Leave this variable's gradient on its rank."""
+        """Leave this variable's gradient on its rank.
+
+        Raises:
+            ConfigError: the loss is scaled: an overflow in this variable alone would have this rank skip a step that
+                the others apply.
+        """
+        if self._dgc_scales_loss:
+            raise ConfigError(
+                "register_local_var() and a loss scale do not go together: a rank whose local gradient overflows would "
+                "skip a step that the others apply; train without mixed_float16 (mixed_bfloat16 needs no scale)"
+            )
         self._dgc_settings.local.add(var)
 
     @property

@@ -165,6 +165,8 @@ class Engine(EngineBase):
             self.exchange.require_complete()
             self._watch_peers()
             self.exchange.finish()
+            if self.check_peers is not None:
+                self.check_peers(True)
         except DGCError as error:
             self._error, self._opened = error, False
             raise
@@ -344,11 +346,8 @@ class Engine(EngineBase):
 
     def _watch_peers(self) -> None:
         """While the others keep this rank waiting, look whether one of them will never come."""
-        if self.check_peers is None:
-            return
-        while not self.exchange.wait(_PATIENCE):
+        while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
             self.check_peers(False)
-        self.check_peers(True)
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

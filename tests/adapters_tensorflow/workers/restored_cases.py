@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import warnings
 
+import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
@@ -54,8 +55,7 @@ def fit(model, steps=STEPS, first=0):
 
 def saved_by_one_process(folder, **options):
     model = fit(distributed(m.alone(), **options))
-    settings = getattr(model.optimizer, "_settings", None) or model.optimizer._dgc_settings
-    settings.process_set = None  # what a job of one process would save
+    model.optimizer._dgc_settings.process_set = None  # what a job of one process would save
     path = f"{folder}/one.keras"
     model.save(path)
     return path
@@ -155,6 +155,35 @@ def a_model_of_one_process_goes_on_on_several():
             m.assert_close(m.values(loaded), m.values(reference), 1e-5)
             continue
         assert_goes_on_as(reference, loaded)
+
+
+def dense_wrapper(**arguments):
+    accumulating = {} if m.LEGACY else {"gradient_accumulation_steps": 2}
+    model = m.make_model()
+    model.compile(optimizer=dgck.DistributedOptimizer(sgd(**accumulating), **arguments), loss=m.loss_function)
+    return model, accumulating
+
+
+@case
+def a_dense_wrapper_goes_on_with_its_momentum():
+    """Which has the shapes of the added gradients that Keras 3 keeps."""
+    model, accumulating = dense_wrapper()
+    with Folder() as folder:
+        fit(model).save(f"{folder}/dense.keras")
+        loaded = keras.models.load_model(f"{folder}/dense.keras")
+    fit(loaded, MORE, STEPS)
+    reference = fit(fit(dense(**accumulating)), MORE, STEPS)
+    m.assert_close(m.values(loaded), m.values(reference), 1e-5)
+
+
+@case
+def a_dense_wrapper_goes_on_with_its_op():
+    model, _ = dense_wrapper(op=hvd.Sum)
+    with Folder() as folder:
+        fit(model).save(f"{folder}/dense.keras")
+        loaded = keras.models.load_model(f"{folder}/dense.keras")
+    fit(loaded, MORE, STEPS), fit(model, MORE, STEPS)
+    m.assert_close(m.values(loaded), m.values(model), 1e-5)
 
 
 @case
