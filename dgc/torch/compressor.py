@@ -124,18 +124,19 @@ class DGCCompressor(CompressorBase[Engine]):
             stand_in = self._stand_ins.take()
             engine.stats.add_sent(stand_in.nbytes)
             return stand_in, tensor
+        result = tensor
         if self._deferred is None and not self._giving_up:
             try:
-                self._submit(engine, tensor)
+                result = self._submit(engine, tensor)
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error
         stand_in = self._stand_ins.take()
         engine.count_bytes(stand_in.nbytes)
-        return stand_in, tensor
+        return stand_in, result
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Wait for the exchange and return ``ctx``, the gradient, which now holds the averaged result.
+        """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
 
         Raises:
             ConfigError: the stand-in shows another op than the compressor was told of, or a joined rank.
@@ -183,7 +184,7 @@ class DGCCompressor(CompressorBase[Engine]):
         free = self._deferred is None and not self._giving_up
         return free and owner is not None and engine.is_done() and is_averaged(owner)
 
-    def _submit(self, engine: Engine, tensor: torch.Tensor) -> None:
+    def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
         if not self._owner_checked:
             engine.steps.owner = find_owner(self)
             self._owner_checked = True
@@ -200,7 +201,7 @@ class DGCCompressor(CompressorBase[Engine]):
             )
         assert index is not None
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
-        engine.submit(index, tensor, tensor)
+        return engine.submit(index, tensor)
 
     def _locate(self, engine: Engine, tensor: torch.Tensor) -> int | None:
         """Find the parameter whose ``.grad`` is this very tensor, beginning where the last one was found."""

@@ -138,8 +138,7 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
             engine.require_own_momentum(index)
             return self._sparse_allreduce_grad_async(p, self._parameter_names.get(p))
         gradient = gradient.to_dense()
-    engine.submit(index, gradient, gradient)
-    return functools.partial(_wait, engine, gradient), None
+    return functools.partial(_wait, engine, engine.submit(index, gradient)), None
 
 
 def _wait(engine: Engine, result: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.state.layout import Layout, make_layout
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
 from dgc.torch.engine.horovod.horovod import averages_first_pass
@@ -26,7 +26,7 @@ from dgc.torch.engine.sparse_gradients import SparseGradients
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
 from dgc.torch.engine.step.last_step import LastStep, refuse_velocity
 from dgc.torch.engine.step.saved_state import Change
-from dgc.torch.engine.tensors import Result, as_array, describe, refusal_of
+from dgc.torch.engine.tensors import Places, Result, as_array, describe
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -86,7 +86,7 @@ class Engine(EngineBase):
             pairs = named() if callable(named) else named
             self.names = [n for n, _ in pairs]
             self.parameters = [p for _, p in pairs]
-            self._types = [p.dtype for p in self.parameters]
+            self._memory = Places(self.names, self.parameters)
             self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
@@ -106,32 +106,30 @@ class Engine(EngineBase):
         """The parameter's index, or None if the compressor was not built for it."""
         return self.adoption.index_of(parameter)
 
-    def submit(
-        self, index: int, gradient: torch.Tensor, result: torch.Tensor, decayed: torch.Tensor | None = None
-    ) -> None:
+    def submit(self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None) -> torch.Tensor:
         """Hand over a gradient.
 
         Args:
             index: the parameter's place.
             gradient: this rank's gradient, of the parameter's shape.
-            result: of the same shape; holds the outcome after :meth:`finish`. It may be ``gradient``.
             decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
+
+        Returns:
+            A tensor of that shape that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
 
         Raises:
             LayoutError: another shape, type or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
         self._begin(index)
-        parameter = self.parameters[index]
         if index in self._sparse:
             refused = self._sparse.refusal(index, gradient)
             if refused is not None:
                 self.fail(refused)
-            result.zero_()
-            return
-        refused = refusal_of(self.names[index], parameter, gradient, self._types[index])
-        if refused is not None:
-            self.fail(refused, index)
+            return gradient.zero_()
+        result = self._memory.place(index, gradient)
+        if isinstance(result, LayoutError):
+            self.fail(result, index)
         place = self._tensors.result(result)
         self._results[index] = None if place.is_view else place
         values = place.array if place.is_view and result is gradient else self._tensors.array(gradient)
@@ -141,13 +139,14 @@ class Engine(EngineBase):
                 self._places[index],
                 values,
                 place.array,
-                self._tensors.array(parameter if decayed is None else decayed) if decay else None,
+                self._tensors.array(self.parameters[index] if decayed is None else decayed) if decay else None,
                 place.limit,
                 self._tensors.ready(),
             )
         except DGCError as error:
             self._fail_with(error)
             raise
+        return result
 
     def finish(self) -> None:
         """Wait for all results of the step. Calling it again before the next step does nothing.
@@ -296,6 +295,7 @@ class Engine(EngineBase):
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
+        self._memory.begin()
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.unapplied.keeps_sent = owner is not None
         change = self.steps.saved.change(self.transport)
@@ -342,6 +342,7 @@ class Engine(EngineBase):
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
+        self._memory.end()
         self._last.concluded()
 
     def _watch_peers(self) -> None:

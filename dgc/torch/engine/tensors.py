@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,48 @@ class Result:
             target = self.tensor.detach()
             source = torch.from_numpy(self.array) if self.place is None else self.place
             target.copy_(source.view(target.shape))
+
+
+class Places:
+    """Where results may be written: where their gradients are, except where two gradients share memory.
+
+    Autograd gives two parameters views of one tensor in ``a.view(s) + b.view(s)``, say: the first result would
+    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        """Take the parameters, as they are when the compressor is built."""
+        self._names, self._parameters = names, parameters
+        self._types = [p.dtype for p in parameters]
+        self._first = True
+        self._owners: dict[int, int] = {}  # address -> index, of this step
+        self._sharing: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._owners.clear()
+
+    def end(self) -> None:
+        """A step has ended well."""
+        self._first = False
+
+    def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
+        """A tensor of the gradient's shape for its result, or the error, for all ranks, that it cannot be used."""
+        refused = refusal_of(self._names[index], self._parameters[index], gradient, self._types[index])
+        if refused is not None:
+            return refused
+        address = gradient.data_ptr()
+        owner = self._owners.setdefault(address, index) if address else index
+        if owner != index and not {owner, index} <= self._sharing:
+            if not self._first:
+                return LayoutError(
+                    f"the gradients of {self._names[index]!r} and {self._names[owner]!r} share memory, as they did not "
+                    "in the first step; where a step begins to do so use a copy: a.view(s) + b.view(s).clone()"
+                )
+            self._sharing |= {owner, index}
+        if self._first or index in self._sharing:
+            return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        return gradient
 
 
 def refusal_of(name: str, parameter: torch.Tensor, gradient: torch.Tensor, built: torch.dtype) -> LayoutError | None:

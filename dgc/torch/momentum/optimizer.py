@@ -374,4 +374,4 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             p.grad = p.grad.to_dense()
         # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
         decayed = torch.sign(p) if self._decay(group, p)[0] else None
-        self._engine.submit(i, p.grad, p.grad, decayed)
+        p.grad = self._engine.submit(i, p.grad, decayed)

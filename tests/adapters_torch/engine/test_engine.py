@@ -13,7 +13,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step():
     def step(engine):
         for i, p in enumerate(engine.parameters):
             gradient = torch.ones_like(p)
-            engine.submit(i, gradient, gradient)
+            engine.submit(i, gradient)
 
     def one_rank(transport):
         generator = torch.Generator().manual_seed(0)

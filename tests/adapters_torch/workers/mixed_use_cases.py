@@ -35,6 +35,49 @@ class Batches(torch.utils.data.Dataset):
         return torch.randn(8, 20, generator=generator), torch.randint(0, 10, (8,), generator=generator)
 
 
+class Embeddings(nn.Module):
+    """Positions and kinds are added as views: autograd gives both the same memory as their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.position = nn.Parameter(torch.randn(300, 500, generator=generator))
+        self.kind = nn.Parameter(torch.randn(300, 500, generator=generator))
+
+    def loss(self, step, rank):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x = torch.randn(300, 500, generator=generator)
+        return (x * (self.position.unsqueeze(0) + self.kind.unsqueeze(0)).tanh()).mean() * 1000
+
+
+@case
+def gradients_that_share_memory_are_exchanged_apart():
+    dense = Embeddings()
+    plain = torch.optim.SGD(dense.parameters(), lr=0.5, momentum=0.9)
+    for step in range(8):
+        plain.zero_grad()
+        (sum(dense.loss(step, rank) for rank in range(hvd.size())) / hvd.size()).backward()
+        plain.step()
+    for way in "ab":
+        model = Embeddings()
+        optimizer, compression = wrap(
+            way,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+            **EXACT,
+            values="float32",
+            bucket_bytes=1,  # a bucket for each
+        )
+        for step in range(8):
+            optimizer.zero_grad()
+            model.loss(step, hvd.rank()).backward()
+            assert model.position.grad.data_ptr() == model.kind.grad.data_ptr(), "find another model for this test"
+            optimizer.step()
+        difference = worst_difference(model, dense)
+        assert difference <= 1e-5, f"way {way}: {difference:.2e}"
+        compression.close()
+
+
 @case
 def forked_data_loader_workers_come_and_go():
     for way in "ab":

@@ -37,7 +37,7 @@ class Training:
         for p, g in zip(self.parameters, self.gradients(call, scale), strict=True):
             p.grad = g if p.grad is None else p.grad.add_(g)
         for i, p in enumerate(self.parameters):
-            self.engine.submit(i, p.grad, p.grad)
+            p.grad = self.engine.submit(i, p.grad)
         self.engine.finish()
 
     def train(self, calls):
