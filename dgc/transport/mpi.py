@@ -63,6 +63,10 @@ SLEEP_FRACTION = 0.25
 """The next sleep as a share of the time waited so far: never more than a quarter late, and few tests in a long wait."""
 
 
+SUSPENDED_SECONDS = 5.0
+"""Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
+
+
 def import_mpi() -> Any:
     """Import ``mpi4py.MPI``; this initialises MPI unless somebody (Horovod) already has.
 
@@ -155,6 +159,7 @@ class MPITransport:
         self.size: int = self._comm.size
         self._closed = False
         self._stall = StallWatch(self._mpi, self._comm)
+        self._gave_up = False
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
 
@@ -264,13 +269,17 @@ class MPITransport:
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
-        begun = time.perf_counter()
+        self._require_patience()
+        begun = seen = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
         self._stall.begin()
         with waiting():
             request = start(self._mpi, collective)
             while not is_done(self._mpi, request):
-                waited = time.perf_counter() - begun
+                now = time.perf_counter()
+                if now - seen > SUSPENDED_SECONDS:
+                    begun += now - seen  # this process itself was stopped: that was no wait
+                seen, waited = now, now - begun
                 if waited > spin:
                     if waited > self._stall.next_look:
                         self._look_for_others(waited)
@@ -280,8 +289,18 @@ class MPITransport:
         try:
             self._stall.look(waited)
         except StallError:
+            self._gave_up = True
             abort_at_exit()
             raise
+
+    def _require_patience(self) -> None:
+        """Refuse to go on after a stall: the collective that was given up is under way, and others would pair with it.
+
+        Raises:
+            TransportError: a stall was given up.
+        """
+        if self._gave_up:
+            raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

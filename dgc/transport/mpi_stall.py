@@ -31,6 +31,8 @@ WARN_SECONDS = 60.0
 LIMIT_SECONDS = 600.0
 
 TAG = 1
+_DRAIN_EVERY = 256
+"""Collectives after which a rank that never waits long takes in what those that wait for it have sent."""
 _NEVER = float("inf")
 
 
@@ -57,7 +59,8 @@ class StallWatch:
         self._warn = _NEVER if off else seconds_of(WARN_VARIABLE, WARN_SECONDS) or _NEVER
         self._limit = _NEVER if off else seconds_of(LIMIT_VARIABLE, LIMIT_SECONDS) or _NEVER
         first = min(self._warn, self._limit)
-        self._tell_after = first / 2
+        self._tell_after = min(2.0, first / 2)
+        self._names = ranks_in_job(mpi, comm)
         self._pause = min(1.0, first / 20)
         self._number = 0
         self._told = self._warned = False
@@ -68,6 +71,8 @@ class StallWatch:
     def begin(self) -> None:
         """The next collective begins."""
         self._number += 1
+        if self._number % _DRAIN_EVERY == 0:
+            self._listen()
         if self._told:
             self._told = self._warned = False
             self.next_look = self._tell_after
@@ -117,7 +122,7 @@ class StallWatch:
                 self._heard[source] = max(self._heard[source], number[0])
 
     def _message(self, waited: float, does: str) -> str:
-        names = ranks_in_job(self._mpi, self._comm)
+        names = self._names
         missing = [names[rank] for rank in self.missing()]
         if missing:
             others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

@@ -14,11 +14,11 @@ class Before:
     """Copies of the model's tensors, on the host, and what the optimizer held."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> None:
-        """Copy; the tensors of the optimizer's state are not, as loading replaces them."""
+        """Copy; of the optimizer's state only the dicts, as loading replaces the tensors."""
         self._saved = None if compression.engine is None else compression.engine.steps.saved
         self._mark = None if self._saved is None else self._saved.mark()
         self._optimizers = [
-            (each, each.state, each.param_groups, [dict(group) for group in each.param_groups])
+            (each, each.state, _copied(each.state), each.param_groups, list(map(dict, each.param_groups)), _flags(each))
             for each in (optimizer, *_parts(optimizer))
         ]
         tensors = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
@@ -29,11 +29,14 @@ class Before:
         with torch.no_grad():
             for tensor, values in self._tensors:
                 tensor.copy_(values)
-        for optimizer, state, groups, contents in self._optimizers:
+        for optimizer, state, entries, groups, contents, flags in self._optimizers:
             for group, content in zip(groups, contents, strict=True):
                 group.clear()
                 group.update(content)
-            optimizer.__dict__.update(state=state, param_groups=groups)
+            if isinstance(state, dict):
+                state.clear()
+                state.update(entries)
+            optimizer.__dict__.update(state=state, param_groups=groups, **flags)
         if self._saved is not None and self._mark is not None:
             self._saved.go_back(self._mark)
 
@@ -41,3 +44,12 @@ class Before:
 def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The optimizer that a sharding one drives."""
     return [part for part in vars(optimizer).values() if isinstance(part, torch.optim.Optimizer)]
+
+
+def _copied(state: Any) -> dict[Any, Any]:
+    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+
+
+def _flags(optimizer: Any) -> dict[str, Any]:
+    """What a sharding optimizer remembers of a state that was loaded."""
+    return {name: vars(optimizer)[name] for name in ("_state_loaded", "_consolidated") if name in vars(optimizer)}

@@ -64,7 +64,7 @@ class Written:
     def discard(self) -> None:
         """Delete them: the save has failed before the checkpoint named them."""
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            _delete(path)
 
     def release(self) -> None:
         """The save is over."""
@@ -142,11 +142,17 @@ def token_in(folder: Path) -> str | None:
         return None
 
 
+def _delete(path: Path) -> None:
+    """What cannot be deleted stays: the checkpoint is whole, and this rank may be the only one to fail."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
 def delete_replaced(folder: Path, token: str, rank: int, size: int) -> None:
     """Delete this rank's share of a replaced checkpoint's files; another number of ranks may have saved it."""
     for path, of in _candidates(folder, rank, size):
         if of == token:
-            path.unlink(missing_ok=True)
+            _delete(path)
 
 
 def sweep(folder: Path, token: str, rank: int, size: int) -> None:
@@ -166,7 +172,7 @@ def sweep(folder: Path, token: str, rank: int, size: int) -> None:
         with _locked(path) as is_free:
             # Asked only now: who held it may have completed its checkpoint meanwhile.
             if is_free and token_in(folder) != of:
-                path.unlink(missing_ok=True)
+                _delete(path)
 
 
 def _candidates(folder: Path, rank: int, size: int) -> Iterator[tuple[Path, str | None]]:

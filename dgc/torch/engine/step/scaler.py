@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 import torch
 
 _FRAMES = 12
+
+_Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+"""Where torch has it: ``torch.amp`` since 2.3."""
 
 
 def warn_of_unknown_scaler() -> bool:
@@ -21,7 +25,7 @@ def warn_of_unknown_scaler() -> bool:
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         found = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
-        if isinstance(found, torch.amp.GradScaler) and found.is_enabled():
+        if isinstance(found, _Scaler) and found.is_enabled():
             warnings.warn(
                 "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
                 "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
