@@ -225,7 +225,8 @@ class EngineBase(abc.ABC):
         # Tensors whose gradients travel otherwise have no state; which ones is part of it.
         others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
         without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
-        require_fit(saved, self.layout.sparsified(), self.layout.lengths(), {*others, *without})
+        layout = self.layout
+        require_fit(saved, layout.sparsified(), layout.lengths(), {*others, *without}, small=layout.small())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks.

@@ -212,6 +212,7 @@ class Exchange:
             "rampup_begin_step": self.schedule.begin,
             "rampup_end_step": self.schedule.ramp_end(),
             "parameters": layout.numel,
+            "small": self.config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,

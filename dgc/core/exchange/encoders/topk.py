@@ -10,7 +10,16 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, are_finite, is_active, largest, masks, segment_work
+from dgc.core.exchange.encoders.base import (
+    Buffers,
+    Encoder,
+    are_finite,
+    is_active,
+    largest,
+    masks,
+    segment_work,
+    small_codec,
+)
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -46,6 +55,7 @@ class TopKEncoder(Encoder):
                 indices=self._config.indices,
                 values=self._config.values,
                 compressor=compressor_class(self._config.algorithm).number,
+                small=small_codec(self._config, density),
             )
         return self._plans[density]
 
