@@ -159,6 +159,7 @@ class EngineBase(abc.ABC):
             "rampup_begin_step": schedule.begin,
             "rampup_end_step": schedule.ramp_end(),
             "parameters": layout.numel,
+            "small": config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
             "transport": self.transport.name,
