@@ -55,9 +55,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 16])
     arguments = parser.parse_args()
     shapes = MODELS[arguments.model]()
-    print(
-        f"{arguments.model}, density {arguments.density:.2%}: bytes a step and rank, and how many times fewer than dense"
-    )
+    print(f"{arguments.model}, density {arguments.density:.2%}: bytes a step and rank, and times fewer than dense")
     for options in CHOICES:
         row = [sent(shapes, arguments.density, ranks, options) for ranks in arguments.ranks]
         figures = "  ".join(
