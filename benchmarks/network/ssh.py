@@ -18,10 +18,15 @@ KEPT = ("PATH", "LD_LIBRARY_PATH", "OPAL_PREFIX", "DGC_LAB")
 def start_daemons(lab: Lab) -> None:
     """Start a daemon on each host, and let the name ssh mean a client with the lab's settings for every process.
 
+    Does nothing where they run.
+
     Raises:
         LabError: a daemon does not answer.
     """
     folder = lab.folder
+    shim = folder / "bin" / "ssh"
+    if shim.exists():
+        return
     for key in ("host_key", "user_key"):
         subprocess.run([program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     kept = " ".join(f'"{name}={lab.environment[name]}"' for name in KEPT if name in lab.environment)
@@ -49,7 +54,6 @@ def start_daemons(lab: Lab) -> None:
     }
     for name, settings in (("sshd_config", daemon), ("ssh_config", client)):
         (folder / name).write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-    shim = folder / "bin" / "ssh"
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec {program("ssh")} -F {folder}/ssh_config "$@"\n')
     shim.chmod(0o755)
