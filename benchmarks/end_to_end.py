@@ -2,10 +2,10 @@
 
     python benchmarks/end_to_end.py --models mlp --methods none dense dgc-b --rates 1gbit --pin
 
-Hosts and links are those of ``benchmarks/network`` (root and iproute2 needed); ``--here`` runs the ranks on this machine's
-loopback instead. In every round each method takes a block of steps, in changing order, and ratios are those of blocks
-of one round: only they mean something on a machine that is shared. Step times are medians over all steps, means over the
-ranks. To measure on a machine that others use too, put ``chrt -f 30`` before the command, and keep it short.
+Hosts and links are those of ``benchmarks/network`` (root and iproute2 needed); ``--here`` runs the ranks on this
+machine's loopback instead. In every round each method takes a block of steps, in changing order, and ratios are those
+of blocks of one round: only they mean something on a machine that is shared. Step times are medians over all steps,
+means over the ranks. Where others use the machine too, ``--real-time`` puts the ranks before them; keep it short.
 
 "none" shares its process with Horovod, whose thread takes a little even when idle; ``--methods none none-fused`` alone
 measures without it.
@@ -29,7 +29,6 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 from machine import facts  # noqa: E402
 from network.lab import Lab, LabError  # noqa: E402
 from network.launch import LAUNCHERS, command  # noqa: E402
-
 from training.methods import METHODS  # noqa: E402
 from training.models import TASKS  # noqa: E402
 from training.plots import plot  # noqa: E402
@@ -50,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=5, help="steps of each method before the first round")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch in each rank")
     parser.add_argument("--pin", action="store_true", help="cores of its own for each host")
+    parser.add_argument("--real-time", action="store_true", help="ranks go before all other processes of the machine")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="mpirun")
     parser.add_argument("--here", action="store_true", help="no lab: ranks on this machine, by mpirun")
     parser.add_argument("--json", type=Path, help="write rows, machine and versions to this file")
@@ -60,7 +60,6 @@ def arguments() -> argparse.Namespace:
 def rank(given: argparse.Namespace, into: Path) -> None:
     """What every rank does."""
     import torch
-
     from training.rounds import Rank
 
     torch.set_num_threads(given.threads)
@@ -82,7 +81,7 @@ def launch(lab: Lab | None, given: argparse.Namespace, model: str, ranks: int) -
             start = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *job]
             subprocess.run(start, env={**os.environ, **more}, check=True)
         else:
-            start = command(lab, job, given.launcher)
+            start = command(lab, job, given.launcher, real_time=given.real_time)
             started = lab.start("head", start, env={**lab.environment, **more})
             if started.wait():
                 raise LabError(f"the ranks ended with status {started.returncode}")
@@ -124,7 +123,9 @@ def main() -> int:
         print(f"error: {error}; --here does without the lab", file=sys.stderr)
         return 2
     if given.json:
-        settings = {name: getattr(given, name) for name in ("pairs", "steps", "warm", "threads", "pin", "launcher")}
+        settings = {
+            name: getattr(given, name) for name in ("pairs", "steps", "warm", "threads", "pin", "real_time", "launcher")
+        }
         report = {**facts("torch", "horovod", "numpy", "numba", "mpi4py"), **settings, "rows": rows}
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     if given.plots:

@@ -15,7 +15,7 @@ from typing import Any
 from network import leftovers, links
 from network.host import Host
 from network.processes import MARK
-from network.requirements import LabError, program, require, search_path
+from network.requirements import LabError, require, search_path
 
 NETWORK = "10.77.0."
 """Exists within the namespaces only."""
@@ -25,8 +25,9 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUM
 class Lab:
     """Hosts host1, host2, ... and a head, from where jobs are started, whose link has no limit.
 
-    Use it as a context. Whatever happens, nothing of it stays: hosts end with the process that made them, also when that
-    is killed, and network, addresses and mounts end with the hosts. (The thread that makes a lab must live as long.)
+    Use it as a context. Whatever happens, nothing of it stays: hosts end with the process that made them, also when
+    that is killed, and network, addresses and mounts end with the hosts. (The thread that makes a lab must live as
+    long.)
 
     Args:
         hosts: how many, 2 to 8.
@@ -183,6 +184,3 @@ def shares(hosts: int) -> list[list[int] | None]:
     if not each:
         raise LabError(f"{hosts} hosts cannot have a core each: there are {len(cores)}; leave out --pin")
     return [cores[i * each : (i + 1) * each] for i in range(hosts)]
-
-
-__all__ = ["Lab", "LabError", "program"]

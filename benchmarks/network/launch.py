@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ from network.lab import Lab
 from network.requirements import LabError, program
 
 LAUNCHERS = ("mpirun", "horovodrun", "gloo")
+PRIORITY = 30
 BETWEEN = {"pml": "ob1", "btl_tcp_if_include": DEVICE, "oob_tcp_if_include": DEVICE}
 
 
-def command(lab: Lab, job: Sequence[str], launcher: str = "mpirun", ranks_each: int = 1) -> list[str]:
+def command(
+    lab: Lab, job: Sequence[str], launcher: str = "mpirun", ranks_each: int = 1, real_time: bool = False
+) -> list[str]:
     """``job`` on all hosts of ``lab``, to be started by ``lab.start("head", ...)``.
 
     Args:
@@ -23,7 +27,12 @@ def command(lab: Lab, job: Sequence[str], launcher: str = "mpirun", ranks_each: 
         job: a program and its arguments, one process a rank.
         launcher: "mpirun", "horovodrun" (with MPI) or "gloo" (``horovodrun --gloo``), the last two over ssh.
         ranks_each: ranks of each host.
+        real_time: the ranks go before every other process of the machine. (Not the launcher: MPI's daemons may then wait
+            for ever, asking without pause, for what they keep from running.)
     """
+    if real_time:
+        _stay_reachable()
+        job = [program("chrt"), "--fifo", str(PRIORITY), *job]
     hosts = ",".join(f"{name}:{ranks_each}" for name in lab.hosts)
     ranks = str(len(lab.hosts) * ranks_each)
     if launcher == "mpirun":
@@ -51,3 +60,8 @@ def _mpirun(lab: Lab, hosts: str, ranks: str, ranks_each: int) -> list[str]:
     }
     mca = [part for name, value in settings.items() for part in ("--mca", name, value)]
     return [program("mpirun"), "-np", ranks, "--host", hosts, "--bind-to", "none", "--map-by", "slot", *mca]
+
+
+def _stay_reachable() -> None:
+    """Let this process, which only waits, go before the ranks, so that a signal still ends them."""
+    os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(PRIORITY + 1))

@@ -15,12 +15,13 @@ PACKAGES = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
     "taskset": "util-linux",
+    "chrt": "util-linux",
     "mount": "mount",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
 }
-BASE = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset", "mount")
+BASE = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset", "chrt", "mount")
 SSH = ("ssh", "ssh-keygen", "sshd")
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from network.launch import LAUNCHERS, command  # noqa: E402
-from network.leftovers import clean_up  # noqa: E402
-from network.links import DEVICE  # noqa: E402
-from network.lab import Lab, LabError  # noqa: E402
+from network.lab import Lab, LabError
+from network.launch import LAUNCHERS, command
+from network.leftovers import clean_up
+from network.links import DEVICE
 
 
 def arguments() -> argparse.Namespace:
@@ -28,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit", help="of each link, both ways: 10gbit, 100mbit, none, ...")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="gloo: horovodrun --gloo")
     parser.add_argument("--pin", action="store_true", help="cores of its own for each host")
+    parser.add_argument("--real-time", action="store_true", help="ranks go before all other processes of the machine")
     parser.add_argument("--no-measure", action="store_true", help="do not measure a link first")
     parser.add_argument("--cleanup", action="store_true", help="remove what killed runs left, and end")
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
@@ -57,7 +58,7 @@ def run(lab: Lab, given: argparse.Namespace) -> int:
     if not given.no_measure:
         carried = lab.measure() / 1e6
         print(f"lab: a link of {given.rate} carries {carried:.4g} Mbit/s of data", file=sys.stderr)
-    start = command(lab, given.job, given.launcher, given.ranks_each)
+    start = command(lab, given.job, given.launcher, given.ranks_each, given.real_time)
     before = {name: lab.counters(name)[DEVICE] for name in lab.hosts}
     job = lab.start("head", start)
     try:
