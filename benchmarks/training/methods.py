@@ -65,7 +65,9 @@ def _powersgd(model: nn.Module) -> nn.Module:
     if not dist.is_initialized():
         meeting = hvd.broadcast_object(socket.gethostname() if "DGC_LAB" in os.environ else "127.0.0.1", 0)
         dist.init_process_group("gloo", f"tcp://{meeting}:29577", rank=hvd.rank(), world_size=hvd.size())
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    # One bucket: the hook begins a bucket's second collective when its first one ends, and with several buckets Gloo's
+    # threads do so in another order on each rank, and wait for ever.
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000)
     # Its first steps are dense: with error feedback at least two.
     state = hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, hook.powerSGD_hook)
