@@ -27,8 +27,8 @@ def command(
         job: a program and its arguments, one process a rank.
         launcher: "mpirun", "horovodrun" (with MPI) or "gloo" (``horovodrun --gloo``), the last two over ssh.
         ranks_each: ranks of each host.
-        real_time: the ranks go before every other process of the machine. (Not the launcher: MPI's daemons may then wait
-            for ever, asking without pause, for what they keep from running.)
+        real_time: the ranks go before every other process of the machine. (Not the launcher with them: on a busy
+            machine MPI's daemons then took all cores for minutes, and no rank came up.)
     """
     if real_time:
         _stay_reachable()

@@ -66,7 +66,8 @@ def _ratio(method: str, yardstick: str, number: int, ranks: list[dict[str, Any]]
 
 HEAD = (
     "| method | step, ms | zero_grad | forward | backward | step() | x none (spread) | x dense (spread) "
-    "| MB sent a step | CPU, ms: main | Horovod | ours | other | page faults | switches, own / forced |"
+    "| MB sent a step | CPU, ms: main | Horovod | ours | other | page faults | switches, own / forced "
+    "| compress / exchange / apply, ms | of it hidden / exposed |"
 )
 
 
@@ -97,8 +98,17 @@ def _line(row: dict[str, Any]) -> str:
         *(f"{1e3 * seconds:.1f}" for seconds in (*known, sum(cpu.values()))),
         f"{kernel['page_faults']:.0f}",
         f"{kernel['switches_voluntary']:.0f} / {kernel['switches_involuntary']:.0f}",
+        *_phases(row),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _phases(row: dict[str, Any]) -> tuple[str, str]:
+    """What the communication thread did by the clock, and how long the main thread waited for it."""
+    if "phases" not in row:
+        return "", ""
+    spent = " / ".join(f"{1e3 * row['phases'].get(phase, 0.0):.1f}" for phase in PHASES)
+    return spent, f"{1e3 * row['hidden']:.1f} / {1e3 * row['exposed']:.1f}"
 
 
 def sent(row: dict[str, Any]) -> float:
