@@ -48,9 +48,11 @@ def _method(method: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         row["phases"] = _over_ranks([medians([s["phases"] for s in own]) for own in steps])
         row["density"] = mean(own[-1]["density"] for own in steps)
         row["handed_over"] = mean(statistics.median(s["handed_over"] for s in own) for own in steps)
-        # What the communication thread did while the main thread did not wait for it.
+        # What the communication thread did while the main thread did not wait for it. Waiting is longer than the phases
+        # where the threads wait for a core.
         exposed = row["phases"].get("wait", 0.0)
-        row["exposed"], row["hidden"] = exposed, sum(row["phases"].get(p, 0.0) for p in PHASES) - exposed
+        row["exposed"] = exposed
+        row["hidden"] = max(0.0, sum(row["phases"].get(p, 0.0) for p in PHASES) - exposed)
     return row
 
 
