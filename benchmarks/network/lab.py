@@ -52,6 +52,7 @@ class Lab:
         self.pinned = pin
         self._lock = threading.Lock()
         self._timers: list[threading.Timer] = []
+        self._jobs: list[subprocess.Popen[str]] = []
         self._old_handlers: dict[int, Any] = {}
         atexit.register(self.close)
         self._catch_signals()
@@ -97,6 +98,9 @@ class Lab:
             atexit.unregister(self.close)
             for timer in self._timers:
                 timer.cancel()
+            # A launcher would have much to say about hosts that are gone.
+            for job in self._jobs:
+                job.kill()
             for host in (*self.hosts.values(), *((self.head,) if hasattr(self, "head") else ())):
                 host.kill()
             self.hosts.clear()
@@ -117,7 +121,10 @@ class Lab:
 
     def start(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a process on a host ("head", "host1", ...); options are those of ``subprocess.Popen``."""
-        return self._host(host).start(command, **options)
+        job = self._host(host).start(command, **options)
+        if host == "head":
+            self._jobs.append(job)
+        return job
 
     def run(self, host: str, command: Sequence[str]) -> str:
         """Run a command on a host; returns what it printed."""
