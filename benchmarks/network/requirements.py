@@ -24,6 +24,13 @@ PACKAGES = {
 BASE = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset", "chrt", "mount")
 SSH = ("ssh", "ssh-keygen", "sshd")
 
+TRIAL = """
+ip link add b0 type bridge
+ip link add v0 type veth peer name v1
+tc qdisc add dev v0 root tbf rate 1gbit burst 20kb limit 1mb
+"""
+"""Run in namespaces of its own, with which all of it vanishes."""
+
 
 class LabError(RuntimeError):
     """The lab cannot be built, or something in it failed; the message says what to do."""
@@ -59,11 +66,11 @@ def missing(launcher: str = "mpirun") -> str | None:
             program(name)
     except LabError as error:
         return str(error)
-    tried = subprocess.run(
-        [program("unshare"), "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True
-    )
+    small = [program("unshare"), "--net", "--uts", "--mount", "--pid", "--fork", "sh", "-ec", TRIAL]
+    tried = subprocess.run(small, capture_output=True, text=True, env={**os.environ, "PATH": search_path()})
     if tried.returncode != 0:
-        return f"the lab needs namespaces, and the kernel or its container refuses them: {tried.stderr.strip()}"
+        said = " ".join(tried.stderr.split())
+        return f"the lab needs namespaces with bridges, veth and tbf; the kernel or a container refuses them: {said}"
     return None
 
 

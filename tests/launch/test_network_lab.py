@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "benchmarks" / "network" / "run.py"
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # last: names there may be those of tests
 
 from network import links, requirements  # noqa: E402
 from network.lab import Lab, LabError, shares  # noqa: E402
