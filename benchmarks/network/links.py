@@ -44,7 +44,6 @@ def bucket(rate: int) -> tuple[int, int, int]:
 def shape(host: Host, device: str, rate: int | None) -> None:
     """Limit what ``device`` of ``host`` sends to ``rate`` bits a second; None takes the limit away."""
     if rate is None:
-        # Fails where there was none.
         lines = f"qdisc replace dev {device} root pfifo_fast\n"
         largest = 65_536
     else:

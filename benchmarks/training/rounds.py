@@ -12,9 +12,9 @@ from network.links import own_counters
 
 from training.methods import ALONE, Trained, make
 from training.models import TASKS
+from training.summary import PARTS
 from training.threads import Threads
 
-PARTS = ("zero_grad", "forward", "backward", "step")
 USAGE = {"page_faults": "ru_minflt", "switches_voluntary": "ru_nvcsw", "switches_involuntary": "ru_nivcsw"}
 
 
