@@ -21,6 +21,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
+from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 
 
 def DistributedOptimizer(
@@ -98,7 +99,7 @@ def DistributedOptimizer(
     if engine is None:
         return distributed
     engine.steps.owner = distributed
-    engine.updates.is_driven = True
+    engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.steps.scale_is_known)
     distributed._dgc = ours
     # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
     cls = type(distributed)
@@ -152,12 +153,8 @@ def _without_dense_results(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)  # with torch's mark of a step that calls hooks
     def stepping(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        updates = self._dgc.engine.updates
-        updates.stepping(at_once=closure is None and self._should_synchronize)
-        try:
+        with self._dgc.engine.updates.stepping(at_once=closure is None and self._should_synchronize):
             return step(self, closure)
-        finally:
-            updates.stepped()
 
     return stepping
 

@@ -99,8 +99,8 @@ class Engine(EngineBase):
         self._agree_on_tensors(build)
         self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
-        self.steps.scale_is_known = scaled = callable(loss_scale) or loss_scale != 1.0
-        self.updates = SparseUpdates(self.parameters, self.adoption.options, config.sparse_updates, scaled)
+        self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
+        self.updates = SparseUpdates(self.parameters, config.sparse_updates)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,9 @@ class Engine(EngineBase):
         stand_ins = self._fill_in_sparse()
         try:
             self.exchange.require_complete()
-            self._watch_peers()
+            # While the others keep this rank waiting, look whether one of them will never come.
+            while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
+                self.check_peers(False)
             self.exchange.finish()
             if not self.updates.concluded(self.steps.owner):
                 self.exchange.write_held()
@@ -208,6 +210,7 @@ class Engine(EngineBase):
         self._tensors.release()
         self._untold = self.exchange.owes_failure
         if self._untold:
+            self.exchange.write_held()
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
@@ -356,11 +359,6 @@ class Engine(EngineBase):
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
         self._last.concluded()
-
-    def _watch_peers(self) -> None:
-        """While the others keep this rank waiting, look whether one of them will never come."""
-        while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
-            self.check_peers(False)
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

@@ -7,7 +7,10 @@ entries that are not 0 go through the very function that SGD calls: the paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,8 @@ from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
 
-_NOT_AT_0 = "momentum", "weight_decay"
+Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
+"""Asked in every step why it needs dense results; None if it does not."""
 
 
 class SparseUpdates:
@@ -28,55 +32,50 @@ class SparseUpdates:
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
-        is_driven: whether somebody calls :meth:`apply` after the exchange of a step.
+        obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], applied: Iterable[str], enabled: bool, scaled: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool) -> None:
         """Take what stays the same.
 
         Args:
             parameters: that are compressed.
-            applied: options of the optimizer that the compressor applies in its place.
             enabled: whether the user wants sparse updates.
-            scaled: whether results are multiplied by a loss scale, which a GradScaler takes out again.
         """
         self._parameters = parameters
-        self._ids = {id(p) for p in parameters}
-        self._applied = set(applied)
         self._enabled = enabled
-        self._scaled = scaled
         self._steps_at_once = True  # whether step() exchanges, as far as is known
         self._stepping = False
-        self.is_driven = False
+        self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be held in it."""
-        self.reason = self._obstacle(optimizer)
+        self.reason = self._refusal(optimizer)
         if self.reason is None and not self._steps_at_once:
             self.reason = "synchronize() is called before step()"
         return self.reason is None
 
-    def stepping(self, at_once: bool) -> None:
-        """The optimizer's ``step()`` begins.
+    @contextlib.contextmanager
+    def stepping(self, at_once: bool) -> Iterator[None]:
+        """The ``step()`` of an optimizer.
 
         Args:
             at_once: whether it exchanges what is left of the gradients, and nobody sees them before the update.
         """
         self._stepping = at_once
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def concluded(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """The exchange of a step is over; returns whether held sums will be applied instead of being written."""
         self._steps_at_once = self._stepping
-        return self._stepping and self._obstacle(optimizer) is None
+        return self._stepping and self._refusal(optimizer) is None
 
-    def stepped(self) -> None:
-        """The optimizer's ``step()`` is over, or has raised."""
-        self._stepping = False
-
-    def apply(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[EntrySum], members: Sequence[torch.Tensor]
-    ) -> None:
+    @staticmethod
+    def apply(optimizer: torch.optim.Optimizer, held: Sequence[EntrySum], members: Sequence[torch.Tensor]) -> None:
         """Update the parameters by sums that were held, and let their ``.grad`` be None.
 
         Args:
@@ -84,44 +83,62 @@ class SparseUpdates:
             held: of some buckets.
             members: the parameters in the order of the layout.
         """
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if held else {}
         for total in held:
             for segment in total.bucket.sparse:
                 members[segment.parameter].grad = None
-            _update(total, lambda i: members[i], lambda p: groups[id(p)])
+            tensors = ((members[i], places, values) for i, places, values in total.tensors())
+            for _, run in itertools.groupby(tensors, lambda each: id(groups[id(each[0])])):
+                pieces = list(run)
+                _update(pieces, groups[id(pieces[0][0])])
 
-    def _obstacle(self, optimizer: torch.optim.Optimizer | None) -> str | None:
-        """Why the dense result is needed; None if it is not."""
+    def _refusal(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         if not self._enabled:
             return "sparse_updates=False"
-        if not self.is_driven or optimizer is None:
+        if self.obstacle is None:
             return "Horovod's own wrapper applies them"
-        if self._scaled:
+        if not all(is_plain(p) for p in self._parameters):
+            return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
+        return self.obstacle(optimizer)
+
+
+def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
+    """Why a wrapped optimizer's own pass over the parameters is needed.
+
+    Args:
+        parameters: that are compressed.
+        applied: options of the optimizer that the compressor applies in its place.
+        scaled: whether results are multiplied by a loss scale, which a GradScaler takes out again.
+    """
+    ids = {id(p) for p in parameters}
+
+    def obstacle(optimizer: torch.optim.Optimizer | None) -> str | None:
+        if scaled:
             return "loss_scale is given"
-        if type(optimizer).__mro__[1] is not torch.optim.SGD:
+        if optimizer is None or type(optimizer).__mro__[1] is not torch.optim.SGD:
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
         if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) > 1:
             return "a hook before step() may look at them"
-        for group in optimizer.param_groups:
-            if any(id(p) in self._ids for p in group["params"]):
-                refused = self._refusal_of(group)
-                if refused is not None:
-                    return refused
-        if not all(is_plain(p) for p in self._parameters):
-            return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
-        return None
+        ours = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
+        return next(filter(None, (_refusal_of_group(group, applied) for group in ours)), None)
 
-    def _refusal_of(self, group: dict[str, Any]) -> str | None:
-        for option in _NOT_AT_0:
-            if group.get(option) and option not in self._applied:
-                return f"the optimizer applies {option} itself"
-        for option in ("maximize", "differentiable"):
-            if group.get(option):
-                return f"the optimizer has {option}=True"
-        rate = group["lr"]
-        if not isinstance(rate, (int, float)) or not rate > 0:
-            return "the learning rate is not a number > 0"
-        return None
+    return obstacle
+
+
+def _refusal_of_group(group: dict[str, Any], applied: Collection[str]) -> str | None:
+    for option in ("momentum", "weight_decay"):
+        if group.get(option) and option not in applied:
+            return f"the optimizer applies {option} itself"
+    for option in ("maximize", "differentiable"):
+        if group.get(option):
+            return f"the optimizer has {option}=True"
+    return refusal_of_rate(group["lr"])
+
+
+def refusal_of_rate(rate: Any) -> str | None:
+    """Why entries cannot be updated with a learning rate; None if they can."""
+    positive = isinstance(rate, (int, float)) and 0 < rate < math.inf
+    return None if positive else "the learning rate is not a positive number"
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -133,26 +150,8 @@ def is_plain(parameter: torch.Tensor) -> bool:
     )
 
 
-def _update(
-    total: EntrySum,
-    parameter_of: Callable[[int], torch.Tensor],
-    group_of: Callable[[torch.Tensor], dict[str, Any]],
-) -> None:
-    """One call of SGD's function for neighbours of the same group."""
-    run: list[tuple[torch.Tensor, np.ndarray, np.ndarray]] = []
-    group: dict[str, Any] | None = None
-    for i, places, values in total.tensors():
-        p = parameter_of(i)
-        if group is not None and group_of(p) is not group:
-            _update_run(run, group)
-            run = []
-        group = group_of(p)
-        run.append((p, places, values))
-    if group is not None:
-        _update_run(run, group)
-
-
-def _update_run(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
+def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
+    """Update (parameter, places, values) of one group."""
     flats = [p.detach().view(-1).numpy() for p, _, _ in run]
     entries = np.concatenate([flat[places] for flat, (_, places, _) in zip(flats, run, strict=True)])
     sgd(
