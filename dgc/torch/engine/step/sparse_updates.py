@@ -115,14 +115,21 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
     def obstacle(optimizer: torch.optim.Optimizer | None) -> str | None:
         if scaled:
             return "loss_scale is given"
-        if optimizer is None or type(optimizer).__mro__[1] is not torch.optim.SGD:
+        if optimizer is None or _class_of(optimizer) is not torch.optim.SGD:
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
-        if optimizer._optimizer_step_pre_hooks or len(torch_optimizer._global_optimizer_pre_hooks) > 1:
+        stepping = [optimizer, getattr(optimizer, "optim", optimizer)]
+        if any(o._optimizer_step_pre_hooks for o in stepping) or len(torch_optimizer._global_optimizer_pre_hooks) > 1:
             return "a hook before step() may look at them"
         ours = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
         return next(filter(None, (_refusal_of_group(group, applied) for group in ours)), None)
 
     return obstacle
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> type:
+    """Whose update a wrapped optimizer makes: its own class's, or that of the one which it shards."""
+    given = type(optimizer).__mro__[1]
+    return optimizer.optimizer_class if given.__dict__.get("_shards_updates") else given  # type: ignore[attr-defined]
 
 
 def _refusal_of_group(group: dict[str, Any], applied: Collection[str]) -> str | None:
