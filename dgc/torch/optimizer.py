@@ -21,7 +21,6 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
-from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 
 
 def DistributedOptimizer(
@@ -99,17 +98,11 @@ def DistributedOptimizer(
     if engine is None:
         return distributed
     engine.steps.owner = distributed
-    engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.steps.scale_is_known)
     distributed._dgc = ours
     # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
     cls = type(distributed)
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    replaced = {
-        "_allreduce_grad_async": _submit,
-        "synchronize": _with_sparse_updates(cls.synchronize),
-        "step": _without_dense_results(cls.step),
-    }
-    distributed.__class__ = type(cls.__name__, cls.__bases__, {**namespace, **replaced})
+    distributed.__class__ = type(cls.__name__, cls.__bases__, {**namespace, "_allreduce_grad_async": _submit})
     return distributed
 
 
@@ -146,28 +139,6 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
             return self._sparse_allreduce_grad_async(p, self._parameter_names.get(p))
         gradient = gradient.to_dense()
     return functools.partial(_wait, engine, engine.submit(index, gradient)), None
-
-
-def _without_dense_results(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's ``step``, in which nobody looks at gradients between the exchange and the update."""
-
-    @functools.wraps(step)  # with torch's mark of a step that calls hooks
-    def stepping(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        with self._dgc.engine.updates.stepping(at_once=closure is None and self._should_synchronize):
-            return step(self, closure)
-
-    return stepping
-
-
-def _with_sparse_updates(synchronize: Callable[..., None]) -> Callable[..., None]:
-    """Horovod's ``synchronize``, after which parameters hold what came where no dense result was written."""
-
-    @functools.wraps(synchronize)
-    def synchronized(self: Any) -> None:
-        synchronize(self)
-        self._dgc.engine.update(self)
-
-    return synchronized
 
 
 def _wait(engine: Engine, result: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ class Engine(EngineBase):
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
         self.updates = SparseUpdates(self.parameters, config.sparse_updates)
+        self.steps.on_step = self.update
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -168,8 +169,7 @@ class Engine(EngineBase):
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
-            if not self.updates.concluded(self.steps.owner):
-                self.exchange.write_held()
+            self.updates.concluded(self.steps.owner) or self.exchange.write_held()
             if self.check_peers is not None:
                 self.check_peers(True)
         except DGCError as error:
@@ -187,7 +187,8 @@ class Engine(EngineBase):
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply what :meth:`finish` has not written, in the optimizer's place."""
-        self.updates.apply(optimizer, self.exchange.held(), [self.parameters[i] for i in self._sparse.others])
+        if self.updates.pending:
+            self.updates.apply(optimizer, self.exchange.held(), [self.parameters[i] for i in self._sparse.others])
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.

@@ -187,10 +187,9 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         scale = getattr(self, "grad_scale", None)
         self._scale = 1.0 if scale is None else float(scale)
         refused_before = self._engine.stats.refused_steps
-        with self._engine.updates.stepping(at_once=not self._shows_gradients):
-            self._take_options()
-            self._submit_all()
-            self._engine.finish()
+        self._take_options()
+        self._submit_all()
+        self._engine.finish()
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
@@ -393,6 +392,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
 def _obstacle(optimizer: DGCMomentum | None) -> str | None:
     """Why the results of a step that begins must be dense; see :mod:`dgc.torch.engine.step.sparse_updates`."""
     assert optimizer is not None, "it takes the step"
+    if optimizer._shows_gradients:
+        return "minimize() returns gradients"
     if optimizer._scale != 1.0:
         return "a GradScaler's scale is in them"
     return next(filter(None, (refusal_of_rate(float(group["lr"])) for group in optimizer.param_groups)), None)

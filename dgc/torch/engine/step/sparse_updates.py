@@ -7,10 +7,9 @@ entries that are not 0 go through the very function that SGD calls: the paramete
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
+from dgc.torch.engine.step.callers import frames, stepping
 
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 """Asked in every step why it needs dense results; None if it does not."""
@@ -32,6 +32,7 @@ class SparseUpdates:
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
+        pending: whether sums of the latest step wait for :meth:`apply`.
         obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
 
@@ -45,37 +46,32 @@ class SparseUpdates:
         self._parameters = parameters
         self._enabled = enabled
         self._steps_at_once = True  # whether step() exchanges, as far as is known
-        self._stepping = False
+        self.pending = False
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be held in it."""
+        self.pending = False
         self.reason = self._refusal(optimizer)
         if self.reason is None and not self._steps_at_once:
             self.reason = "synchronize() is called before step()"
         return self.reason is None
 
-    @contextlib.contextmanager
-    def stepping(self, at_once: bool) -> Iterator[None]:
-        """The ``step()`` of an optimizer.
+    def concluded(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """The exchange of a step is over; returns whether held sums will be applied instead of being written.
 
         Args:
-            at_once: whether it exchanges what is left of the gradients, and nobody sees them before the update.
+            optimizer: whose ``step()`` exchanges what is left of the gradients, so that nobody sees them before the
+                update; None if that is known.
         """
-        self._stepping = at_once
-        try:
-            yield
-        finally:
-            self._stepping = False
+        self._steps_at_once = optimizer is None or _is_in_step(optimizer)
+        self.pending = self._steps_at_once and self._refusal(optimizer) is None
+        return self.pending
 
-    def concluded(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """The exchange of a step is over; returns whether held sums will be applied instead of being written."""
-        self._steps_at_once = self._stepping
-        return self._stepping and self._refusal(optimizer) is None
-
-    @staticmethod
-    def apply(optimizer: torch.optim.Optimizer, held: Sequence[EntrySum], members: Sequence[torch.Tensor]) -> None:
+    def apply(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[EntrySum], members: Sequence[torch.Tensor]
+    ) -> None:
         """Update the parameters by sums that were held, and let their ``.grad`` be None.
 
         Args:
@@ -83,6 +79,7 @@ class SparseUpdates:
             held: of some buckets.
             members: the parameters in the order of the layout.
         """
+        self.pending = False
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if held else {}
         for total in held:
             for segment in total.bucket.sparse:
@@ -96,7 +93,7 @@ class SparseUpdates:
         if not self._enabled:
             return "sparse_updates=False"
         if self.obstacle is None:
-            return "Horovod's own wrapper applies them"
+            return "nobody can apply anything else"
         if not all(is_plain(p) for p in self._parameters):
             return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
         return self.obstacle(optimizer)
@@ -120,10 +117,18 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
         stepping = [optimizer, getattr(optimizer, "optim", optimizer)]
         if any(o._optimizer_step_pre_hooks for o in stepping) or len(torch_optimizer._global_optimizer_pre_hooks) > 1:
             return "a hook before step() may look at them"
+        if not getattr(vars(torch.optim.SGD)["step"], "hooked", False):
+            return "torch calls no hooks before SGD's step"
         ours = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
         return next(filter(None, (_refusal_of_group(group, applied) for group in ours)), None)
 
     return obstacle
+
+
+def _is_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's ``step`` is among the callers, without a closure that would look at gradients."""
+    calls = [frame for frame in frames() if stepping(frame) is optimizer]
+    return bool(calls) and all(frame.f_locals.get("closure") is None for frame in calls)
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
