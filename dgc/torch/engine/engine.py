@@ -169,7 +169,8 @@ class Engine(EngineBase):
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
-            self.updates.concluded(self.steps.owner) or self.exchange.write_held()
+            if not self.updates.concluded(self.steps.owner):
+                self.exchange.write_held()
             if self.check_peers is not None:
                 self.check_peers(True)
         except DGCError as error:
@@ -280,8 +281,7 @@ class Engine(EngineBase):
         self._error, self._untold, self._opened = None, False, False
 
     def _begin(self, index: int) -> None:
-        error = self._open_step(index)
-        if error is not None:
+        if (error := self._open_step(index)) is not None:
             self._raise_on_all_ranks(error)
 
     def _open_step(self, index: int | None = None) -> DGCError | None:
@@ -352,8 +352,7 @@ class Engine(EngineBase):
         submitted = set(self._results)
         self._results.clear()
         if not self._sparse.settled:
-            found = self._sparse.settle(self.transport, submitted)
-            if found:
+            if found := self._sparse.settle(self.transport, submitted):
                 self._exclude(found)
         if not self._replicas_compared:
             self._replicas_compared = True
