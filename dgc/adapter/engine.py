@@ -147,6 +147,14 @@ class EngineBase(abc.ABC):
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
+        return {**self._describe(), "updates": self.how_updated}
+
+    @property
+    def how_updated(self) -> str:
+        """Whether the latest step's results were applied as entries, or why they were dense."""
+        return "dense"
+
+    def _describe(self) -> dict[str, Any]:
         each = [exchange.describe() for exchange in self._exchanges]
         if len(each) == 1:
             return each[0]

@@ -23,7 +23,8 @@ from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import WireError
 
 COMMON = (
-    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op seed discardable"
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op seed "
+    "discardable sparse_updates"
 ).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, segment_work, small_codec
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -144,11 +144,15 @@ class AlgorithmEncoder(Encoder):
         return self._fitted
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> bool:
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
         spec, factor = self._spec(plan.density), share * step.loss_scale
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
         decoded = [self._decode(message, spec) for message in messages]
+        entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
+        if len(entries) == len(decoded):
+            put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
+            return
+        results = [item.result for item in step.given.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
         for each in decoded:
@@ -158,7 +162,7 @@ class AlgorithmEncoder(Encoder):
             with np.errstate(over="ignore", invalid="ignore"):
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
-        return all(_is_finite(result) for result in results)
+        outcome.flagged = not all(_is_finite(result) for result in results)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
