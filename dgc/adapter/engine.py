@@ -223,11 +223,11 @@ class EngineBase(abc.ABC):
         """Look whether :meth:`load_state_dict` will take a state; changes nothing and asks nobody.
 
         Raises:
-            LayoutError: it belongs to another model, rank or number of ranks, or is damaged.
+            LayoutError: it belongs to another model, rank, number of ranks or op, or is damaged.
         """
         if is_empty(saved):
             return
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self._config.op)
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)

@@ -195,6 +195,10 @@ class Algorithm(ABC):
         """Numbers of the index and value codec in the header."""
         return 0, 0
 
+    def has_room_for_all(self, spec: BucketSpec) -> bool:
+        """Whether no entry waits for room in a message, so that no momentum is stale and none is cleared."""
+        return self.scheduled and spec.density >= 1.0
+
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:

@@ -276,7 +276,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size}
+        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size, "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -284,10 +284,10 @@ class Exchange:
         All ranks must load together. A step that an exception left half done is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank or number of ranks; the state was not changed.
+            LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self.config.op)
         self.state.load(saved)
         self.unapplied.reset()
         self._status.recover()

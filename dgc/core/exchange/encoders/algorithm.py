@@ -241,9 +241,11 @@ class AlgorithmEncoder(Encoder):
 
     def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        spec = self._spec(plan.density)
+        decoded = self._algorithm.decode(self._own, self._count_sent, spec)
         if isinstance(decoded, SparseValues):
-            masking = masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
+            late = not self._algorithm.has_room_for_all(spec)
+            masking = late and masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
             return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
