@@ -187,7 +187,7 @@ def _look(found: Found, folder: Path, mark: str) -> None:
 
 
 def _is_partial(path: Path) -> bool:
-    return bool(re.search(r"\.(partial|tmp|lock|new)", path.name))
+    return bool(re.search(r"\.(part|partial|tmp|lock|new)", path.name))
 
 
 def _stacks(processes: list[psutil.Process]) -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,6 +213,11 @@ class MPITransport:
         if not is_child() and not self._mpi.Is_finalized():
             with _as_transport_error("freeing the communicator"):
                 self._comm.Free()
+
+    def busy(self) -> AbstractContextManager[None]:
+        """While this rank writes or reads a file of any size: others, who wait in a collective, do not give it up."""
+        self._require_open()
+        return self._stall.busy()
 
     def end_job(self, error: Exception) -> None:
         """End all ranks with this one, whose caller waits for a missing rank where no error reaches it."""
