@@ -29,6 +29,9 @@ CACHES = ("torchinductor_",)
 """What a framework keeps in TMPDIR for later jobs, whatever happens."""
 
 
+_under_way: dict[str, Path] = {}
+
+
 @dataclass
 class Found:
     """What one job did.
@@ -71,15 +74,27 @@ def run_cell(way: str, launcher: str, fault: str, stop: float, limit: float) -> 
     mark = uuid.uuid4().hex
     # A short name: Open MPI puts sockets below it, whose paths have at most 108 bytes.
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+    _under_way[mark] = folder
     try:
         (folder / "tmp").mkdir()
         (folder / "job").mkdir()
         _run(found, FAULTS[fault], folder, mark, stop, limit)
     finally:
-        for process in processes_of(mark):
-            _kill(process)
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(mark)
     return asdict(found)
+
+
+def clear_all() -> None:
+    """End the jobs under way, whichever thread has started them."""
+    for mark in list(_under_way):
+        _clear(mark)
+
+
+def _clear(mark: str) -> None:
+    while alive := processes_of(mark):
+        for process in alive:
+            _kill(process)
+    shutil.rmtree(_under_way.pop(mark, Path("/nowhere")), ignore_errors=True)
 
 
 def processes_of(mark: str) -> list[psutil.Process]:

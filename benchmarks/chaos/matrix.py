@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
 
-from cell import run_cell  # noqa: E402
+from cell import clear_all, run_cell  # noqa: E402
 from faults import FAULTS  # noqa: E402
 from report import RESULTS, read_rows, write_docs, write_rows  # noqa: E402
 
@@ -78,8 +79,15 @@ def main() -> None:
             write_rows(options.json, rows)
             print(_line(row), flush=True)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
         list(pool.map(run, itertools.product(*asked)))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        clear_all()
+        raise
+    pool.shutdown()
 
 
 def _chosen(text: str, allowed: tuple[str, ...]) -> list[str]:
