@@ -135,7 +135,7 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
                 launcher.kill()
                 launcher.wait()
     found.output = shorten((folder / "output").read_text(errors="replace"))
-    found.reads = first_error(found.output)
+    found.reads = first_error(found.output) if found.status != 0 else ""
     found.digests = [_second_line(job / f"finished.{rank}") for rank in range(RANKS)]
     found.verdict = _verdict(found, fault, job)
 
@@ -193,7 +193,7 @@ def _look(found: Found, folder: Path, mark: str) -> None:
             found.left.append(f"process {' '.join(process.cmdline())[-60:]}")
         except psutil.Error:
             continue
-    shared = {line for r in range(RANKS) for line in _lines(folder / "job" / f"ready.{r}")[1:]}
+    shared = {line for r in range(RANKS) for line in _lines(folder / "job" / f"ready.{r}")[1:] if line}
     found.left += [f"shared memory {path}" for path in sorted(shared) if Path(path).exists()]
     kept = (path.name for path in sorted((folder / "tmp").iterdir()))
     found.left += [f"TMPDIR/{name}" for name in kept if not name.startswith(CACHES)]
@@ -236,6 +236,7 @@ def shorten(output: str, longest: int = 20_000) -> str:
 
 _PREFIX = re.compile(r"^(\[\d+(,\d+)?\](<std(err|out)>:)?\s*)+")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
+_NOISE = re.compile(r"^([IW]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log messages|-+$)")
 _LAUNCHER = re.compile(r"^(mpirun (noticed|detected|was|has)|Process name|Process \d+ exit|RuntimeError|terminate called)")
 
 
@@ -246,7 +247,7 @@ def first_error(output: str) -> str:
         for line in lines:
             if pattern.match(line) and "Warning" not in line.split(":")[0]:
                 return line
-    return next((line for line in reversed(lines) if line.strip()), "")
+    return next((line for line in reversed(lines) if line.strip() and not _NOISE.match(line)), "")
 
 
 def _verdict(found: Found, fault: Fault, job: Path) -> str:

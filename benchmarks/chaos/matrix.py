@@ -84,6 +84,8 @@ def main() -> None:
     try:
         list(pool.map(run, itertools.product(*asked)))
     except BaseException:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # a second one must not leave jobs behind
         pool.shutdown(wait=False, cancel_futures=True)
         clear_all()
         raise

@@ -53,8 +53,10 @@ class Rank:
             self.steps += 1 if self.fault.name == "one_more" else -1
         if self.fault.wanted == "saves" or self.fault.name == "save_alone":
             signal.signal(signal.SIGTERM, self._hear)
-        if self.fault.where == "start":
-            self._happen("start")
+
+    def wraps(self) -> None:
+        """Its optimizer is made, and about to be wrapped."""
+        self._happen("start")
 
     def begin(self, step: int) -> None:
         """A step begins, counted from 0."""

@@ -115,6 +115,7 @@ def train(way: str, rank: Rank) -> None:
     model = _make_model(rank)
     rank.initialised(hvd.rank())
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+    rank.wraps()
     saved = (_fit if way == "keras" else _loop)(way, rank, model, optimizer)
     if not saved:
         rank.finished(model.get_weights())

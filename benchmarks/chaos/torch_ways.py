@@ -48,6 +48,7 @@ def train(way: str, rank: Rank) -> None:
     rank.initialised(hvd.rank())
     optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    rank.wraps()
     compression = None
     if way == "A":
         compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, sparsity=0.99)
