@@ -236,8 +236,12 @@ def shorten(output: str, longest: int = 20_000) -> str:
 
 _PREFIX = re.compile(r"^(\[\d+(,\d+)?\](<std(err|out)>:)?\s*)+")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
+_HEADING = ("Graph execution error:", "in user code:")
+"""TensorFlow's, above what was wrong."""
 _NOISE = re.compile(r"^([IW]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log messages|-+$)")
-_LAUNCHER = re.compile(r"^(mpirun (noticed|detected|was|has)|Process name|Process \d+ exit|RuntimeError|terminate called)")
+_LAUNCHER = re.compile(
+    r"^(mpirun (noticed|detected|was|has)|Process name|Process \d+ exit|RuntimeError|terminate called)"
+)
 
 
 def first_error(output: str) -> str:
@@ -245,7 +249,7 @@ def first_error(output: str) -> str:
     lines = [_PREFIX.sub("", line.rstrip()) for line in output.splitlines()]
     for pattern in (_ERROR, _LAUNCHER):
         for line in lines:
-            if pattern.match(line) and "Warning" not in line.split(":")[0]:
+            if pattern.match(line) and "Warning" not in line.split(":")[0] and not line.endswith(_HEADING):
                 return line
     return next((line for line in reversed(lines) if line.strip() and not _NOISE.match(line)), "")
 
@@ -270,4 +274,4 @@ def _lines(path: Path) -> list[str]:
 
 
 def _second_line(path: Path) -> str:
-    return (_lines(path) + ["", ""])[1]
+    return [*_lines(path), "", ""][1]

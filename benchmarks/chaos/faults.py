@@ -50,16 +50,24 @@ FAULTS = {
         Fault("none", "nothing (for comparison)", "", "goes on"),
         Fault("kill", "`kill -9` of a rank", "begin", tells=_KILLED),
         Fault("stop", "a rank is stopped (SIGSTOP) for {stop:.0f} s", "begin", "goes on"),
-        Fault("stop_forever", "a rank is stopped for good", "begin", tells=r"rank 1\b|ranks?:? ?\[?1\b", environment=STALL),
+        Fault(
+            "stop_forever", "a rank is stopped for good", "begin", tells=r"rank 1\b|ranks?:? ?\[?1\b", environment=STALL
+        ),
         Fault("raise_forward", "a rank raises in its forward pass", "forward"),
         Fault("raise_backward", "a rank raises in a hook, within the backward pass", "backward"),
         Fault("raise_update", "a rank raises in `optimizer.step()`", "update"),
         Fault("exit_0", "`sys.exit(0)` of a rank between steps", "begin", tells=_UNEVEN),
-        Fault("exit_3", "`sys.exit(3)` of a rank between steps", "begin", tells=_UNEVEN + r"|exit code: 3|code 3|status 3"),
+        Fault(
+            "exit_3", "`sys.exit(3)` of a rank between steps", "begin", tells=_UNEVEN + r"|exit code: 3|code 3|status 3"
+        ),
         Fault("one_more", "a rank makes one step more", "length", tells=_UNEVEN),
         Fault("one_fewer", "a rank makes one step fewer", "length", tells=_UNEVEN),
-        Fault("interrupt_launcher", "Ctrl-C (SIGINT) to the launcher", "outside", tells=r"(?i)interrupt|SIGINT|signal 2"),
-        Fault("interrupt_all", "Ctrl-C to the launcher and all ranks", "outside", tells=r"(?i)interrupt|SIGINT|signal 2"),
+        Fault(
+            "interrupt_launcher", "Ctrl-C (SIGINT) to the launcher", "outside", tells=r"(?i)interrupt|SIGINT|signal 2"
+        ),
+        Fault(
+            "interrupt_all", "Ctrl-C to the launcher and all ranks", "outside", tells=r"(?i)interrupt|SIGINT|signal 2"
+        ),
         Fault("save_agreed", "SIGTERM to all ranks; they agree on a step, save and end", "outside", "saves"),
         Fault(
             "save_alone",

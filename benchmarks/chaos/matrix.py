@@ -62,7 +62,7 @@ def main() -> None:
         )
     ]
     rows = read_rows(options.json)
-    keeping = threading.Lock()
+    keeping, stopped = threading.Lock(), threading.Event()
     stop = 5.0 if options.quick else 60.0
 
     def run(cell: tuple[str, str, str]) -> None:
@@ -72,8 +72,15 @@ def main() -> None:
         row["stop"] = stop
         row["runs"] = options.repeat
         with keeping:
+            if stopped.is_set():
+                return
             plain = rows.get((way, launcher, "none"))
-            if row["verdict"] == "goes on" and plain is not None and row["digests"] != plain["digests"]:
+            if (
+                row["verdict"] == "goes on"
+                and fault != "none"
+                and plain is not None
+                and row["digests"] != plain["digests"]
+            ):
                 row["verdict"] = "WRONG"
             rows[way, launcher, fault] = row
             write_rows(options.json, rows)
@@ -86,6 +93,7 @@ def main() -> None:
     except BaseException:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # a second one must not leave jobs behind
+        stopped.set()
         pool.shutdown(wait=False, cancel_futures=True)
         clear_all()
         raise

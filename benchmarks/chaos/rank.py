@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from faults import FAULTS, STEP, STEPS, TEXT, VICTIM  # noqa: E402
+from faults import FAULTS, STEP, STEPS, TEXT, VICTIM
 
 PAUSE = 0.02
 """Seconds of a step."""

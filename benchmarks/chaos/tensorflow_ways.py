@@ -74,7 +74,7 @@ class Steps(keras.callbacks.Callback):
         if self._rank.fault.where == "outside" and _is_time(self._rank):
             self._checkpoint.save()
             if hvd.rank() == 0:
-                self.model.save(self._rank.folder / "checkpoint" / "model.keras")
+                self.model.save_weights(self._rank.folder / "checkpoint" / "model.weights.h5")
             self._rank.saved()
             self.model.stop_training = True
 
