@@ -25,8 +25,8 @@ MARK = "DGC_CHAOS_JOB"
 RANKS = 2
 START_SECONDS = 240.0
 LINGER_SECONDS = 5.0
-CACHES = ("torchinductor_",)
-"""What a framework keeps in TMPDIR for later jobs, whatever happens."""
+CACHES = ("torchinductor_", "__autograph_generated_file")
+"""What a framework leaves in TMPDIR: PyTorch for later jobs, TensorFlow where a process was killed."""
 
 
 _under_way: dict[str, Path] = {}
@@ -235,7 +235,7 @@ def shorten(output: str, longest: int = 20_000) -> str:
 
 
 _PREFIX = re.compile(r"^(\[\d+(,\d+)?\](<std(err|out)>:)?\s*)+")
-_ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
+_ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?_?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
 _HEADING = ("Graph execution error:", "in user code:")
 """TensorFlow's, above what was wrong."""
 _NOISE = re.compile(r"^([IW]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log messages|-+$)")

@@ -66,6 +66,12 @@ SLEEP_FRACTION = 0.25
 SUSPENDED_SECONDS = 5.0
 """Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
 
+_OUT_OF_STEP = (
+    ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in the "
+    "same order. A rank that is told to stop or to save (by a signal, by a metric of its own) asks the others first "
+    "(hvd.allreduce)"
+)
+
 
 def import_mpi() -> Any:
     """Import ``mpi4py.MPI``; this initialises MPI unless somebody (Horovod) already has.
@@ -331,4 +337,5 @@ def _as_transport_error(what: str) -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        raise TransportError(f"mpi transport, {what}: {error}") from error
+        advice = _OUT_OF_STEP if error.Get_error_class() == MPI.ERR_TRUNCATE else ""
+        raise TransportError(f"mpi transport, {what}: {error}{advice}") from error
