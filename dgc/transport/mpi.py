@@ -67,9 +67,9 @@ SUSPENDED_SECONDS = 5.0
 """Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
 
 _OUT_OF_STEP = (
-    ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in the "
-    "same order. A rank that is told to stop or to save (by a signal, by a metric of its own) asks the others first "
-    "(hvd.allreduce)"
+    ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
+    "the same order. A rank that is told to stop or to save (by a signal, by a metric of its own) asks the others first"
+    " (hvd.allreduce)"
 )
 
 
