@@ -18,7 +18,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,12 +130,14 @@ class StallWatch:
 
         # A daemon: a rank that is killed within its work must not be kept alive by this thread.
         teller = threading.Thread(target=tell, name="dgc-busy", daemon=True)
-        teller.start()
+        with suppress(RuntimeError):  # no thread to be had: what is worked on needs it more
+            teller.start()
         try:
             yield
         finally:
             ended.set()
-            teller.join()
+            if teller.ident is not None:
+                teller.join()
 
     # -- inside --------------------------------------------------------------------------------------------------
 

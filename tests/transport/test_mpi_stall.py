@@ -176,3 +176,13 @@ def test_a_busy_rank_says_so_until_it_is_through(signs, monkeypatch):
     assert set(signs.told) == {mpi_stall._BUSY}
     assert len(signs.told) >= 2
     assert not [thread for thread in threading.enumerate() if thread.name == "dgc-busy"]
+
+
+def test_work_is_done_where_no_thread_can_be_started(signs, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with mpi_stall.StallWatch(signs, signs).busy():
+        done = True
+    assert done
