@@ -235,6 +235,7 @@ def shorten(output: str, longest: int = 20_000) -> str:
 
 
 _PREFIX = re.compile(r"^(\[\d+(,\d+)?\](<std(err|out)>:)?\s*)+")
+_FOLDER = re.compile(r"(?<![\w/])/(?:[\w.+-]+/)+")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?_?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
 _HEADING = ("Graph execution error:", "in user code:")
 """TensorFlow's, above what was wrong."""
@@ -246,7 +247,7 @@ _LAUNCHER = re.compile(
 
 def first_error(output: str) -> str:
     """The first line that says what was wrong: of a Python exception, or else of the launcher."""
-    lines = [_PREFIX.sub("", line.rstrip()) for line in output.splitlines()]
+    lines = [_FOLDER.sub("", _PREFIX.sub("", line.rstrip())) for line in output.splitlines()]
     for pattern in (_ERROR, _LAUNCHER):
         for line in lines:
             if pattern.match(line) and "Warning" not in line.split(":")[0] and not line.endswith(_HEADING):
