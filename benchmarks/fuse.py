@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import processor
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step
 
@@ -112,11 +113,8 @@ def compare(name: str, shapes: list[tuple[int, ...]], device: str, repeats: int)
 
 def machine(device: str) -> dict[str, object]:
     """What the figures were taken on."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": len(names) or None,
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "python": platform.python_version(),

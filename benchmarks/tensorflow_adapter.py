@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from machine import processor
 
 from dgc.core.exchange.records import Hyper
 from dgc.tensorflow.compressor import DGCCompressor
@@ -153,16 +154,6 @@ def summary(args: argparse.Namespace, seconds: dict[str, list[float]]) -> dict[s
         "machine": processor(),
         "load": os.getloadavg()[0],
     }
-
-
-def processor() -> str:
-    """The processor's name and the number of its cores that this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":

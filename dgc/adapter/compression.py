@@ -52,7 +52,8 @@ class CompressionBase(abc.ABC):
                 ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
                 framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``, ``discardable=False``
                 (True: a step that was exchanged and not applied can be taken back wholly; costs the memory of
-                residuals and momentum once more).
+                residuals and momentum once more), ``sparse_updates=True`` (False: always make dense results; see
+                ``describe()["updates"]``).
 
         Raises:
             TypeError: an unknown option; the message lists the valid ones.

@@ -147,6 +147,14 @@ class EngineBase(abc.ABC):
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
+        return {**self._describe(), "updates": self.how_updated}
+
+    @property
+    def how_updated(self) -> str:
+        """Whether the latest step's results were applied as entries, or why they were dense."""
+        return "dense"
+
+    def _describe(self) -> dict[str, Any]:
         each = [exchange.describe() for exchange in self._exchanges]
         if len(each) == 1:
             return each[0]
@@ -214,11 +222,11 @@ class EngineBase(abc.ABC):
         """Look whether :meth:`load_state_dict` will take a state; changes nothing and asks nobody.
 
         Raises:
-            LayoutError: it belongs to another model, rank or number of ranks, or is damaged.
+            LayoutError: it belongs to another model, rank, number of ranks or op, or is damaged.
         """
         if is_empty(saved):
             return
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self._config.op)
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)

@@ -21,6 +21,7 @@ from dgc.torch.engine.horovod.horovod import HOROVOD, give_up_step, has_begun, i
 from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
 from dgc.torch.engine.step.saved_state import require_own_options
+from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -90,6 +91,9 @@ class DGCCompressor(CompressorBase[Engine]):
                 engine.close(keep_transport=True)
                 raise
             engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
+            engine.updates.obstacle = obstacle_of_sgd(
+                engine.parameters, engine.adoption.options, engine.steps.scale_is_known
+            )
             engine.steps.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
             return engine
 

@@ -1,13 +1,22 @@
 """A rank that waits for one that never comes: on real ranks."""
 
+<<<<<<< HEAD
 import threading
 import time
+=======
+import contextlib
+>>>>>>> main
 
 import pytest
 from launch_tools import run_mpi
 
+<<<<<<< HEAD
 from dgc.errors import ConfigError, StallError
 from dgc.transport import mpi_stall
+=======
+from dgc.errors import ConfigError, StallError, TransportError
+from dgc.transport import mpi
+>>>>>>> main
 from dgc.transport.mpi_stall import seconds_of
 
 STOPPED = """
@@ -103,6 +112,7 @@ def test_other_times_are_refused(monkeypatch, text):
         seconds_of("SOME_SECONDS", 7.0)
 
 
+<<<<<<< HEAD
 class Signs:
     """A communicator of two ranks as rank 0 sees it, with what rank 1 has sent."""
 
@@ -186,3 +196,90 @@ def test_work_is_done_where_no_thread_can_be_started(signs, monkeypatch):
     with mpi_stall.StallWatch(signs, signs).busy():
         done = True
     assert done
+=======
+class Clock:
+    """A time that goes on slowly, and in jumps: this process does not run."""
+
+    def __init__(self, jumps):
+        self.now, self._jumps = 0.0, dict(jumps)
+        self.slept = 0
+
+    def perf_counter(self):
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept += 1
+        self.now += seconds + self._jumps.pop(self.slept, 0.0)
+
+
+class Looks:
+    """In the place of a StallWatch: notes when it was asked, and gives up after a minute."""
+
+    next_look = 2.0
+
+    def __init__(self):
+        self.waited = []
+
+    def begin(self):
+        pass
+
+    def look(self, waited):
+        self.waited.append(waited)
+        if waited > 60:
+            raise StallError("gave up")
+
+
+def waiting_transport(monkeypatch, clock, tests):
+    """An MPITransport without MPI, and how many collectives it has begun; each is over after ``tests`` looks."""
+    begun, left = [], []
+
+    def start(_, collective):
+        begun.append(collective)
+        left[:] = [tests]
+
+    def is_done(_, request):
+        left[0] -= 1
+        return left[0] < 0
+
+    for name, stand_in in (
+        ("time", clock),
+        ("start", start),
+        ("is_done", is_done),
+        ("waiting", contextlib.nullcontext),
+        ("abort_at_exit", lambda: None),
+    ):
+        monkeypatch.setattr(mpi, name, stand_in)
+    transport = mpi.MPITransport.__new__(mpi.MPITransport)
+    vars(transport).update(_mpi=None, _stall=Looks(), _gave_up=False)
+    return transport, begun
+
+
+def test_a_job_that_was_suspended_has_not_waited(monkeypatch):
+    """All ranks are stopped for ten minutes, twice; each goes on before the others have answered."""
+    clock = Clock({10: 600.0, 20: 900.0})
+    transport, begun = waiting_transport(monkeypatch, clock, tests=1000)
+    transport._wait(lambda: None, 0)
+    assert len(begun) == 1
+    assert clock.now > 1500
+    assert transport._stall.waited == []
+
+
+def test_a_rank_that_runs_and_waits_is_looked_after(monkeypatch):
+    clock = Clock({n: 4.0 for n in range(10, 13)})  # a busy machine is no suspended one
+    transport, _ = waiting_transport(monkeypatch, clock, tests=1000)
+    transport._wait(lambda: None, 0)
+    assert transport._stall.waited[0] == pytest.approx(4.0, abs=0.1)
+
+
+def test_after_a_stall_the_transport_is_not_used_again(monkeypatch):
+    """The collective that was given up is still under way; the next one would be paired with it."""
+    transport, begun = waiting_transport(monkeypatch, Clock({n: 4.0 for n in range(5, 100)}), tests=10**6)
+    with pytest.raises(StallError, match="gave up"):
+        transport._wait(lambda: None, 0)
+    assert len(begun) == 1
+    for _ in range(2):
+        with pytest.raises(TransportError, match="given up waiting for others in an earlier exchange; restart"):
+            transport._wait(lambda: None, 0)
+    assert len(begun) == 1
+>>>>>>> main

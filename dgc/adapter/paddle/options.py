@@ -25,7 +25,7 @@ MIN_NUMEL = 16384
 COMPRESSED_TYPES = ("float32",)
 """Types that Paddle compresses."""
 
-CODEC_OPTIONS = ("indices", "values", "bucket_bytes", "momentum_masking")
+CODEC_OPTIONS = ("indices", "values", "bucket_bytes", "momentum_masking", "sparse_updates")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
 
 

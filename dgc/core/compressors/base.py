@@ -23,7 +23,8 @@ from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import WireError
 
 COMMON = (
-    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed discardable"
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed discardable "
+    "sparse_updates"
 ).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
@@ -193,6 +194,10 @@ class Algorithm(ABC):
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         """Numbers of the index and value codec in the header."""
         return 0, 0
+
+    def has_room_for_all(self, spec: BucketSpec) -> bool:
+        """Whether no entry waits for room in a message, so that no momentum is stale and none is cleared."""
+        return self.scheduled and spec.density >= 1.0
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 

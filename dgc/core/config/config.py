@@ -56,6 +56,8 @@ class DGCConfig:
     seed: int = 0
     # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
     discardable: bool = False
+    # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
+    sparse_updates: bool = True
     # False drops what is not sent (a control experiment: accuracy collapses).
     error_feedback: bool = field(default=True, repr=False)
     # Which compressor, by its name in the registry, and the options that it alone has.
@@ -85,6 +87,7 @@ class DGCConfig:
         require_flag("momentum_masking", self.momentum_masking)
         require_flag("error_feedback", self.error_feedback)
         require_flag("discardable", self.discardable)
+        require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
         if self.nesterov is not None and not isinstance(self.nesterov, bool):

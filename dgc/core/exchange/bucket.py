@@ -14,7 +14,7 @@ import numpy as np
 
 from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
-from dgc.core.exchange.records import Outcome, RemoteFailure, StepContext
+from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Kernels, memory_of
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState, State
@@ -145,17 +145,43 @@ class BucketExchange:
             if outcome.flagged:
                 for item in step.given.of(self.bucket.segments):
                     self._memory.fill(item.result, np.nan)
+                self.take_held()
                 return
         self._vector.write(step, plan, self._state.u, refused=refused)
+        if refused or outcome.held is None:
+            self.write_held()
+
+    def take_held(self) -> EntrySum | None:
+        """The results of the latest step that were not written; only once. Its gradients are let go."""
+        if self.outcome is None or self._step is None:
+            return None
+        held, self.outcome.held = self.outcome.held, None
+        self._step.given.let_go(self.bucket.segments)
+        return held
+
+    def write_held(self) -> None:
+        """Write them where they were to go."""
+        if self.outcome is not None and self._step is not None and self.outcome.held is not None:
+            self.outcome.held.write(self._step, self._kernels)
+        self.take_held()
 
     def return_sent(self, step: StepContext) -> None:
         """After a finished step that nobody applied: what was sent in it returns to u and v."""
         self.encoder.return_sent(step, self.plan(step), self._state, self.required_outcome)
 
-    def worst_parameter(self, step: StepContext) -> int:
-        """The parameter of a bucket that is refused whose gradient is not finite, or else has the largest entry."""
-        size = {s.parameter: _worst(step.given[s.parameter].gradient) for s in self.bucket.segments}
-        return max(size, key=lambda parameter: size[parameter])
+    def refusal(self, step: StepContext, own: int, names: Sequence[str]) -> str:
+        """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
+        ranks = self.required_outcome.flagged_by
+        if own in ranks or not ranks:
+            where = f"rank {own} in the gradient of {names[self._worst_parameter(step)]!r}"
+        else:
+            where = f"rank {ranks[0]}, whose own warning names the parameter"
+        return (
+            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
+            "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
+            "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
+            "(loss_scale=scaler), or do not call step() when a gradient is NaN"
+        )
 
     def put_back(self) -> None:
         """Return the entries that were sent in this step to u and v; again does nothing."""
@@ -173,6 +199,11 @@ class BucketExchange:
     @property
     def _state(self) -> BucketState:
         return self._all_states.buckets[self.bucket.index]
+
+    def _worst_parameter(self, step: StepContext) -> int:
+        """The parameter whose gradient is not finite, or else has the largest entry."""
+        size = {s.parameter: _worst(step.given[s.parameter].gradient) for s in self.bucket.segments}
+        return max(size, key=lambda parameter: size[parameter])
 
     def _put_back(self, outcome: Outcome) -> None:
         if outcome.undo is not None:
@@ -216,7 +247,7 @@ class BucketExchange:
         if plan.mode is Mode.SUM:
             self._vector.write_sum(step, plan)
         else:
-            outcome.flagged = not self.encoder.apply(step, plan, messages, self._share)
+            self.encoder.apply(step, plan, messages, self._share, outcome)
 
     def _count(self, step: StepContext, plan: BucketPlan, count: int) -> None:
         stats, itemsize = step.stats, 8 if self.bucket.dtype == "float64" else 4

@@ -18,7 +18,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.pipeline import Pipeline
-from dgc.core.exchange.records import Hyper, Stats, StepContext, Submission, Submissions
+from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
@@ -40,7 +40,11 @@ class Exchange:
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; read once per step.
         unapplied: takes the latest step back if nobody applies it.
+        holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
+            :meth:`write_held` after :meth:`finish`.
     """
+
+    holds = False
 
     def __init__(
         self,
@@ -203,6 +207,15 @@ class Exchange:
             )
             self.fail(error)
 
+    def held(self) -> list[EntrySum]:
+        """The results of the latest step that were not written; only once."""
+        return [total for bucket in self._buckets if (total := bucket.take_held()) is not None]
+
+    def write_held(self) -> None:
+        """Write those results where they were to go; the arrays that were given must still be there."""
+        for bucket in self._buckets:
+            bucket.write_held()
+
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
         step, layout = self.state.step, self.layout
@@ -265,7 +278,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size}
+        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size, "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -273,10 +286,10 @@ class Exchange:
         All ranks must load together. A step that an exception left half done is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank or number of ranks; the state was not changed.
+            LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self.config.op)
         self.state.load(saved)
         self.unapplied.reset()
         self._status.recover()
@@ -334,6 +347,7 @@ class Exchange:
             loss_scale=float(scale),
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             given=Submissions(self.layout),
+            holds=self.holds,
         )
         self._pipeline.start(self._step)
         return self._step
@@ -366,18 +380,7 @@ class Exchange:
         if self._warned or (own not in ranks and own != 0):
             return
         self._warned = True
-        if own in ranks or not ranks:
-            where = f"rank {own} in the gradient of {self.layout.parameters[bucket.worst_parameter(step)].name!r}"
-        else:
-            where = f"rank {ranks[0]}, whose own warning names the parameter"
-        warnings.warn(
-            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
-            "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
-            "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
-            "(loss_scale=scaler), or do not call step() when a gradient is NaN",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warnings.warn(bucket.refusal(step, own, [p.name for p in self.layout.parameters]), RuntimeWarning, stacklevel=4)
 
     def _end(self) -> None:
         with self._status.lock:

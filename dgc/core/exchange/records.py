@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.kernels.base import Undo
-from dgc.core.state.layout import Layout, Segment
-from dgc.errors import DGCError
+from dgc.core.kernels.base import Kernels, Undo
+from dgc.core.state.layout import Bucket, Layout, Segment
+from dgc.errors import DGCError, LayoutError
 
 
 @dataclass(slots=True)
@@ -68,6 +68,11 @@ class Submissions:
         bucket, _ = self._layout.places[parameter]
         self._missing[bucket] -= 1
         return self._missing[bucket] == 0
+
+    def let_go(self, segments: Sequence[Segment]) -> None:
+        """Keep nobody's memory alive: all has been read and written."""
+        for segment in segments:
+            self._items[segment.parameter] = None
 
     def is_complete(self, bucket: int | None = None) -> bool:
         """Whether all gradients of a bucket, or of the step, are in."""
@@ -195,11 +200,74 @@ class StepContext:
     stats: StepStats = field(default_factory=StepStats)
     clip: list[float] | None = None
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
+    holds: bool = False
+    """Whether sums of entries may be held for the caller, who applies them to the parameters or has them written."""
 
     def gradient_scale(self, parameter: int) -> float:
         """What a gradient is multiplied by before anything else: 1 / loss scale, times its clipping factor."""
         scale = 1.0 / self.loss_scale
         return scale if self.clip is None else scale * self.clip[parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySum:
+    """What all ranks together sent of a bucket's sparsified tensors: their result, without its zeros.
+
+    Attributes:
+        bucket: the bucket.
+        positions: (n,) int64 within the bucket's flat space, ascending and unique.
+        values: (n,) of the bucket's type.
+        bounds: (S + 1,) int64; tensor s has the entries from ``bounds[s]`` to ``bounds[s + 1]``.
+    """
+
+    bucket: Bucket
+    positions: np.ndarray
+    values: np.ndarray
+    bounds: np.ndarray
+
+    @classmethod
+    def of(cls, bucket: Bucket, entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> EntrySum:
+        """Add up the ranks' (positions, values) in rank order, times ``factor``.
+
+        Raises:
+            LayoutError: a position lies in the padding between tensors.
+        """
+        from dgc.core.kernels.entries import add_up  # which loads Numba
+
+        positions, values = add_up(entries, factor, np.dtype(bucket.dtype))
+        return cls(bucket, positions, values, bounds_of(bucket, positions))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values are."""
+        return bool(np.isfinite(self.values).all())
+
+    def tensors(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """The tensors that anything was sent of: (parameter, (m,) int64 places within it, (m,) values)."""
+        for segment, first, stop in zip(self.bucket.sparse, self.bounds, self.bounds[1:], strict=False):
+            if first < stop:
+                yield segment.parameter, self.positions[first:stop] - segment.offset, self.values[first:stop]
+
+    def write(self, step: StepContext, kernels: Kernels) -> None:
+        """Make the results of the sparsified tensors: these values, and zeros."""
+        results = [item.result for item in step.given.of(self.bucket.sparse)]
+        for result in results:
+            result.fill(0)
+        kernels.scatter_add(results, self.bucket.sparse_offsets, self.positions, self.values, 1.0)
+
+
+def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:
+    """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number.
+
+    Raises:
+        LayoutError: a position lies in the padding between tensors.
+    """
+    bounds = np.searchsorted(positions, bucket.sparse_offsets)
+    used = np.flatnonzero(np.diff(bounds))
+    ends = np.array([segment.slice.stop for segment in bucket.sparse], np.int64)
+    if (positions[bounds[used + 1] - 1] >= ends[used]).any():
+        raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+    return bounds
 
 
 @dataclass(slots=True)
@@ -211,12 +279,14 @@ class Outcome:
         flagged: whether a value is not finite; once the messages are in, on any rank.
         undo: what puts the entries back that were sent.
         flagged_by: the ranks that met such a value before they sent anything.
+        held: the results of the sparsified tensors that have not been written.
     """
 
     count: int = 0
     flagged: bool = False
     undo: Undo | None = None
     flagged_by: tuple[int, ...] = ()
+    held: EntrySum | None = None
 
 
 class RemoteFailure(Exception):

@@ -13,13 +13,14 @@ FORMAT = 1
 """Of the states that this version writes and reads."""
 
 
-def require_place(saved: Mapping[str, Any], rank: int, size: int) -> None:
-    """Refuse the state of another rank, or of a job of another size.
+def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str) -> None:
+    """Refuse the state of another rank, or of a job of another size or op.
 
     Args:
         saved: what an exchange's ``state_dict()`` returned.
         rank: this rank.
         size: number of ranks.
+        op: "average" or "sum".
 
     Raises:
         LayoutError: it is one.
@@ -34,6 +35,34 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int) -> None:
             f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
             "differ between ranks: save and load one state per rank"
         )
+    require_op(saved, op)
+
+
+def require_op(saved: Mapping[str, Any], op: str) -> None:
+    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large.
+
+    A state of an earlier version says nothing, and is taken for one of the default, the average.
+
+    Args:
+        saved: what an exchange's ``state_dict()`` returned.
+        op: of this job, "average" or "sum".
+
+    Raises:
+        LayoutError: it is one.
+    """
+    theirs = saved.get("op", "average")
+    if theirs == op:
+        return
+    if "op" not in saved:
+        raise LayoutError(
+            f"the saved compressor state does not say its op (an earlier version wrote it) and is taken for one of "
+            f"op=average, this job has op={op}: load model and optimizer alone, which begins with momentum 0; or, if "
+            f"you know that it was saved with op={op} after the ramp-up had begun, put 'op': '{op}' into it"
+        )
+    raise LayoutError(
+        f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job op={theirs} "
+        "(and the learning rate that belongs to it), or load model and optimizer alone, which begins with momentum 0"
+    )
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:

@@ -22,10 +22,11 @@ from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
 from dgc.torch.engine.horovod.horovod import averages_first_pass
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
-from dgc.torch.engine.sparse_gradients import SparseGradients
+from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
 from dgc.torch.engine.step.last_step import LastStep, refuse_velocity
 from dgc.torch.engine.step.saved_state import Change
+from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.tensors import Places, Result, as_array, describe
 
 _PATIENCE = 1.0
@@ -99,6 +100,8 @@ class Engine(EngineBase):
         self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
+        self.updates = SparseUpdates(self.parameters, config.sparse_updates)
+        self.steps.on_step = self.update
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -162,8 +165,12 @@ class Engine(EngineBase):
         stand_ins = self._fill_in_sparse()
         try:
             self.exchange.require_complete()
-            self._watch_peers()
+            # While the others keep this rank waiting, look whether one of them will never come.
+            while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
+                self.check_peers(False)
             self.exchange.finish()
+            if not self.updates.concluded(self.steps.owner):
+                self.exchange.write_held()
             if self.check_peers is not None:
                 self.check_peers(True)
         except DGCError as error:
@@ -175,6 +182,15 @@ class Engine(EngineBase):
             del stand_ins
         self._conclude()
 
+    @property
+    def how_updated(self) -> str:  # noqa: D102
+        return "sparse" if self.updates.reason is None else f"dense: {self.updates.reason}"
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply what :meth:`finish` has not written, in the optimizer's place."""
+        if self.updates.pending:
+            self.updates.apply(optimizer, self.exchange.held(), [self.parameters[i] for i in self._sparse.others])
+
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
 
@@ -184,9 +200,8 @@ class Engine(EngineBase):
         self._raise_on_all_ranks(self._open_step(index) or error, index)
 
     def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> NoReturn:
-        place = None if index is None or index in self._sparse else self._places[index]
         try:
-            self.exchange.fail(error, place)
+            self.exchange.fail(error, None if index is None or index in self._sparse else self._places[index])
         except DGCError as raised:
             self._fail_with(raised)
             raise
@@ -197,6 +212,7 @@ class Engine(EngineBase):
         self._tensors.release()
         self._untold = self.exchange.owes_failure
         if self._untold:
+            self.exchange.write_held()
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
@@ -265,8 +281,7 @@ class Engine(EngineBase):
         self._error, self._untold, self._opened = None, False, False
 
     def _begin(self, index: int) -> None:
-        error = self._open_step(index)
-        if error is not None:
+        if (error := self._open_step(index)) is not None:
             self._raise_on_all_ranks(error)
 
     def _open_step(self, index: int | None = None) -> DGCError | None:
@@ -296,6 +311,7 @@ class Engine(EngineBase):
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
+        self.exchange.holds = self.updates.begin(owner) and self._sparse.settled
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.unapplied.keeps_sent = owner is not None
         change = self.steps.saved.change(self.transport)
@@ -336,19 +352,13 @@ class Engine(EngineBase):
         submitted = set(self._results)
         self._results.clear()
         if not self._sparse.settled:
-            found = self._sparse.settle(self.transport, submitted)
-            if found:
+            if found := self._sparse.settle(self.transport, submitted):
                 self._exclude(found)
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
         self._last.concluded()
-
-    def _watch_peers(self) -> None:
-        """While the others keep this rank waiting, look whether one of them will never come."""
-        while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
-            self.check_peers(False)
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
@@ -382,19 +392,9 @@ class Engine(EngineBase):
 
     def _exclude(self, sparse: set[int]) -> None:
         """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
-        before, stats = self.exchange, self.exchange.stats
-        states = [before.state.to_dict()]
-        if before.unapplied.take_back():
-            states.insert(0, before.state.to_dict())
+        before = self.exchange
         self._sparse.found = sparse
         before.close()
         self._exchanges[:] = [self._new_exchange()]
         self.layout = self.exchange.layout
-        kept = {self.names[i] for i in self._sparse.others}
-        for place, state in enumerate(states):
-            state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
-            if len(state["parameters"]) == len(kept):
-                if place:
-                    self.exchange.unapplied.remember()
-                self.exchange.state.load(state)
-        self.exchange.stats = stats
+        carry_over(before, self.exchange, {self.names[i] for i in self._sparse.others})

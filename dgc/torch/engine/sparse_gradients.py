@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import torch
 
+from dgc.core.exchange.exchange import Exchange
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 
@@ -87,3 +88,17 @@ class SparseGradients:
         mask = np.array([s and i not in submitted for i, s in enumerate(sparse)], np.float32)
         transport.allreduce(mask, "max")
         return {int(i) for i in np.flatnonzero(mask)}
+
+
+def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None:
+    """Move the state of an exchange to one that has fewer parameters: now, and before an unapplied step."""
+    states = [before.state.to_dict()]
+    if before.unapplied.take_back():
+        states.insert(0, before.state.to_dict())
+    for place, state in enumerate(states):
+        state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
+        if len(state["parameters"]) == len(kept):
+            if place:
+                after.unapplied.remember()
+            after.state.load(state)
+    after.stats = before.stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.horovod import HOROVOD, member_set
 from dgc.torch.engine.horovod.stand_in import StandIn
+from dgc.torch.engine.step.sparse_updates import refusal_of_rate
 from dgc.torch.engine.tensors import describe
 from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
@@ -42,7 +44,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     ``step()`` exchanges the local gradients of all ranks and updates the parameters; do not wrap it in a
     ``DistributedOptimizer``. Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every
     tensor of at least ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
-    After ``step()`` each ``p.grad`` holds what the learning rate was multiplied by.
+    After ``step()`` each ``p.grad`` holds what the learning rate was multiplied by, or is None where the entries that
+    came were applied without a dense gradient (``sparse_updates=False`` and ``minimize`` make one).
 
     With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
     then; here it is a warning, so that a script can be tried out without a launcher.
@@ -53,6 +56,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     # GradScaler.step() then calls step() on every rank, also on one whose gradients overflowed; a rank that stayed
     # away would leave the others waiting.
     _step_supports_amp_scaling = True
+    _shows_gradients = False  # minimize() returns them
     _fuse_elementwise = False  # step() exchanges gradients, so fuse_optimizer must leave it whole
 
     def __init__(
@@ -99,7 +103,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             exclude: name patterns (fnmatch) of parameters that travel dense.
             process_set: the Horovod process set to average over; None means all ranks.
             transport: "auto", "mpi", "horovod" or a transport.
-            **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``.
+            **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``,
+                ``sparse_updates=True``.
 
         Raises:
             ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
@@ -151,6 +156,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
         self._scale = 1.0
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
+        itself = weakref.ref(self)
+        self._engine.updates.obstacle = lambda _: _obstacle(itself())
         if self._transport.size > 1:
             stand_in = StandIn(hvd, self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
@@ -186,9 +193,10 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
+        self._engine.update(self)
         for group in self.param_groups:
             for p in group["params"]:
-                if self._engine.index_of(p) is None or not p.requires_grad:
+                if self._engine.index_of(p) is None or not p.requires_grad or p.grad is None:
                     continue
                 if self._scale != 1.0:
                     p.grad.div_(self._scale)
@@ -229,7 +237,11 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             )
         self.zero_grad()
         loss.backward()
-        self.step()
+        self._shows_gradients = True
+        try:
+            self.step()
+        finally:
+            self._shows_gradients = False
         return [], [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -375,3 +387,13 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
         decayed = torch.sign(p) if self._decay(group, p)[0] else None
         p.grad = self._engine.submit(i, p.grad, decayed)
+
+
+def _obstacle(optimizer: DGCMomentum | None) -> str | None:
+    """Why the results of a step that begins must be dense; see :mod:`dgc.torch.engine.step.sparse_updates`."""
+    assert optimizer is not None, "it takes the step"
+    if optimizer._shows_gradients:
+        return "minimize() returns gradients"
+    if optimizer._scale != 1.0:
+        return "a GradScaler's scale is in them"
+    return next(filter(None, (refusal_of_rate(float(group["lr"])) for group in optimizer.param_groups)), None)

@@ -67,6 +67,8 @@ class ZeroRedundancyOptimizer(ShardedState):
     Source: Rajbhandari et al. 2020, arXiv 1910.02054, stage 1; interface of torch.distributed.optim.
     """
 
+    _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
+
     def __init__(
         self,
         params: Any,

@@ -96,6 +96,7 @@ def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, sha
     [
         ({"size": 3}, "resize=True"),
         ({"rank": 5}, "one state per rank"),
+        ({"op": "sum"}, "saved with op=sum, this job has op=average"),
         ({"format": 9}, "format"),
         ({"parameters": {}}, "lacks parameter"),
     ],
@@ -107,5 +108,31 @@ def test_a_foreign_state_is_refused(change, message):
         with pytest.raises(LayoutError, match=message):
             exchange.load_state_dict(saved)
         exchange.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("begin", [0, 100])
+def test_a_state_is_loaded_under_the_op_that_it_was_saved_under(begin):
+    """Before the ramp-up, and of dense tensors always, u is the velocity of the mean or of the sum: P times as much."""
+
+    def rank(transport):
+        average, sums = (make_exchange(transport, op=op, rampup_begin_step=begin) for op in ("average", "sum"))
+        of_average, of_sums = average.state_dict(), sums.state_dict()
+        assert (of_average["op"], of_sums["op"]) == ("average", "sum")
+        average.load_state_dict(of_average)
+        sums.load_state_dict(of_sums)
+        # An earlier version did not write it; Average is the default.
+        earlier = {key: value for key, value in of_average.items() if key != "op"}
+        average.load_state_dict(earlier)
+        for exchange, foreign, text in (
+            (average, of_sums, "saved with op=sum, this job has op=average; give this job op=sum"),
+            (sums, of_average, "saved with op=average, this job has op=sum; give this job op=average"),
+            (sums, earlier, "does not say its op"),
+        ):
+            with pytest.raises(LayoutError, match=text):
+                exchange.load_state_dict(foreign)
+        average.close()
+        sums.close()
 
     run_ranks(2, rank)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -143,11 +143,15 @@ class AlgorithmEncoder(Encoder):
         return self._fitted
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> bool:
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
         spec, factor = self._spec(plan.density), share * step.loss_scale
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
         decoded = [self._decode(message, spec) for message in messages]
+        entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
+        if len(entries) == len(decoded):
+            put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
+            return
+        results = [item.result for item in step.given.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
         for each in decoded:
@@ -157,7 +161,7 @@ class AlgorithmEncoder(Encoder):
             with np.errstate(over="ignore", invalid="ignore"):
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
-        return all(_is_finite(result) for result in results)
+        outcome.flagged = not all(_is_finite(result) for result in results)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
@@ -236,9 +240,11 @@ class AlgorithmEncoder(Encoder):
 
     def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        spec = self._spec(plan.density)
+        decoded = self._algorithm.decode(self._own, self._count_sent, spec)
         if isinstance(decoded, SparseValues):
-            masking = masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
+            late = not self._algorithm.has_room_for_all(spec)
+            masking = late and masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
             return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values

@@ -6,7 +6,6 @@ tensors, counters and errors.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
-from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.exchange.records import EntrySum, Outcome, StepContext
+from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
@@ -118,17 +117,17 @@ class Encoder(ABC):
         return plan
 
     @abstractmethod
-    def apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float) -> bool:
+    def apply(
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
-            step: the step.
+            step: the step; where it ``holds``, entries may be handed on as ``outcome.held`` instead of being written.
             plan: of this step; its mode is SPARSE.
             messages: of all ranks.
             share: 1 / P, or 1 for a sum.
-
-        Returns:
-            Whether all results are finite: False where a message holds NaN or infinity, or the sum overflows.
+            outcome: is flagged where a message holds NaN or infinity, or the sum overflows.
 
         Raises:
             WireError: a message is damaged; names its sender.
@@ -152,11 +151,21 @@ def largest(values: np.ndarray) -> float:
     return max(float(values.max()), -float(values.min())) if values.size else 0.0
 
 
-def are_finite(arrays: Sequence[Any], bound: float) -> bool:
-    """Whether sums are finite that no magnitude above ``bound`` went into; those on a device are not looked at."""
-    if bound <= float(np.finfo(np.float32).max) / 2:
-        return True
-    return math.isfinite(bound) and all(bool(np.isfinite(a).all()) for a in arrays if isinstance(a, np.ndarray))
+def put_entries(
+    step: StepContext,
+    bucket: Bucket,
+    entries: Sequence[tuple[Any, Any]],
+    factor: float,
+    kernels: Kernels,
+    outcome: Outcome,
+) -> None:
+    """The last part of :meth:`Encoder.apply` where messages hold entries and the results are on the host."""
+    total = EntrySum.of(bucket, entries, factor)
+    outcome.flagged = not total.is_finite
+    if step.holds and not outcome.flagged:
+        outcome.held = total
+    else:
+        total.write(step, kernels)
 
 
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:

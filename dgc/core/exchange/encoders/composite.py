@@ -63,9 +63,9 @@ class CompositeEncoder(Encoder):
         return self._in_turn(step).encoder.catch_up(step, plan)
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> bool:
-        return self._in_turn(step).encoder.apply(step, plan, messages, share)
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
+        self._in_turn(step).encoder.apply(step, plan, messages, share, outcome)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         self._in_turn(step).encoder.commit(step, plan, state, outcome)

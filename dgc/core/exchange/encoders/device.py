@@ -12,6 +12,7 @@ n elements of a bucket's sparsified part, k entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -165,11 +166,12 @@ class DeviceEncoder(TopKEncoder):
         return plan
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> bool:
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
         form = _format(plan)
         if form is None:
-            return super().apply(step, plan, messages, share)
+            super().apply(step, plan, messages, share, outcome)
+            return
         # A damaged message is refused before anything is applied.
         for message in messages:
             with blaming(message.sender, self._bucket.index):
@@ -182,7 +184,14 @@ class DeviceEncoder(TopKEncoder):
             [(message.payload, message.count) for message in messages],
             share * step.loss_scale,
         )
-        return True  # what other ranks send is finite, and nobody waits for the device to look at the sum
+        # What other ranks send is finite, and nobody waits for the device to look at the sum.
+
+    def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
+        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        for result in results:
+            self._memory.fill(result, 0)
+        for positions, values in entries:
+            self._kernels.scatter_add(results, self._bucket.sparse_offsets, positions, values, factor)
 
 
 def _format(plan: BucketPlan) -> Format | None:

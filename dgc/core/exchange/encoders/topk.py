@@ -10,8 +10,8 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, are_finite, is_active, largest, masks, segment_work
-from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work
+from dgc.core.exchange.records import Outcome, StepContext, bounds_of
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
@@ -89,18 +89,18 @@ class TopKEncoder(Encoder):
         return plan
 
     def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float
-    ) -> bool:
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
-        factor, bound = share * step.loss_scale, 0.0
-        for result in results:
-            self._memory.fill(result, 0)
+        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
+    ) -> None:
+        entries = []
         for message in messages:
             with blaming(message.sender, self._bucket.index):
-                positions, values = plan.codec.decode(message.payload, message.count)
-                bound += largest(values) * factor
-                self._kernels.scatter_add(results, self._bucket.sparse_offsets, positions, values, factor)
-        return are_finite(results, bound)
+                entries.append(plan.codec.decode(message.payload, message.count))
+                bounds_of(self._bucket, entries[-1][0])
+        self._put(step, entries, share * step.loss_scale, outcome)
+
+    def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
+        """What came is added up, and written or held."""
+        put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
 
     def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if self._config.error_feedback and outcome.undo is not None:

@@ -28,6 +28,8 @@ class StepWatch:
         last: is told of every step of the parameters, and of every ``zero_grad()`` of their owner.
         saved: what was loaded into the owner since its last step.
         scale_is_known: whether the compressor knows the scale of a GradScaler, or the user was told that it does not.
+        on_step: called with the owner before its ``step()``, and again before that of the class that was wrapped, by
+            when the exchange is over; if set.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StepWatch:
         self.last = last
         self.saved = SavedState(adoption)
         self.scale_is_known = False
+        self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
             _hook.append(register_optimizer_step_post_hook(_after_any_step))
@@ -100,6 +103,8 @@ class StepWatch:
             self.scale_is_known = warn_of_unknown_scaler()
         self._adoption.hide(optimizer)
         self.last.applied()
+        if self.on_step is not None:
+            self.on_step(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -12,6 +11,7 @@ import torch
 
 from dgc.core.exchange.exchange import Exchange
 from dgc.errors import ConfigError
+from dgc.torch.engine.step.callers import frames, stepping
 from dgc.torch.engine.tensors import samples
 
 
@@ -77,7 +77,7 @@ class LastStep:
         self.stands = False
         if not self._exchange().unapplied.pending:
             return
-        if _within_a_step():  # in a closure, which may run several times in one step
+        if any(map(stepping, frames())):  # in a closure, which may run several times in one step
             self.applied()
         else:
             self._drop()
@@ -173,13 +173,3 @@ def refuse_velocity(carried: Carried) -> None:
         raise ConfigError(advice)
     if carried is Carried.PERHAPS:
         warnings.warn(f"unless gradients were set to 0 in place: {advice}", RuntimeWarning, stacklevel=2)
-
-
-def _within_a_step() -> bool:
-    """Whether an optimizer's ``step`` is among the callers."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

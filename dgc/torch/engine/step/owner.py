@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dgc.errors import ConfigError
+from dgc.torch.engine.step.callers import frames
 
 if TYPE_CHECKING:
     from dgc.torch.engine.step.hook import StepWatch
@@ -33,7 +33,7 @@ class _Announcing(list[dict[str, Any]]):
         """Torch's constructor makes a list of its own of the groups."""
         base, watch = self.base(), self.watch()
         if base is not None and watch is not None:
-            built = _optimizer_among(sys._getframe(1), lambda found: _is_being_built(found, base))
+            built = _optimizer_among(frames(_FRAMES), lambda found: _is_being_built(found, base))
             if built is not None:
                 base.param_groups = list(list.__iter__(self))
                 watch.owner = built
@@ -62,7 +62,7 @@ def find_owner(compressor: Any) -> torch.optim.Optimizer:
     Raises:
         ConfigError: something else called.
     """
-    owner = _optimizer_among(sys._getframe(1), lambda found: getattr(found, "_compression", None) is compressor)
+    owner = _optimizer_among(frames(_FRAMES), lambda found: getattr(found, "_compression", None) is compressor)
     if owner is None:
         raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
     return owner
@@ -78,12 +78,9 @@ def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -
     )
 
 
-def _optimizer_among(frame: FrameType | None, wanted: Any) -> torch.optim.Optimizer | None:
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
+def _optimizer_among(callers: Iterator[FrameType], wanted: Any) -> torch.optim.Optimizer | None:
+    for frame in callers:
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, torch.optim.Optimizer) and wanted(candidate):
             return candidate
-        frame = frame.f_back
     return None

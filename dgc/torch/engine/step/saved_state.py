@@ -7,7 +7,6 @@ dropped, on every rank.
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import torch
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.torch.engine.adoption import Adoption, is_empty, is_sgd
+from dgc.torch.engine.step.callers import frames
 
 _ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
 
@@ -190,14 +190,7 @@ def require_own_options(optimizer: torch.optim.Optimizer | None) -> None:
 
 def broadcasting() -> bool:
     """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame.f_code.co_name == "broadcast_optimizer_state":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames(12))
 
 
 def _was_emptied(group: Mapping[str, Any], options: tuple[str, ...]) -> bool:

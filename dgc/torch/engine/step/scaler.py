@@ -5,11 +5,12 @@ Momentum, decay and residuals then mix gradients of different scales: nothing fa
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
 import torch
+
+from dgc.torch.engine.step.callers import frames
 
 _FRAMES = 12
 
@@ -22,8 +23,7 @@ def warn_of_unknown_scaler() -> bool:
 
     No error: a script may divide its gradients by the scale before they are exchanged.
     """
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
+    for frame in frames(_FRAMES):
         found = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
         if isinstance(found, _Scaler) and found.is_enabled():
             warnings.warn(
@@ -34,7 +34,4 @@ def warn_of_unknown_scaler() -> bool:
                 stacklevel=4,
             )
             return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return False

@@ -476,6 +476,32 @@ def late_trainable_parameters_and_sparse_gradients_are_errors():
     optimizer.close()
 
 
+@case
+def updates_by_entries_alone_are_those_of_dense_gradients():
+    for options in ({}, {"use_nesterov": True, "regularization": L2Decay(0.01)}, {"rampup_begin_step": 5}):
+        trained = []
+        for sparse in (True, False):
+            own = parameters()
+            optimizer = make([{"params": own[:1], "lr": 0.03}, {"params": own[1:]}], sparse_updates=sparse, **options)
+            train(optimizer, own, 20)
+            assert [p.grad is None for p in own] == [sparse, sparse, False, False, False]
+            assert (optimizer.describe()["updates"] == "sparse") is sparse, optimizer.describe()
+            trained.append([p.detach().clone() for p in own])
+            optimizer.close()
+        assert all(map(torch.equal, *trained)), options
+
+
+@case
+def minimize_returns_dense_gradients():
+    own = parameters()
+    optimizer = make(own)
+    for _ in range(3):
+        _, pairs = optimizer.minimize(sum((p * p).sum() for p in own))
+        assert all(p.grad is not None for p in own)
+        assert len(pairs) == len(own)
+    optimizer.close()
+
+
 if __name__ == "__main__":
     hvd.init()
     run_cases()

@@ -363,6 +363,35 @@ def bytes_with_dgc_against_dense_broadcasts():
         assert dense / compressed >= 20, dense / compressed
 
 
+@case
+def received_entries_update_all_shares_on_every_rank():
+    """The same bits as with dense results, and nothing is left to send but the counts."""
+    sgd = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
+    for view in (False, True):
+        trained, sent = [], []
+        for sparse in (True, False):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(20, 256, bias=False), nn.ReLU(), nn.Linear(256, 10, bias=False))
+            zero = Zero(model.parameters(), torch.optim.SGD, parameters_as_bucket_view=view, **sgd)
+            compression = dgc.Compression.dgc(sparsity=0.99, sparse_updates=sparse)
+            optimizer = dgc.DistributedOptimizer(zero, model.named_parameters(), compression=compression)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+            for step in range(10):
+                torch.manual_seed(100 * step + hvd.rank())
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(torch.randn(32, 20)), torch.randint(0, 10, (32,))).backward()
+                optimizer.step()
+                schedule.step()
+            assert (compression.describe()["updates"] == "sparse") is sparse, compression.describe()
+            assert_replicas_identical(list(model.parameters()))
+            trained.append([p.detach().clone() for p in model.parameters()])
+            sent.append(optimizer.stats.last.bytes_sent)
+            compression.close()
+        assert_bits_equal(*trained)
+        assert sent[0] <= 64, sent
+        assert sent[0] < sent[1], sent
+
+
 if __name__ == "__main__":
     hvd.init()
     run_cases()

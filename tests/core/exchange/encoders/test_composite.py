@@ -17,7 +17,7 @@ ARGUMENTS = {
     "await_gradients": 0,
     "compress": 4,
     "catch_up": 1,
-    "apply": 3,
+    "apply": 4,
     "commit": 3,
     "refuse": 2,
     "return_sent": 3,

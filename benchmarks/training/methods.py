@@ -1,0 +1,74 @@
+"""The methods: who exchanges gradients, and how. Each has a model and an optimizer of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.models import Task
+
+ALONE = ("none", "none-fused")
+"""Exchange nothing: what a step costs without a network."""
+FAMILY = ("topk", "qsgd", "onebit")
+METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", *FAMILY, "powersgd")
+DENSITY = 0.001
+
+
+@dataclass
+class Trained:
+    """What takes steps, and what counts them, where something does."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compression: Any = None
+
+
+def make(method: str, task: Task) -> Trained:
+    """Build a method's model, the same on all ranks, and its optimizer. Horovod is initialised, but for those ALONE."""
+    torch.manual_seed(1)
+    model = task.build()
+    optimizer = task.optimizer(
+        model.parameters(), **task.options, **({"fused": True} if method == "none-fused" else {})
+    )
+    if method in ALONE:
+        return Trained(model, optimizer)
+    if method == "powersgd":
+        return Trained(_powersgd(model), optimizer)
+    import horovod.torch as hvd
+
+    import dgc.torch as dgc
+
+    # Methods share a process: Horovod's names of their tensors must differ.
+    named = [(f"{method}.{name}", parameter) for name, parameter in model.named_parameters()]
+    if method in ("dense", "fp16"):
+        compression = hvd.Compression.fp16 if method == "fp16" else hvd.Compression.none
+        return Trained(model, hvd.DistributedOptimizer(optimizer, named, compression=compression))
+    if method == "dgc-a":
+        compression = dgc.Compression.dgc(named, optimizer=optimizer, sparsity=1 - DENSITY)
+        return Trained(model, hvd.DistributedOptimizer(optimizer, named, compression=compression), compression)
+    options = {} if method in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
+    compression = getattr(dgc.Compression, method.partition("-")[0])(**options)
+    return Trained(model, dgc.DistributedOptimizer(optimizer, named, compression=compression), compression)
+
+
+def _powersgd(model: nn.Module) -> nn.Module:
+    """PyTorch's own: DistributedDataParallel over Gloo with its PowerSGD hook (Vogels et al., 2019), rank 1."""
+    import horovod.torch as hvd
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+    if not dist.is_initialized():
+        meeting = hvd.broadcast_object(socket.gethostname() if "DGC_LAB" in os.environ else "127.0.0.1", 0)
+        dist.init_process_group("gloo", f"tcp://{meeting}:29577", rank=hvd.rank(), world_size=hvd.size())
+    # One bucket: the hook begins a bucket's second collective when its first one ends, and with several buckets Gloo's
+    # threads do so in another order on each rank, and wait for ever.
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000)
+    # Its first steps are dense: with error feedback at least two.
+    state = hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, hook.powerSGD_hook)
+    return wrapped

@@ -1,0 +1,307 @@
+"""On real ranks: parameters updated by received entries alone are those of the dense way, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+
+import horovod.torch as hvd
+import torch
+from adapters_torch.workers.models import (
+    assert_replicas_identical,
+    flat,
+    loss_of,
+    make_model,
+    on_every_rank,
+    raises,
+    sgd,
+    wrap,
+)
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+STEPS = 100
+_numbers = itertools.count()
+SPARSE = {"sparsity": 0.99, "bucket_bytes": 40_000}
+
+
+def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=None, options=None, steps=STEPS):
+    """Train two copies, one with sparse updates and one without; they must stay the same after every step.
+
+    Args:
+        train: called with (optimizer, model, step).
+        width: of the layers.
+        way: "a" or "b".
+        sparse: whether updates are sparse where they may be.
+        optimizer: makes one from a model.
+        hvd_options: of the wrapper.
+        options: of the compressor.
+        steps: how many.
+
+    Returns:
+        The model, optimizer and compressor with sparse updates, still open.
+    """
+    results = []
+    for wanted in (True, False):
+        model = make_model(width=width)
+        wrapped, compression = wrap(
+            way,
+            model,
+            optimizer(model),
+            hvd_options=hvd_options,
+            **{**SPARSE, **(options or {})},
+            sparse_updates=wanted,
+        )
+        after = []
+        for step in range(steps):
+            train(wrapped, model, step)
+            after.append(flat(model).clone())
+        how = compression.describe()["updates"]
+        assert (how == "sparse") is (wanted and sparse), how
+        results.append((after, model, wrapped, compression))
+    (actual, *kept), (expected, _, _, other) = results
+    for step, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, e), f"step {step}: {(a != e).sum()} of {a.numel()} differ"
+    assert not torch.equal(actual[0], actual[-1]), "nothing was trained"
+    assert_replicas_identical(kept[0], f"sparse {next(_numbers)}")
+    other.close()
+    return kept
+
+
+def plain(optimizer, model, step):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+@case
+def every_option_of_sgd():
+    for options in (
+        {"momentum": 0.0},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"momentum": 0.9, "foreach": True},
+        {"momentum": 0.9, "fused": True},
+    ):
+        both(plain, way="a", optimizer=lambda m, o=options: sgd(m, **o), steps=20)[-1].close()
+        model, _, compression = both(plain, optimizer=lambda m, o=options: sgd(m, **o))
+        dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], dropped
+        compression.close()
+
+
+@case
+def groups_with_their_own_rates():
+    def optimizer(model):
+        head, others = [], []
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                (head if name.startswith(("last", "left")) else others).append(p)
+        return torch.optim.SGD(
+            [{"params": head, "lr": 0.03, "nesterov": True, "weight_decay": 0.01}, {"params": others}],
+            lr=0.1,
+            momentum=0.9,
+        )
+
+    both(plain, optimizer=optimizer)[-1].close()
+
+
+@case
+def schedules_of_rate_and_momentum():
+    schedules = {}
+
+    def train(optimizer, model, step):
+        if step == 0:
+            schedules[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
+        plain(optimizer, model, step)
+        schedules[id(optimizer)].step()
+
+    both(train)[-1].close()
+    both(train, way="a")[-1].close()
+
+
+@case
+def accumulation_and_sums_and_other_compressors():
+    def twice(optimizer, model, step):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, 2 * step + part).backward()
+        optimizer.step()
+
+    both(twice, hvd_options={"backward_passes_per_step": 2})[-1].close()
+    both(twice, way="a", hvd_options={"backward_passes_per_step": 2}, steps=20)[-1].close()
+    both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))[-1].close()
+    for values in ("float32", "int8"):
+        both(plain, options={"values": values, "indices": "int32"}, steps=20)[-1].close()
+
+
+@case
+def a_ramp_up_and_unused_parameters():
+    def train(optimizer, model, step):
+        optimizer.zero_grad()
+        loss_of(model, step, ["left", "right", "both"][(step + hvd.rank()) % 3]).backward()
+        optimizer.step()
+
+    options = {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0.0, 0.75, 0.99]}
+    *_, compression = both(train, options=options)
+    assert math.isclose(compression.describe()["density"], 0.01)
+    compression.close()
+
+
+@case
+def clipping_after_synchronize_gets_dense_gradients():
+    norms = []
+
+    def train(optimizer, model, step):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    for way in "ab":
+        norms.clear()
+        *_, compression = both(train, way=way, sparse=False)
+        assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
+        assert compression.describe()["updates"] == "dense: synchronize() is called before step()"
+        compression.close()
+
+
+@case
+def now_and_then_a_look_at_the_gradients():
+    def train(optimizer, model, step):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step % 3 == 1:
+            optimizer.synchronize()
+            assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+
+    for way in "ab":
+        both(train, way=way, steps=43)[-1].close()  # the last step comes after one without a look
+
+
+@case
+def what_needs_the_dense_result_gets_it():
+    def closure(optimizer, model, step):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step(lambda: None)
+
+    def hooked(optimizer, model, step):
+        if step == 0:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        plain(optimizer, model, step)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            assert all(p.grad is not None for g in self.param_groups for p in g["params"] if p.requires_grad)
+            return super().step(closure)
+
+    rate = lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9)  # noqa: E731
+    for train, optimizer, options in (
+        (closure, sgd, {}),
+        (hooked, sgd, {}),
+        (plain, lambda m: Own(m.parameters(), lr=0.1, momentum=0.9), {}),
+        (plain, rate, {}),
+        (plain, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), {}),
+        (plain, sgd, {"momentum": 0.0, "loss_scale": 1024.0}),
+        (plain, lambda m: sgd(m, momentum=0.0, maximize=True), {"momentum": 0.9}),
+        (plain, sgd, {"momentum": 0.0}),
+    ):
+        model, _, compression = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        compression.close()
+
+
+@case
+def parameters_that_are_strided_or_half():
+    def optimizer(model):
+        model.left.weight.data = model.left.weight.data.t().contiguous().t()
+        return sgd(model)
+
+    both(plain, optimizer=optimizer, sparse=False, steps=8)[-1].close()
+
+
+@case
+def a_step_that_is_refused_is_that_of_the_dense_way():
+    def train(optimizer, model, step):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        (loss * math.nan if step == 5 and hvd.rank() == 0 else loss).backward()
+        if step == 5:
+            kept = copy.deepcopy(model.state_dict())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            assert not flat(model).isfinite().all()
+            model.load_state_dict(kept)
+        else:
+            optimizer.step()
+
+    both(train, steps=12)[-1].close()
+
+
+@case
+def autograd_sees_the_update():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **SPARSE)
+    for step in range(3):
+        plain(optimizer, model, step)
+    optimizer.zero_grad()
+    loss = loss_of(model, 3)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    raises(RuntimeError, "modified by an inplace operation", loss.backward)
+    compression.close()
+
+
+@case
+def an_error_leaves_the_next_step_whole():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **SPARSE)
+    for step in range(3):
+        plain(optimizer, model, step)
+    before = flat(model).clone()
+
+    def failing():
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        if hvd.rank() == 0:
+            compression.engine.exchange.fail(dgc.LayoutError("made to fail"))
+        optimizer.step()
+
+    on_every_rank(dgc.DGCError, "made to fail", failing, "sparse")
+    assert torch.equal(flat(model), before), "nothing of the failed step was applied"
+    compression.reset()
+    for step in range(4, 8):
+        plain(optimizer, model, step)
+    assert_replicas_identical(model, "after an error")
+    assert not torch.equal(flat(model), before)
+    compression.close()
+
+
+@case
+def an_exchange_in_a_later_step_holds_no_gradient_of_this_one():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), **SPARSE)
+    for step in range(3):
+        plain(optimizer, model, step)
+    given = [b._step.given for b in compression.engine.exchange._buckets]
+    assert all(item is None for each in given for item in each._items), "the gradients' memory is kept"
+    compression.close()
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    run_cases()
