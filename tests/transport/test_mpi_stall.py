@@ -1,22 +1,14 @@
 """A rank that waits for one that never comes: on real ranks."""
 
-<<<<<<< HEAD
+import contextlib
 import threading
 import time
-=======
-import contextlib
->>>>>>> main
 
 import pytest
 from launch_tools import run_mpi
 
-<<<<<<< HEAD
-from dgc.errors import ConfigError, StallError
-from dgc.transport import mpi_stall
-=======
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport import mpi
->>>>>>> main
+from dgc.transport import mpi, mpi_stall
 from dgc.transport.mpi_stall import seconds_of
 
 STOPPED = """
@@ -112,7 +104,6 @@ def test_other_times_are_refused(monkeypatch, text):
         seconds_of("SOME_SECONDS", 7.0)
 
 
-<<<<<<< HEAD
 class Signs:
     """A communicator of two ranks as rank 0 sees it, with what rank 1 has sent."""
 
@@ -196,7 +187,8 @@ def test_work_is_done_where_no_thread_can_be_started(signs, monkeypatch):
     with mpi_stall.StallWatch(signs, signs).busy():
         done = True
     assert done
-=======
+
+
 class Clock:
     """A time that goes on slowly, and in jumps: this process does not run."""
 
@@ -282,4 +274,3 @@ def test_after_a_stall_the_transport_is_not_used_again(monkeypatch):
         with pytest.raises(TransportError, match="given up waiting for others in an earlier exchange; restart"):
             transport._wait(lambda: None, 0)
     assert len(begun) == 1
->>>>>>> main
