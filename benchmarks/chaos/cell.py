@@ -125,7 +125,7 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
         )
         try:
             begun = _hurt(fault, job, launcher, stop)
-            found.status = _wait(launcher, begun + limit + (stop if fault.name == "stop" else 0))
+            found.status = wait(launcher, begun + limit + (stop if fault.name == "stop" else 0))
             found.seconds = round(time.monotonic() - begun, 1)
             if found.status is None:
                 found.stacks = _stacks(processes_of(mark))
@@ -136,8 +136,8 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
                 launcher.wait()
     found.output = shorten((folder / "output").read_text(errors="replace"))
     found.reads = first_error(found.output) if found.status != 0 else ""
-    found.digests = [_second_line(job / f"finished.{rank}") for rank in range(RANKS)]
-    found.verdict = _verdict(found, fault, job)
+    found.digests = [read_line(job / f"finished.{rank}", 1) for rank in range(RANKS)]
+    found.verdict = verdict_of(found, fault, job)
 
 
 def _hurt(fault: Fault, job: Path, launcher: subprocess.Popen[bytes], stop: float) -> float:
@@ -150,7 +150,7 @@ def _hurt(fault: Fault, job: Path, launcher: subprocess.Popen[bytes], stop: floa
             return time.monotonic()  # it ended, or hung, before
         time.sleep(0.05)
     begun = float((job / marks[-1]).read_text().split("\n")[0])
-    pids = [int(_second_line(job / f"pid.{rank}") or 0) for rank in range(RANKS)]
+    pids = [int(read_line(job / f"pid.{rank}", 1) or 0) for rank in range(RANKS)]
     if fault.name == "stop":
         time.sleep(stop)
         _signal(pids[VICTIM], signal.SIGCONT)
@@ -174,7 +174,8 @@ def _signal(pid: int, number: int) -> None:
         return
 
 
-def _wait(launcher: subprocess.Popen[bytes], until: float) -> int | None:
+def wait(launcher: subprocess.Popen[Any], until: float) -> int | None:
+    """The launcher's status; None where it is there still when the machine's clock shows ``until``."""
     try:
         return launcher.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -255,7 +256,8 @@ def first_error(output: str) -> str:
     return next((line for line in reversed(lines) if line.strip() and not _NOISE.match(line)), "")
 
 
-def _verdict(found: Found, fault: Fault, job: Path) -> str:
+def verdict_of(found: Found, fault: Fault, job: Path) -> str:
+    """What is to be thought of it; ``job`` is the folder with the ranks' marks."""
     if found.status is None:
         return "HANGS"
     if found.left:
@@ -274,5 +276,6 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().split("\n") if path.exists() else []
 
 
-def _second_line(path: Path) -> str:
-    return [*_lines(path), "", ""][1]
+def read_line(path: Path, number: int) -> str:
+    """A line of a mark, counted from 0; nothing where there is none."""
+    return [*_lines(path), "", ""][number]

@@ -54,7 +54,7 @@ def main() -> None:
         write_docs(options.json)
         return
     asked = [
-        _chosen(text, allowed)
+        chosen(text, allowed)
         for text, allowed in (
             (options.faults, tuple(FAULTS)),
             (options.ways, WAYS),
@@ -84,7 +84,7 @@ def main() -> None:
                 row["verdict"] = "WRONG"
             rows[way, launcher, fault] = row
             write_rows(options.json, rows)
-            print(_line(row), flush=True)
+            print(line(row), flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = ThreadPoolExecutor(options.jobs)
@@ -100,7 +100,8 @@ def main() -> None:
     pool.shutdown()
 
 
-def _chosen(text: str, allowed: tuple[str, ...]) -> list[str]:
+def chosen(text: str, allowed: tuple[str, ...]) -> list[str]:
+    """The names in ``text``, all of them allowed."""
     names = text.split(",")
     unknown = [name for name in names if name not in allowed]
     if unknown:
@@ -112,7 +113,8 @@ def _badness(row: dict[str, Any]) -> int:
     return WORST.index(row["verdict"]) if row["verdict"] in WORST else len(WORST)
 
 
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
     place = f"{row['fault']:18} {row['way']:10} {row['launcher']:6}"
     found = {key: row[key] for key in ("seconds", "status", "reads", "left")}
     return f"{place} {row['verdict']:14} {json.dumps(found)}"

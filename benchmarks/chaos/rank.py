@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from faults import FAULTS, STEP, STEPS, TEXT, VICTIM
+from faults import FAULTS, STEP, STEPS, TEXT, VICTIM, Fault
 
 PAUSE = 0.02
 """Seconds of a step."""
@@ -38,9 +38,9 @@ class Rank:
         told: whether a SIGTERM has come.
     """
 
-    def __init__(self, fault: str, folder: Path) -> None:
+    def __init__(self, fault: Fault, folder: Path) -> None:
         """Nothing has happened yet. Horovod is asked later, when it is initialised."""
-        self.fault, self.folder = FAULTS[fault], folder
+        self.fault, self.folder = fault, folder
         self.number, self.step, self.steps, self.told = -1, -1, STEPS, False
 
     def initialised(self, number: int) -> None:
@@ -56,7 +56,7 @@ class Rank:
 
     def wraps(self) -> None:
         """Its optimizer is made, and about to be wrapped."""
-        self._happen("start")
+        self.happen("start")
 
     def begin(self, step: int) -> None:
         """A step begins, counted from 0."""
@@ -67,12 +67,12 @@ class Rank:
         if self.fault.where == "length" and step == STEPS - 2:
             self.mark("fault")
         if step == STEP:
-            self._happen("begin")
+            self.happen("begin")
 
     def at(self, place: str) -> None:
         """A step has come to a place: "forward", "backward" or "update"."""
         if self.step == STEP:
-            self._happen(place)
+            self.happen(place)
 
     def finished(self, parameters: list[Any]) -> None:
         """All steps are made.
@@ -97,7 +97,8 @@ class Rank:
     def _hear(self, *_: Any) -> None:
         self.told = True
 
-    def _happen(self, place: str) -> None:
+    def happen(self, place: str) -> None:
+        """Let the fault happen, if this is its place and its rank."""
         if place != self.fault.where or self.number != VICTIM:
             return
         self.mark("fault")
@@ -133,7 +134,7 @@ def _end_address_space() -> None:
 def main() -> None:
     """Be a rank."""
     way, fault, folder = sys.argv[1:]
-    rank = Rank(fault, Path(folder))
+    rank = Rank(FAULTS[fault], Path(folder))
     if way in ("A", "B", "dense"):
         from torch_ways import train
     else:

