@@ -240,9 +240,9 @@ _FOLDER = re.compile(r"(?<![\w/])/(?:[\w.+-]+/)+")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*\.)?_?[A-Z]\w*(Error|Exception|Interrupt|Exit|Warning)\b(:|$)")
 _HEADING = ("Graph execution error:", "in user code:")
 """TensorFlow's, above what was wrong."""
-_NOISE = re.compile(r"^([IW]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log messages|-+$)")
+_NOISE = re.compile(r"^([IW]\d{4} |\d{4}-\d\d-\d\d |WARNING: All log messages|\[\S+\] plm:rsh: Warning|-+$)")
 _LAUNCHER = re.compile(
-    r"^(mpirun (noticed|detected|was|has)|Process name|Process \d+ exit|RuntimeError|terminate called)"
+    r"^(mpirun (noticed|detected|was|has)|ORTE has lost|Process name|Process \d+ exit|RuntimeError|terminate called)"
 )
 
 

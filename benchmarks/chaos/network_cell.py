@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from cell import LINGER_SECONDS, RANKS, START_SECONDS, Found, first_error, read_line, shorten, verdict_of, wait
+from cell import RANKS, START_SECONDS, Found, first_error, read_line, shorten, verdict_of, wait
 from faults import VICTIM, Fault
 from launch_tools import environment_for
 from network.lab import Lab
@@ -24,7 +25,12 @@ from network_faults import CUT, NETWORK_FAULTS, RATE, SLOW
 
 HERE = Path(__file__).resolve().parent
 HURT = "host2"
+LINGER_SECONDS = 20.0
+"""What a host that is cut off still does is its own daemon's business, which finds out by itself."""
 OURS = ("network_rank.py", "orted", "mpirun", "horovod")
+
+_labs: set[Lab] = set()
+_ending = threading.Event()
 
 
 @dataclass
@@ -62,8 +68,23 @@ def run_cell(way: str, launcher: str, fault: str, limit: float) -> dict[str, Any
     return asdict(found)
 
 
+def end_all() -> None:
+    """End the jobs under way, whichever threads have started them; no other begins."""
+    _ending.set()
+    for lab in list(_labs):
+        lab.close()
+
+
+def is_ending() -> bool:
+    """Whether :func:`end_all` was called: what a job does then says nothing."""
+    return _ending.is_set()
+
+
 def _run(found: Found, fault: Fault, folder: Path, limit: float) -> None:
     with Lab(RANKS, RATE, launcher=found.launcher) as lab, (folder / "output").open("w+") as output:
+        _labs.add(lab)
+        if is_ending():
+            return
         job = _start(lab, found, fault, folder, output)
         begun = _hurt(lab, fault, folder, job)
         found.status = wait(job, begun + limit)
@@ -74,6 +95,7 @@ def _run(found: Found, fault: Fault, folder: Path, limit: float) -> None:
             found.left = _left(lab)
         output.seek(0)
         found.output = shorten(output.read())
+        _labs.discard(lab)
     found.reads = first_error(found.output) if found.status != 0 else ""
 
 
@@ -123,7 +145,7 @@ def _hurt(lab: Lab, fault: Fault, folder: Path, job: subprocess.Popen[str]) -> f
     begun = time.monotonic()
     if fault.name == "link_short":
         lab.link_down(HURT, CUT)
-    elif fault.name == "link_down":
+    elif fault.name.startswith("link_down"):
         lab.link_down(HURT)
     elif fault.name == "slow":
         lab.rate(HURT, SLOW)

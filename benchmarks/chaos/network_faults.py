@@ -12,11 +12,11 @@ CUT = 5.0
 
 _RANK = r"StallError: rank 0 gives up|waited \d+ s for rank 1\b|host2|10\.77\.0\.2"
 KEEPALIVE = {
-    "OMPI_MCA_oob_tcp_keepalive_time": "10",
-    "OMPI_MCA_oob_tcp_keepalive_intvl": "5",
+    "OMPI_MCA_oob_tcp_keepalive_time": "5",
+    "OMPI_MCA_oob_tcp_keepalive_intvl": "3",
     "OMPI_MCA_oob_tcp_keepalive_probes": "3",
 }
-"""Open MPI's daemons ask each other after 10 s of silence, and give up after three answers that do not come."""
+"""Open MPI's daemons ask each other after 5 s of silence, and give up after three answers that do not come: 14 s."""
 
 NETWORK_FAULTS = {
     fault.name: fault
@@ -24,6 +24,13 @@ NETWORK_FAULTS = {
         Fault("none", "nothing (for comparison)", "", "goes on"),
         Fault("link_short", f"a host's link is down for {CUT:.0f} s", "network", "goes on"),
         Fault("link_down", "it is down for good", "network", tells=_RANK, environment=STALL),
+        Fault(
+            "link_down_keepalive",
+            "it is down for good, with `oob_tcp_keepalive_*`",
+            "network",
+            tells=_RANK,
+            environment={**STALL, **KEEPALIVE},
+        ),
         Fault("slow", f"it drops from {RATE} to {SLOW}", "network", "goes on"),
         Fault("kill_host", "a host dies (power failure)", "network", tells=_RANK, environment=STALL),
         Fault(

@@ -26,7 +26,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"), str(HERE)]
 
 from matrix import chosen, line  # noqa: E402
-from network_cell import run_cell  # noqa: E402
+from network_cell import end_all, is_ending, run_cell  # noqa: E402
 from network_faults import NETWORK_FAULTS  # noqa: E402
 from network_report import RESULTS, WAYS, write_docs  # noqa: E402
 from report import read_rows, write_rows  # noqa: E402
@@ -58,6 +58,8 @@ def main() -> None:
         fault, way, launcher = cell
         row = run_cell(way, launcher, fault, options.limit)
         with keeping:
+            if is_ending():
+                return
             plain = rows.get((way, launcher, "none"), row)
             if row["verdict"] == "goes on" and row["digests"] != plain["digests"]:
                 row["verdict"] = "WRONG"
@@ -66,10 +68,14 @@ def main() -> None:
             write_rows(options.json, rows, NETWORK_FAULTS)
             print(line(row), f"resumed at {row['resumed']}, same: {row['same']}", flush=True)
 
-    # Labs end with this process, however it ends.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(run, itertools.product(*asked)))
+        try:
+            list(pool.map(run, itertools.product(*asked)))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
 
 
 if __name__ == "__main__":

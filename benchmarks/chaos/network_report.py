@@ -37,6 +37,8 @@ def write_docs(path: Path) -> None:
 
 def _cell(row: dict[str, Any] | None) -> str:
     text = shown(row)
+    if row is not None and row["verdict"] == "HANGS" and "StallError" in row["reads"]:
+        text = "rank 0 ends with a `StallError`, the launcher **HANGS**"
     if row is None or row["resumed"] is None:
         return text
     return f"{text}; resumes after step {row['resumed']}" + ("" if row["same"] else ", **WRONG**")

@@ -13,7 +13,7 @@ from dgc.adapter.horovod import check_stand_in
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.held import StandIns
@@ -132,6 +132,8 @@ class DGCCompressor(CompressorBase[Engine]):
         if self._deferred is None and not self._giving_up:
             try:
                 result = self._submit(engine, tensor)
+            except StallError:
+                raise  # the others do not come: there is nobody to be told
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's stand-in.
                 self._deferred = error

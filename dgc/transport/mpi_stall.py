@@ -65,9 +65,8 @@ class StallWatch:
         """
         self._mpi = mpi
         self._comm = comm
-        off = os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
-        self._warn = _NEVER if off else seconds_of(WARN_VARIABLE, WARN_SECONDS) or _NEVER
-        self._limit = _NEVER if off else seconds_of(LIMIT_VARIABLE, LIMIT_SECONDS) or _NEVER
+        self._warn = longest_wait(WARN_VARIABLE, WARN_SECONDS)
+        self._limit = longest_wait(LIMIT_VARIABLE, LIMIT_SECONDS)
         first = min(self._warn, self._limit)
         self._tell_after = min(2.0, first / 2)
         self._names = ranks_in_job(mpi, comm)
@@ -180,6 +179,16 @@ class StallWatch:
             f"{others}: {why}. {LIMIT_VARIABLE} is the longest wait in seconds ({_shown(self._limit)}; 0: for ever), "
             f"{WARN_VARIABLE} that before a warning ({_shown(self._warn)})"
         )
+
+
+def longest_wait(variable: str, default: float) -> float:
+    """The seconds in a variable of Horovod's stall inspector; infinite for 0, and where the inspector is switched off.
+
+    Raises:
+        ConfigError: it is no number, or negative.
+    """
+    off = os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+    return _NEVER if off else seconds_of(variable, default) or _NEVER
 
 
 def seconds_of(variable: str, default: float) -> float:

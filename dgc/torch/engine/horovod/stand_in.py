@@ -15,9 +15,10 @@ import torch
 
 from dgc.adapter.horovod import JOINED, SHUT_DOWN
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, TransportError
+from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.transport.mpi_stall import LIMIT_VARIABLE, longest_wait
 
 _PATIENCE = 1.0
 """Seconds that the sum of the step before is waited for. A rank that is missing is waited for in the exchange, which
@@ -29,7 +30,9 @@ _NAP = 0.5e-3
 class StandIn:
     """Sends a 1.0 at the beginning of each step; costs no waiting unless the exchange itself is late.
 
-    Where Horovod's collectives are the transport, the sum is awaited before the first of them.
+    Where Horovod's collectives are the transport, the sum is awaited before the first of them, for no longer than
+    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` where that is set: Horovod's own inspector does not look at an operation
+    that is in the ranks' caches, as this one is after the first step.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class StandIn:
 
         Raises:
             TransportError: Horovod's collective failed.
+            ConfigError: the longest wait in the environment is no number of seconds.
         """
+        self._limit = longest_wait(LIMIT_VARIABLE, 0.0)
         self._hvd = hvd
         self._transport = transport
         self._process_set = process_set
@@ -61,11 +66,13 @@ class StandIn:
 
         Raises:
             ConfigError: a rank has joined.
+            StallError: Horovod's collectives are the transport, and a rank has not come for too long.
             TransportError: Horovod failed, or was shut down.
         """
         self._owed += 1
         self._send_owed()
         if self._transport.name == "horovod":
+            self._wait()
             self._collect()
 
     def check(self, all_came: bool = False) -> None:
@@ -106,6 +113,21 @@ class StandIn:
         op, members = self._hvd.Sum, self._process_set
         with _explaining_shutdown(self._hvd):
             self._handle = self._hvd.allreduce_async_(one, name=self._name, op=op, process_set=members)
+
+    def _wait(self) -> None:
+        """Wait for the sum, for no longer than the environment allows."""
+        if self._limit == float("inf"):
+            return  # Horovod waits
+        deadline = time.monotonic() + self._limit
+        while not self._is_there():
+            if time.monotonic() > deadline:
+                raise StallError(
+                    f"rank {self._hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for "
+                    "a rank that does not come: it is busy with something else (a checkpoint that it saves alone, an "
+                    "evaluation), stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, "
+                    f"in the same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
+                )
+            time.sleep(_NAP)
 
     def _collect(self) -> None:
         if self._handle is None:

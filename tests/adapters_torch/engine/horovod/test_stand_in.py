@@ -1,8 +1,9 @@
 """The allreduce of each step's beginning, without ranks."""
 
 import pytest
+from launch_tools import run_mpi
 
-from dgc.errors import ConfigError, TransportError
+from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.engine.horovod import stand_in
 from dgc.torch.engine.horovod.stand_in import StandIn
 
@@ -92,3 +93,49 @@ def test_after_a_shutdown_the_error_says_so(made):
     hvd.running = False
     with pytest.raises(TransportError, match=r"Horovod was shut down: train before hvd\.shutdown\(\)"):
         one.send()
+
+
+def test_where_horovod_carries_the_bytes_a_rank_that_does_not_come_is_given_up(made, monkeypatch):
+    monkeypatch.setattr(Transport, "name", "horovod")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.05")
+    hvd, _ = made
+    hvd.rank = lambda: 0
+    one = StandIn(hvd, Transport(), None)
+    one.send()  # nobody is late
+    hvd.late = 10**9
+    with pytest.raises(StallError, match=r"rank 0 gives up at the beginning of a step.*checkpoint that it saves alone"):
+        one.send()
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="is 'soon'; allowed: a number of seconds"):
+        StandIn(hvd, Transport(), None)
+
+
+SAVES_ALONE = """
+import sys, tempfile
+import horovod.torch as hvd, torch
+import dgc.torch as dgc
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+way = sys.argv[1]
+compression = dgc.Compression.dgc(*([model.named_parameters()] if way == "A" else []), optimizer=optimizer)
+make = hvd.DistributedOptimizer if way == "A" else dgc.DistributedOptimizer
+optimizer = make(optimizer, named_parameters=model.named_parameters(), compression=compression)
+for step in range(6):
+    if step == 4 and hvd.rank() == 1:
+        dgc.save_checkpoint(tempfile.mkdtemp(), model=model, optimizer=optimizer, compression=compression)
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_saves_alone_ends_the_job():
+    """One rank is in an allreduce of Horovod's, the other in an allgather: Horovod itself lets both wait for ever."""
+    stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    result = run_mpi(2, SAVES_ALONE, "A", launcher="gloo", env=stall, check=False, timeout=200)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0
+    assert "StallError: rank 0 gives up at the beginning of a step" in result.stderr + result.stdout
