@@ -70,11 +70,8 @@ class Exchange:
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
         self._status = StepStatus()
-        encoders = make_encoders(layout, config, kernels, transport)
-        self._buckets = [
-            BucketExchange(bucket, encoder, vector, self.state, kernels, transport, op=config.op)
-            for bucket, (encoder, vector) in zip(layout.buckets, encoders, strict=True)
-        ]
+        made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
+        self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
         self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
         end_job = getattr(transport, "end_job", None)
@@ -225,6 +222,7 @@ class Exchange:
             "rampup_begin_step": self.schedule.begin,
             "rampup_end_step": self.schedule.ramp_end(),
             "parameters": layout.numel,
+            "small": self.config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,

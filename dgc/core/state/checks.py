@@ -87,7 +87,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
     for name, entry in saved["parameters"].items():
         if not isinstance(entry, Mapping) or "u" not in entry:
             raise LayoutError(f"the saved compressor state holds no u of {name!r}; give it what state_dict() returned")
-        for key in {"u", "v"} & set(entry):
+        for key in {"u", "v", "error"} & set(entry):
             values = _numbers(entry[key], name, key)
             if not np.isfinite(values).all():
                 raise LayoutError(
@@ -100,7 +100,12 @@ def require_sound(saved: Mapping[str, Any]) -> None:
 
 
 def require_fit(
-    saved: Mapping[str, Any], sparsified: Mapping[str, bool], lengths: Mapping[str, int], optional: Collection[str] = ()
+    saved: Mapping[str, Any],
+    sparsified: Mapping[str, bool],
+    lengths: Mapping[str, int],
+    optional: Collection[str] = (),
+    *,
+    small: Collection[str],
 ) -> None:
     """Refuse a sound state of other parameters.
 
@@ -109,6 +114,7 @@ def require_fit(
         sparsified: name -> whether a parameter travels sparsified.
         lengths: name -> number of elements, of the same parameters.
         optional: names of those that the state need not have, and of others that it may have.
+        small: names of those that may travel coded, and so may have a residual of the codec's.
 
     Raises:
         LayoutError: it has other parameters, of other lengths, or they travelled otherwise.
@@ -132,7 +138,12 @@ def require_fit(
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
                 "use the same min_numel, include and exclude"
             )
-        for key in sorted(wanted):
+        if "error" in entry and name not in small:
+            raise LayoutError(
+                f"parameter {name!r} travels exactly here, and was coded when the state was saved; what the codec had "
+                "lost would be dropped: use the same exclude"
+            )
+        for key in sorted(wanted | ({"error"} & set(entry))):
             if np.shape(entry[key]) != (length,):
                 raise LayoutError(
                     f"parameter {name!r} has {length} elements, its saved {key} has shape "
