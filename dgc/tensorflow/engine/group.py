@@ -26,6 +26,7 @@ class Group:
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
+        sparsified: places within ``indices`` of the variables whose entries travel, once the ramp-up has begun.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Group:
         self.names = list(names)
         layout = make_layout([describe(n, v) for n, v in zip(names, variables, strict=True)], config)
         self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
+        self.sparsified = tuple(sorted(s.parameter for bucket in layout.buckets for s in bucket.sparse))
         shapes = [p.shape for p in layout.parameters]
         wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
         self._pool = ResultPool(shapes, wide)
@@ -71,6 +73,7 @@ class Group:
         hyper: Hyper,
         learning_rate: float | None,
         follows: bool = True,
+        holds: bool = False,
     ) -> tuple[list[np.ndarray], bool]:
         """Exchange one step.
 
@@ -80,6 +83,7 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
+            holds: leave the results of ``sparsified`` out, if all of them are known as entries: see :meth:`held`.
 
         Returns:
             The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
@@ -91,6 +95,7 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
+        self.exchange.holds = holds
         self.exchange.unapplied.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -115,7 +120,35 @@ class Group:
                 self._limits[place],
             )
             results.append(result)
-        return results, self.exchange.finish()
+        refused = self.exchange.finish()
+        if holds and self.exchange.is_all_held:
+            for place in self.sparsified:
+                results[place] = results[place].reshape(-1)[:0]
+        elif holds:
+            self.exchange.write_held()
+        return results, refused
+
+    def held(self) -> list[np.ndarray]:
+        """Places (n, d) and values (n,) of each of ``sparsified`` if :meth:`run` has left them out; else nothing."""
+        totals = self.exchange.held()
+        if not totals:
+            return []
+        came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
+        arrays = self.nothing_held()
+        for n, i in enumerate(self.sparsified):
+            if i in came:
+                places, values = came[i]
+                shape = self.exchange.layout.parameters[i].shape
+                arrays[2 * n : 2 * n + 2] = [np.stack(np.unravel_index(places, shape), axis=1), values]
+        return arrays
+
+    def nothing_held(self) -> list[np.ndarray]:
+        """What :meth:`held` would return if nothing had been sent."""
+        arrays = []
+        for i in self.sparsified:
+            rank = len(self.exchange.layout.parameters[i].shape)
+            arrays += [np.empty((0, rank), np.int64), np.empty(0, self._pool.dtype(i))]
+        return arrays
 
     def discard_step(self) -> bool:
         """Take the latest step back; False when there is nothing to take back.

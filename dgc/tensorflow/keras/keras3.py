@@ -20,6 +20,7 @@ from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
+from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd, update
 
 PACKAGE = "dgc"
 
@@ -161,9 +162,8 @@ class _Distributed(HasSettings):
             self.built = True
         return variables
 
-    def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
-        self._prepare()
-        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer)
+    def _reduce(self, grads: list[Any], variables: list[Any], dense_for: str | None) -> tuple[list[Any], tf.Tensor]:
+        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer, dense_for=dense_for)
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
@@ -227,10 +227,11 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         scale = inner.loss_scale_factor
         grads = _scaled(list(grads), None if scale is None else 1.0 / scale)
-        reduced, verdict = self._reduce(grads, variables)
+        self._prepare()
+        reduced, verdict = self._reduce(grads, variables, obstacle_of_sgd(inner, variables))
         reduced = _scaled(reduced, scale)
         if self._dgc_settings.reducer.passes == 1:
-            inner.apply(reduced, variables)
+            update(inner, reduced, variables, verdict, inner.apply, lambda: inner.iterations.assign_add(1))
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
@@ -316,7 +317,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         """
         variables = self._variables_to_update(trainable_variables)
         grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
-        reduced, verdict = self._reduce(grads, variables)
+        self._prepare()
+        reduced, verdict = self._reduce(grads, variables, "the loss is scaled")
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)
