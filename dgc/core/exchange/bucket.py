@@ -151,11 +151,6 @@ class BucketExchange:
         if refused or outcome.held is None:
             self.write_held()
 
-    @property
-    def is_held(self) -> bool:
-        """Whether results of the latest step wait for :meth:`take_held` or :meth:`write_held`."""
-        return self.outcome is not None and self.outcome.held is not None
-
     def take_held(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
         if self.outcome is None or self._step is None:

@@ -207,11 +207,6 @@ class Exchange:
             )
             self.fail(error)
 
-    @property
-    def is_all_held(self) -> bool:
-        """Whether no result of a sparsified tensor was written in the latest step."""
-        return all(bucket.is_held for bucket in self._buckets if bucket.bucket.sparse)
-
     def held(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
         return [total for bucket in self._buckets if (total := bucket.take_held()) is not None]

@@ -9,7 +9,7 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.records import EntrySum, Hyper
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import make_layout
 from dgc.core.transport import Transport
@@ -61,6 +61,7 @@ class Group:
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
+        self._held: list[EntrySum] = []
         self._runs = 0
         self._rate_before: float | None = None
         self.rate: float | None = None
@@ -121,16 +122,18 @@ class Group:
             )
             results.append(result)
         refused = self.exchange.finish()
-        if holds and self.exchange.is_all_held:
-            for place in self.sparsified:
+        self._held = self.exchange.held() if holds else []
+        held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
+        if len(held) == len(self.sparsified):
+            for place in held:
                 results[place] = results[place].reshape(-1)[:0]
-        elif holds:
-            self.exchange.write_held()
+        elif held:
+            self._write_held(results)
         return results, refused
 
     def held(self) -> list[np.ndarray]:
         """Places (n, d) and values (n,) of each of ``sparsified`` if :meth:`run` has left them out; else nothing."""
-        totals = self.exchange.held()
+        totals, self._held = self._held, []
         if not totals:
             return []
         came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
@@ -191,6 +194,15 @@ class Group:
         self._pool = ResultPool([], [])
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+
+    def _write_held(self, results: Sequence[np.ndarray]) -> None:
+        """Where some buckets' results came dense, the others' become so."""
+        for total in self._held:
+            for segment in total.bucket.sparse:
+                results[segment.parameter].fill(0)
+            for place, places, values in total.tensors():
+                results[place].reshape(-1)[places] += values
+        self._held = []
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

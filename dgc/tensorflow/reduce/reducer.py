@@ -228,7 +228,7 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
         if dense_for is None:
             came = group.held()
             if holds and not came:
-                engine.dense_for = "the latest step was refused, or sent everything"
+                engine.dense_for = "the latest step was refused, or results of it came dense"
             if came:
                 return results + came, ENTRIES
             results += group.nothing_held()

@@ -165,6 +165,18 @@ def kernels_of_more_dimensions():
 
 
 @case
+def members_of_which_one_sends_no_entries():
+    C = dgc.Compression
+
+    def build(options):
+        common = {k: options[k] for k in ("sparse_updates", "bucket_bytes")}
+        members = {0: C.qsgd(), 3000: C.topk(sparsity=0.99)}
+        return dgck.DistributedOptimizer(sgd()(), compression=C.by_size(members, **common))
+
+    both(build, how="dense: the latest step was refused, or results of it came dense", steps=6)
+
+
+@case
 def sparse_gradients_beside_it():
     def embedding():
         keras.utils.set_random_seed(1)
