@@ -97,8 +97,12 @@ class _Distributed(HasSettings):
 
         def update() -> tf.Tensor:
             results, variables = ([pair[i] for pair in reduced] for i in (0, 1))
-            update_variables(self, results, variables, verdict, apply_reduced, count)
+            update_variables(self, results, variables, verdict, apply_reduced, count_update)
             return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
+
+        def count_update() -> tf.Tensor:
+            self._compute_current_learning_rate()  # type: ignore[attr-defined]
+            return count()
 
         def count() -> tf.Tensor:
             self.iterations.assign_add(1)  # type: ignore[attr-defined]

@@ -107,10 +107,11 @@ def everything_sparsified_and_nothing_left_to_the_optimizer():
 
     def train(model, optimizer, steps):
         yield from in_a_graph(model, optimizer, steps)
-        counts.append(int(optimizer.iterations))
+        counts.append((int(optimizer.iterations), float(tf.convert_to_tensor(optimizer.learning_rate))))
 
     both(wrapped(sgd(m.schedule, momentum=0.9)), train=train, options={"min_numel": 1})
-    assert counts == [STEPS, STEPS], counts
+    assert counts[0] == counts[1], counts
+    assert counts[0][0] == STEPS, counts
 
 
 @case
