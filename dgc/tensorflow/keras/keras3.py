@@ -32,20 +32,28 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     which then decides on each rank alone whether to call us; so ours is one itself.
 
     Raises:
-        ConfigError: it is distributed already.
+        ConfigError: it is distributed already, and lacks no option.
     """
     if isinstance(optimizer, (DistributedOptimizer, DistributedLossScaleOptimizer)):
-        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        if not optimizer._dgc_settings.lost:
+            raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if isinstance(optimizer.inner_optimizer, DistributedOptimizer):
             raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
-        return DistributedLossScaleOptimizer(
+        distributed = DistributedLossScaleOptimizer(
             optimizer.inner_optimizer,
             settings,
             initial_scale=optimizer.initial_scale,
             dynamic_growth_steps=optimizer.dynamic_growth_steps,
             name=name,
         )
+        if optimizer.built:  # of a loaded model, perhaps: the scale that it has come to goes on
+            distributed.build(optimizer.inner_optimizer._trainable_variables)
+            distributed.dynamic_scale.assign(optimizer.dynamic_scale)
+            distributed.step_counter.assign(optimizer.step_counter)
+        return distributed
     if keras.config.dtype_policy().name == "mixed_float16":
         return DistributedLossScaleOptimizer(optimizer, settings, name=name)
     return DistributedOptimizer(optimizer, settings, name=name)
@@ -122,7 +130,12 @@ class _Distributed(HasSettings):
         settings.adopt(self.inner_optimizer)
 
     def bind(self, variables: Sequence[Any]) -> None:
-        """Attach the compressor to the model before the first step; collective."""
+        """Attach the compressor to the model before the first step; collective.
+
+        Raises:
+            ConfigError: options of the saved model are missing.
+        """
+        self._dgc_settings.require_complete()
         self._prepare()
         if self.compression is not None:
             shared = self._dgc_settings.local.without(variables)
@@ -162,7 +175,14 @@ class _Distributed(HasSettings):
             self.built = True
         return variables
 
-    def _reduce(self, grads: list[Any], variables: list[Any], dense_for: str | None) -> tuple[list[Any], tf.Tensor]:
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        """Why dense results are needed; None if variables are updated by entries, too."""
+        raise NotImplementedError
+
+    def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
+        self._dgc_settings.require_complete()
+        self._prepare()
+        dense_for = self._obstacle(variables)
         return self._dgc_settings.reduce(grads, variables, self.inner_optimizer, dense_for=dense_for)
 
     def _build_inner(self) -> Any:
@@ -216,6 +236,9 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Those of the user's optimizer and our own counters; the compressor's state is not among them."""
         return self._variables + self.inner_optimizer.variables
 
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        return obstacle_of_sgd(self.inner_optimizer, variables)
+
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange ``grads`` and update the variables.
@@ -227,8 +250,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         scale = inner.loss_scale_factor
         grads = _scaled(list(grads), None if scale is None else 1.0 / scale)
-        self._prepare()
-        reduced, verdict = self._reduce(grads, variables, obstacle_of_sgd(inner, variables))
+        reduced, verdict = self._reduce(grads, variables)
         reduced = _scaled(reduced, scale)
         if self._dgc_settings.reducer.passes == 1:
             update(inner, reduced, variables, verdict, inner.apply, lambda: inner.iterations.assign_add(1))
@@ -308,6 +330,9 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         with self._build_inner():
             super().build(variables)
 
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        return "the loss is scaled"
+
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value.
@@ -317,8 +342,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         """
         variables = self._variables_to_update(trainable_variables)
         grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
-        self._prepare()
-        reduced, verdict = self._reduce(grads, variables, "the loss is scaled")
+        reduced, verdict = self._reduce(grads, variables)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)
