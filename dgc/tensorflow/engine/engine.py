@@ -37,6 +37,7 @@ class Engine(EngineBase):
         sparse_names: of the collectives that sparse gradients travel in.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
+        dense_for: why the latest step's results were dense; None where those of sparsified variables were entries.
     """
 
     what = "variables"
@@ -62,6 +63,7 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
+        self.dense_for: str | None = "no step was taken yet"
         self._loss_scale = loss_scale
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
@@ -162,6 +164,10 @@ class Engine(EngineBase):
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots(made)
         return made
+
+    @property
+    def how_updated(self) -> str:  # noqa: D102
+        return "sparse" if self.dense_for is None else f"dense: {self.dense_for}"
 
     def needs_parameters(self) -> bool:
         """Whether a step must bring the variables' values along, for weight decay."""
