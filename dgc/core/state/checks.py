@@ -97,11 +97,13 @@ def require_fit(
         if name not in found:
             continue
         entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
+        if sparsified[name] and entry.get("exchange") == "dense" and "v" not in entry:
+            wanted = {"u"}
         if {"u", "v"} & set(entry) != wanted:
             now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
             raise LayoutError(
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
-                "use the same min_numel, include and exclude"
+                "use the same min_numel, include, exclude and exchange"
             )
         for key in sorted(wanted):
             if np.shape(entry[key]) != (length,):
