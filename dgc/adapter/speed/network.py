@@ -18,8 +18,8 @@ REPETITIONS = 5
 
 SMALL_BYTES = 256
 MIDDLE_BYTES = 16 * 1024
-LARGE_BYTES = 16 * 2**20
-"""At most: by then a sum no longer lies in the caches."""
+LARGE_BYTES = 8 * 2**20
+"""At most: by then nothing lies in the fast caches any more."""
 
 LARGE_SECONDS = 0.02
 """What the largest collective should take, by the rate of the middle one: on slow networks it is a smaller one."""
