@@ -159,7 +159,7 @@ def explanation(results: Results, args: argparse.Namespace) -> list[str]:
         "What it means",
         f"  dense    plain Horovod: in every step, every process sends its gradient of {dgc['parameters']:,} numbers.",
         "  DGC      every process sends the largest 0.1 % of its accumulated gradient and keeps the rest for later.",
-        f"           {share} of the parameters travel like this; biases and one small kernel stay dense. The",
+        f"           {share} of the parameters travel like this; biases and one small kernel go whole. The",
         f"           share sent shrinks from 25 % to 0.1 % in a ramp-up over the first {dgc['rampup_ends']} of "
         f"{dgc['steps']} steps.",
         "  control  sends as much as DGC but forgets the rest, to show that keeping it is what matters.",

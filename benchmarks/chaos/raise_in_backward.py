@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["A"], choices=["A", "B", "dense"])
     parser.add_argument("--launcher", default="mpirun", choices=["mpirun", "gloo"])
     parser.add_argument("--transport", default="auto", choices=["auto", "mpi", "horovod"])
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a job counts as hung")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which a job counts as hung")
     parser.add_argument("--rank", nargs=2, metavar=("WAY", "AFTER"), help="used for the ranks themselves")
     options = parser.parse_args()
     if options.rank:

@@ -25,6 +25,7 @@ from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
+from dgc.core.state.checks import require_op
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import agree_or_raise
@@ -268,7 +269,7 @@ class CompressorBase(Generic[EngineT]):
             resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
 
         Raises:
-            LayoutError: the state belongs to another model, rank or number of ranks, or is damaged, on this rank or
+            LayoutError: the state belongs to another model, rank, number of ranks or op, or is damaged, on this rank or
                 another, or the ranks' states are of different steps; no rank's state is changed then.
 
         Warns:
@@ -301,7 +302,13 @@ class CompressorBase(Generic[EngineT]):
             LayoutError: it will not.
         """
         states = self._require_states(state, resize)
-        return self._own(states, resize) if self._engine is not None else {}
+        if self._engine is not None:
+            return self._own(states, resize)
+        if self._is_bound:  # whose op is known
+            for each in states:
+                if each is not None and not holds_nothing(each):
+                    require_op(each, self.config.op)
+        return {}
 
     def _load(self, state: Any, resize: bool, advice: str) -> None:
         """Take over a state on all ranks, or on none: each looks at its own before any of them changes anything."""

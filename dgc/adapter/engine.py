@@ -185,6 +185,7 @@ class EngineBase(abc.ABC):
             "rampup_begin_step": schedule.begin,
             "rampup_end_step": schedule.ramp_end(),
             "parameters": layout.numel,
+            "small": config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
             "transport": self.transport.name,
@@ -240,19 +241,20 @@ class EngineBase(abc.ABC):
         """Look whether :meth:`load_state_dict` will take a state; changes nothing and asks nobody.
 
         Raises:
-            LayoutError: it belongs to another model, rank or number of ranks, or is damaged.
+            LayoutError: it belongs to another model, rank, number of ranks or op, or is damaged.
         """
         if is_empty(saved):
             return
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self._config.op)
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
         # Tensors whose gradients travel otherwise have no state; which ones is part of it.
         others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
         without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
-        sparsified = self._choice.sparsified(self.layout, saved["parameters"])
-        require_fit(saved, sparsified, self.layout.lengths(), {*others, *without})
+        layout = self.layout
+        sparsified, small = self._choice.kinds(layout, saved["parameters"])
+        require_fit(saved, sparsified, layout.lengths(), {*others, *without}, small=small)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks.

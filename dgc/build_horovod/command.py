@@ -21,7 +21,7 @@ DESCRIPTION = f"""\
 Build a Horovod {HOROVOD_VERSION} wheel that works with the PyTorch and TensorFlow of this environment.
 
 The newest Horovod release (June 2023) does not compile against current frameworks. This command downloads its
-sources with pip, edits three lines, builds a wheel for the Python that runs the command, and keeps the wheel in
+sources with pip, edits a few lines, builds a wheel for the Python that runs the command, and keeps the wheel in
 a cache, so that the minutes of compiling are spent once.
 
   python -m dgc build-horovod --install        build or find the wheel, then install it into this environment

@@ -31,6 +31,31 @@ class Edit:
     why: str
 
 
+_MPI_CONTROLLER = "horovod/common/mpi/mpi_controller.cc"
+
+_PATIENT_ALLREDUCE = """\
+#include "../logging.h"
+
+#include <chrono>
+#include <thread>
+
+// All ranks meet in an allreduce of some bits in every cycle, a thousand times a second. A blocking one spins until the
+// last rank has come, on a core that computes something else: this one lets go of the core after 20 us.
+static int PatientAllreduce(const void* sent, void* received, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
+  MPI_Request request;
+  int done = 0;
+  int code = MPI_Iallreduce(sent, received, count, type, op, comm, &request);
+  auto begin = std::chrono::steady_clock::now();
+  while (code == MPI_SUCCESS && !done) {
+    code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (!done && std::chrono::steady_clock::now() - begin > std::chrono::microseconds(20)) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  return code;
+}
+#define MPI_Allreduce PatientAllreduce"""
+
 EDITS = (
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "PyTorch >= 2.1 refuses C++14"),
     Edit(
@@ -44,6 +69,12 @@ EDITS = (
         "#if TENSORFLOW_VERSION >= 2006000000",
         "#if HAVE_GPU && TENSORFLOW_VERSION >= 2006000000",
         "the XLA operations serve GPU builds only, and their headers are missing from TensorFlow's CPU wheels",
+    ),
+    Edit(
+        _MPI_CONTROLLER,
+        '#include "../logging.h"',
+        _PATIENT_ALLREDUCE,
+        "the background thread spins where ranks wait for each other's cycles",
     ),
 )
 

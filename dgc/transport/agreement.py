@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,10 @@ def agree_or_raise(
         Exception: what ``build`` raised on this rank.
         DGCError: as :func:`require_agreement`.
     """
+    working = busy(transport)
     try:
-        description = build()
+        with working:
+            description = build()
     except Exception as own_error:
         try:
             gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
@@ -109,6 +112,16 @@ def agree_or_raise(
         raise
     require_agreement(transport, description, what, error, advice)
     return description
+
+
+def busy(transport: Transport) -> AbstractContextManager[None]:
+    """While this rank works outside a collective for as long as it takes: a transport that gives late ranks up waits.
+
+    Args:
+        transport: connects the ranks; asked for a method ``busy``, which it need not have.
+    """
+    context: AbstractContextManager[None] = getattr(transport, "busy", nullcontext)()
+    return context
 
 
 def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:

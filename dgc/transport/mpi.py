@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +65,12 @@ SLEEP_FRACTION = 0.25
 
 SUSPENDED_SECONDS = 5.0
 """Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
+
+_OUT_OF_STEP = (
+    ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
+    "the same order. A rank that is told to stop or to save (by a signal, by a metric of its own) asks the others first"
+    " (hvd.allreduce)"
+)
 
 
 def import_mpi() -> Any:
@@ -214,6 +220,11 @@ class MPITransport:
             with _as_transport_error("freeing the communicator"):
                 self._comm.Free()
 
+    def busy(self) -> AbstractContextManager[None]:
+        """While this rank writes or reads a file of any size: others, who wait in a collective, do not give it up."""
+        self._require_open()
+        return self._stall.busy()
+
     def end_job(self, error: Exception) -> None:
         """End all ranks with this one, whose caller waits for a missing rank where no error reaches it."""
         give_up(self._mpi, str(error))
@@ -326,4 +337,5 @@ def _as_transport_error(what: str) -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        raise TransportError(f"mpi transport, {what}: {error}") from error
+        advice = _OUT_OF_STEP if error.Get_error_class() == MPI.ERR_TRUNCATE else ""
+        raise TransportError(f"mpi transport, {what}: {error}{advice}") from error

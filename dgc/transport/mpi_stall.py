@@ -5,6 +5,9 @@ stall inspector asks the ranks over the same links, and waits with them. So a ra
 other one, in a small message of its own, which collective it has come to; from whom no such message has come by the
 time of a warning, that one is missing, or cannot be reached. While collectives end in time nothing is sent at all.
 
+A rank that writes a checkpoint for very long says so all the while, and is waited for: only from its last word on do
+the others count how long they have waited.
+
 The times are Horovod's: ``HOROVOD_STALL_CHECK_TIME_SECONDS`` and ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; unlike there
 a rank gives up without being told so, after ten minutes, as Gloo and NCCL do.
 """
@@ -12,12 +15,15 @@ a rank gives up without being told so, after ten minutes, as Gloo and NCCL do.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dgc.errors import ConfigError, StallError
+from dgc.errors import ConfigError, StallError, TransportError
 from dgc.transport.mpi_exit import calling, ranks_in_job
 
 if TYPE_CHECKING:
@@ -33,6 +39,10 @@ LIMIT_SECONDS = 600.0
 TAG = 1
 _DRAIN_EVERY = 256
 """Collectives after which a rank that never waits long takes in what those that wait for it have sent."""
+_BUSY = -1
+"""Sent instead of a collective's number by a rank that is busy, and will come."""
+_SIGNS = 10
+"""Signs of a busy rank within the longest wait."""
 _NEVER = float("inf")
 
 
@@ -65,12 +75,14 @@ class StallWatch:
         self._number = 0
         self._told = self._warned = False
         self._heard = np.zeros(comm.size, np.int64)
+        self._busy = np.zeros(comm.size)
         self._sending: list[tuple[Any, np.ndarray]] = []
         self.next_look = self._tell_after
 
     def begin(self) -> None:
         """The next collective begins."""
         self._number += 1
+        self._busy[:] = 0.0
         if self._number % _DRAIN_EVERY == 0:
             self._listen()
         if self._told:
@@ -88,9 +100,9 @@ class StallWatch:
         """
         if not self._told:
             self._told = True
-            self._tell()
-        self._listen()
-        if waited >= self._limit:
+            self._tell(self._number)
+        self._listen(waited)
+        if self._silence(waited) >= self._limit:
             raise StallError(self._message(waited, "gives up"))
         if waited >= self._warn and not self._warned:
             self._warned = True
@@ -101,25 +113,59 @@ class StallWatch:
         """Ranks of the communicator that have not said that they came to this collective."""
         return [r for r in range(self._comm.size) if r != self._comm.rank and self._heard[r] < self._number]
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this rank does something that may take long; it tells the others, so that they do not give it up."""
+        if self._limit == _NEVER:
+            yield
+            return
+        ended = threading.Event()
+
+        def tell() -> None:
+            while not ended.wait(self._limit / _SIGNS):
+                try:
+                    self._tell(_BUSY)
+                except TransportError:
+                    return  # MPI has ended
+
+        # A daemon: a rank that is killed within its work must not be kept alive by this thread.
+        teller = threading.Thread(target=tell, name="dgc-busy", daemon=True)
+        with suppress(RuntimeError):  # no thread to be had: what is worked on needs it more
+            teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if teller.ident is not None:
+                teller.join()
+
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
-        """Say to all others which collective this rank has come to. Nobody is waited for."""
+    def _silence(self, waited: float) -> float:
+        """Seconds since a missing rank was last heard of; the longest, if there are several."""
+        missing = self.missing()
+        return waited - float(self._busy[missing].min()) if missing else waited
+
+    def _tell(self, number: int) -> None:
+        """Say to all others which collective this rank has come to, or _BUSY. Nobody is waited for."""
         with calling(self._mpi):
             self._sending = [entry for entry in self._sending if not entry[0].Test()]
             for rank in range(self._comm.size):
                 if rank != self._comm.rank:
-                    number = np.array([self._number], np.int64)
-                    self._sending.append((self._comm.Isend([number, self._mpi.INT64_T], rank, TAG), number))
+                    message = np.array([number], np.int64)
+                    self._sending.append((self._comm.Isend([message, self._mpi.INT64_T], rank, TAG), message))
 
-    def _listen(self) -> None:
+    def _listen(self, waited: float = 0.0) -> None:
         number = np.empty(1, np.int64)
         status = self._mpi.Status()
         with calling(self._mpi):
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, TAG, status):
                 source = status.Get_source()
                 self._comm.Recv([number, self._mpi.INT64_T], source, TAG)
-                self._heard[source] = max(self._heard[source], number[0])
+                if number[0] == _BUSY:
+                    self._busy[source] = waited
+                else:
+                    self._heard[source] = max(self._heard[source], number[0])
 
     def _message(self, waited: float, does: str) -> str:
         names = self._names

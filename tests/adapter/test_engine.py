@@ -58,7 +58,7 @@ def test_a_state_of_all_exchanges_is_one_and_an_empty_one_resets():
         none.close(keep_transport=True)
         engine.step()
         saved, norm = engine.state_dict(), engine.residual_norm()
-        assert list(saved) == ["format", "step", "parameters", "rank", "size", "count"]
+        assert list(saved) == ["format", "step", "parameters", "rank", "size", "op", "count"]
         assert set(saved["parameters"]) == {"a", "b"}
         assert not is_empty(saved)
         for empty in (EMPTY, {}):

@@ -436,7 +436,7 @@ def test_many_ranks_add_up_densely_what_they_would_have_gathered():
 
 def test_topk_with_momentum_correction_and_masking_is_dgc():
     """The parts of DGC are options of every compressor with error feedback."""
-    options = {"momentum": 0.9, "momentum_masking": True, "sparsity": 0.9, "local_grad_clip_norm": 1.0}
+    options = {"momentum": 0.9, "momentum_masking": True, "sparsity": 0.9, "local_grad_clip_norm": 1.0, "small": "int8"}
     ours = train(2, 5, Case("topk", options))
     dgc = train(2, 5, Case("dgc", options))
     for step in range(5):

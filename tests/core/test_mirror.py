@@ -52,6 +52,7 @@ ELSEWHERE = {
     "tensorflow/engine/horovod_trace.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/optimizers.py": "adapters_tensorflow/test_habits.py",
     "tensorflow/engine/horovod/horovod.py": "adapters_tensorflow/test_bad_input.py",
+    "tensorflow/engine/horovod/names.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/engine/horovod/transport.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/reduce/dense.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/reduce/reducer.py": "adapters_tensorflow/test_tape.py",

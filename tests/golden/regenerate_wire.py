@@ -41,14 +41,19 @@ MESSAGE_VALUES = [1.0, -0.5, 0.25, 3.0, -0.0009765625]
 MESSAGE_SEGMENTS = [0, 60_000, 100_000]
 
 
-def whole_message(indices: str, values: str) -> np.ndarray:
-    """Return a bucket's message as (m,) uint8: five entries of 100 000 elements in two tensors."""
+# Two small tensors of 3 and 2 elements, and two elements of one that a user wants exact.
+SMALL_VALUES, SMALL_BOUNDS, EXACT_VALUES = [127.0, -1.0, 64.0, -254.0, 2.0], [0, 3, 5], [0.1, -7.0]
+
+
+def whole_message(indices: str, values: str, small: str | None = None) -> np.ndarray:
+    """Return a bucket's message as (m,) uint8: five entries of 100 000 elements in two tensors; perhaps small ones."""
     index_codec, value_codec = wire.index_codec(indices), wire.value_codec(values)
     positions = np.array(MESSAGE_POSITIONS, np.int64)
     bounds = np.searchsorted(positions, np.array(MESSAGE_SEGMENTS))
     n, k = MESSAGE_SEGMENTS[-1], len(MESSAGE_POSITIONS)
     reserve = index_codec.max_bytes(n, k) + value_codec.max_bytes(k, bounds.size - 1)
-    message = np.zeros(wire.HEADER_BYTES + reserve, np.uint8)
+    dense = dense_section(small) if small else np.empty(0, np.uint8)
+    message = np.zeros(wire.HEADER_BYTES + reserve + dense.size, np.uint8)
     payload = message[wire.HEADER_BYTES :]
     used = index_codec.encode(positions, n, payload)
     used += value_codec.encode(np.array(MESSAGE_VALUES, value_codec.dtype), bounds, payload[used:])
@@ -62,10 +67,20 @@ def whole_message(indices: str, values: str) -> np.ndarray:
         fingerprint=0x0123456789ABCDEF,
         count=k,
         payload_bytes=used,
-        dense_bytes=0,
+        dense_bytes=dense.size,
+        dense_codec=wire.value_codec(small).id if small else 0,
     )
+    message[wire.HEADER_BYTES + used :][: dense.size] = dense
     wire.pack_header(header, message)
     return message
+
+
+def dense_section(small: str) -> np.ndarray:
+    """Return the dense section of small tensors in a value codec and exact ones, (m,) uint8."""
+    codec, bounds = wire.value_codec(small), np.array(SMALL_BOUNDS, np.int64)
+    block = np.empty(codec.max_bytes(len(SMALL_VALUES), len(SMALL_BOUNDS) - 1), np.uint8)
+    codec.encode(np.array(SMALL_VALUES, codec.dtype), bounds, block)
+    return np.concatenate([block, np.array(EXACT_VALUES, "<f4").view(np.uint8)])
 
 
 def cases() -> dict[str, bytes]:
@@ -87,6 +102,7 @@ def cases() -> dict[str, bytes]:
             golden[f"value_{codec.name}_{case}"] = out[:used].tobytes()
     golden["message_uint16_float16"] = whole_message("uint16", "float16").tobytes()
     golden["message_elias_fano_sign"] = whole_message("elias_fano", "sign").tobytes()
+    golden["message_small_int8"] = whole_message("uint16", "float16", "int8").tobytes()
     return golden
 
 

@@ -63,7 +63,7 @@ def test_learns_and_sends_a_thousandth_under_each_launcher(launch, launches):
     assert report["parameters_sparsified"] >= 0.95 * report["parameters"]
     assert report["rampup_ends"] <= 0.2 * report["steps"]
     assert report["dense_bytes_per_step"] == 4 * report["parameters"]
-    assert report["bytes_last_step"] * 200 < report["dense_bytes_per_step"]
+    assert report["bytes_last_step"] * 500 < report["dense_bytes_per_step"]
 
 
 @pytest.mark.timeout(1500)

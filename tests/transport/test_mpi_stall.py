@@ -1,9 +1,14 @@
 """A rank that waits for one that never comes: on real ranks."""
 
+import contextlib
+import threading
+import time
+
 import pytest
 from launch_tools import run_mpi
 
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, StallError, TransportError
+from dgc.transport import mpi, mpi_stall
 from dgc.transport.mpi_stall import seconds_of
 
 STOPPED = """
@@ -97,3 +102,175 @@ def test_other_times_are_refused(monkeypatch, text):
     monkeypatch.setenv("SOME_SECONDS", text)
     with pytest.raises(ConfigError, match=r"SOME_SECONDS is .* a number of seconds"):
         seconds_of("SOME_SECONDS", 7.0)
+
+
+class Signs:
+    """A communicator of two ranks as rank 0 sees it, with what rank 1 has sent."""
+
+    rank, size = 0, 2
+    ANY_SOURCE, INT64_T = -1, None
+
+    def __init__(self):
+        self.sent, self.told = [], []
+
+    def Status(self):
+        return self
+
+    def Get_source(self):
+        return 1
+
+    def Iprobe(self, source, tag, status):
+        return bool(self.sent)
+
+    def Recv(self, buffer, source, tag):
+        buffer[0][0] = self.sent.pop(0)
+
+    def Isend(self, buffer, rank, tag):
+        self.told.append(int(buffer[0][0]))
+        return self
+
+    def Test(self):
+        return True
+
+    def Is_finalized(self):
+        return False
+
+
+@pytest.fixture
+def signs(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
+    monkeypatch.setattr(mpi_stall, "ranks_in_job", lambda mpi, comm: [0, 1])
+    return Signs()
+
+
+def test_a_rank_that_says_it_is_busy_is_waited_for_until_it_has_been_silent_for_as_long(signs):
+    watch = mpi_stall.StallWatch(signs, signs)
+    watch.begin()
+    watch.look(30.0)
+    signs.sent.append(mpi_stall._BUSY)
+    with pytest.warns(RuntimeWarning, match="still waits"):
+        watch.look(500.0)
+    watch.look(1099.0)
+    with pytest.raises(StallError, match="has waited 1100 s for rank 1"):
+        watch.look(1100.0)
+
+
+def test_a_rank_that_was_busy_in_an_earlier_wait_is_not_waited_for_longer_in_the_next(signs):
+    watch = mpi_stall.StallWatch(signs, signs)
+    watch.begin()
+    signs.sent.append(mpi_stall._BUSY)
+    with pytest.warns(RuntimeWarning):
+        watch.look(500.0)
+    watch.begin()
+    with pytest.raises(StallError):
+        watch.look(600.0)
+
+
+def test_a_busy_rank_says_so_until_it_is_through(signs, monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+    watch = mpi_stall.StallWatch(signs, signs)
+    with watch.busy():
+        deadline = time.monotonic() + 60
+        while len(signs.told) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert set(signs.told) == {mpi_stall._BUSY}
+    assert len(signs.told) >= 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "dgc-busy"]
+
+
+def test_work_is_done_where_no_thread_can_be_started(signs, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with mpi_stall.StallWatch(signs, signs).busy():
+        done = True
+    assert done
+
+
+class Clock:
+    """A time that goes on slowly, and in jumps: this process does not run."""
+
+    def __init__(self, jumps):
+        self.now, self._jumps = 0.0, dict(jumps)
+        self.slept = 0
+
+    def perf_counter(self):
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept += 1
+        self.now += seconds + self._jumps.pop(self.slept, 0.0)
+
+
+class Looks:
+    """In the place of a StallWatch: notes when it was asked, and gives up after a minute."""
+
+    next_look = 2.0
+
+    def __init__(self):
+        self.waited = []
+
+    def begin(self):
+        pass
+
+    def look(self, waited):
+        self.waited.append(waited)
+        if waited > 60:
+            raise StallError("gave up")
+
+
+def waiting_transport(monkeypatch, clock, tests):
+    """An MPITransport without MPI, and how many collectives it has begun; each is over after ``tests`` looks."""
+    begun, left = [], []
+
+    def start(_, collective):
+        begun.append(collective)
+        left[:] = [tests]
+
+    def is_done(_, request):
+        left[0] -= 1
+        return left[0] < 0
+
+    for name, stand_in in (
+        ("time", clock),
+        ("start", start),
+        ("is_done", is_done),
+        ("waiting", contextlib.nullcontext),
+        ("abort_at_exit", lambda: None),
+    ):
+        monkeypatch.setattr(mpi, name, stand_in)
+    transport = mpi.MPITransport.__new__(mpi.MPITransport)
+    vars(transport).update(_mpi=None, _stall=Looks(), _gave_up=False)
+    return transport, begun
+
+
+def test_a_job_that_was_suspended_has_not_waited(monkeypatch):
+    """All ranks are stopped for ten minutes, twice; each goes on before the others have answered."""
+    clock = Clock({10: 600.0, 20: 900.0})
+    transport, begun = waiting_transport(monkeypatch, clock, tests=1000)
+    transport._wait(lambda: None, 0)
+    assert len(begun) == 1
+    assert clock.now > 1500
+    assert transport._stall.waited == []
+
+
+def test_a_rank_that_runs_and_waits_is_looked_after(monkeypatch):
+    clock = Clock({n: 4.0 for n in range(10, 13)})  # a busy machine is no suspended one
+    transport, _ = waiting_transport(monkeypatch, clock, tests=1000)
+    transport._wait(lambda: None, 0)
+    assert transport._stall.waited[0] == pytest.approx(4.0, abs=0.1)
+
+
+def test_after_a_stall_the_transport_is_not_used_again(monkeypatch):
+    """The collective that was given up is still under way; the next one would be paired with it."""
+    transport, begun = waiting_transport(monkeypatch, Clock({n: 4.0 for n in range(5, 100)}), tests=10**6)
+    with pytest.raises(StallError, match="gave up"):
+        transport._wait(lambda: None, 0)
+    assert len(begun) == 1
+    for _ in range(2):
+        with pytest.raises(TransportError, match="given up waiting for others in an earlier exchange; restart"):
+            transport._wait(lambda: None, 0)
+    assert len(begun) == 1

@@ -25,7 +25,7 @@ MIN_NUMEL = 16384
 COMPRESSED_TYPES = ("float32",)
 """Types that Paddle compresses."""
 
-CODEC_OPTIONS = ("indices", "values", "bucket_bytes", "momentum_masking", "sparse_updates")
+CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
 
 
@@ -138,6 +138,7 @@ class PaddleOptions:
             exclude=(*self.exclude, *other_types),
             # Paddle sends whole float32 values.
             values="float32",
+            small="float32",
         )
         return make_config({**options, **self.codecs}, owner="DGCMomentum")
 

@@ -1,7 +1,8 @@
 """Compressed or dense, for each bucket: chosen at construction, the same on all ranks, and kept for the whole run.
 
-A bucket that is chosen dense is one without sparsified tensors: nothing else in the exchange knows of the choice. So it
-is dense training exactly, has no residuals, and its saved state has none, which is how a resumed run knows the choice.
+A bucket that is chosen dense is one without sparsified or coded tensors: nothing else in the exchange knows of the
+choice. So it is dense training exactly, has no residuals, and its saved state has none, which is how a resumed run
+knows the choice.
 
 Only what the ranks have agreed on enters: the slowest rank's measurements, the options, and loaded states.
 """
@@ -89,8 +90,8 @@ class Choice:
         """
         if on_device and self._config.exchange == "auto":
             self.reason = "the gradients are on a GPU"
-        dense = [b.index for b in layout.buckets if b.sparse and self._is_dense(b, layout)]
-        if self._predicted and not self._told and not layout.with_dense(dense).sparse_numel:
+        dense = [b.index for b in layout.buckets if self._is_compressed(b) and self._is_dense(b, layout)]
+        if self._predicted and not self._told and not any(map(self._is_compressed, layout.with_dense(dense).buckets)):
             self._told = True
             logger.warning(
                 "nothing is compressed: a dense exchange is predicted to be faster here, %.1f ms a step instead of "
@@ -113,16 +114,23 @@ class Choice:
         if self._config.exchange != "auto":
             return False
         before = dict(self._dense)
-        self._dense.update({name: "v" not in entry for name, entry in parameters.items() if _was_chosen(entry)})
+        self._dense.update(
+            {name: "exchange" in entry for name, entry in parameters.items() if {"v", "error", "exchange"} & set(entry)}
+        )
         return before != self._dense
 
-    def sparsified(self, layout: Layout, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
-        """Name -> whether a tensor will be sparsified once the state ``saved`` was followed."""
-        found = layout.sparsified()
+    def kinds(self, layout: Layout, saved: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, bool], set[str]]:
+        """What tensors will be once the state ``saved`` was followed.
+
+        Returns:
+            Name -> whether it is sparsified, and the names of those that may travel coded.
+        """
+        sparsified, small = layout.sparsified(), layout.small()
         if self._config.exchange == "auto":
-            chosen = [layout.parameters[i].name for i in layout.chosen]
-            found.update({name: "v" in saved[name] for name in chosen if name in saved})
-        return found
+            chosen = [name for i in layout.chosen if (name := layout.parameters[i].name) in saved]
+            sparsified.update({name: "v" in saved[name] for name in chosen})
+            small.update(name for name in chosen if "error" in saved[name])
+        return sparsified, small
 
     def describe(self, layouts: Iterable[Layout]) -> dict[str, Any]:
         """The choice in plain values.
@@ -138,7 +146,7 @@ class Choice:
                 rows.append(
                     {
                         "elements": sum(s.length for s in bucket.segments),
-                        "exchange": "sparse" if bucket.sparse else "dense",
+                        "exchange": "sparse" if self._is_compressed(bucket) else "dense",
                         "dense_ms": None if dense is None else round(1e3 * dense, 3),
                         "sparse_ms": None if sparse is None else round(1e3 * sparse, 3),
                     }
@@ -147,8 +155,11 @@ class Choice:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _is_compressed(self, bucket: Bucket) -> bool:
+        return bool(bucket.sparse) or (bool(bucket.small_size) and self._config.small != "float32")
+
     def _is_dense(self, bucket: Bucket, layout: Layout) -> bool:
-        names = [layout.parameters[s.parameter].name for s in bucket.sparse]
+        names = [layout.parameters[s.parameter].name for s in bucket.sparse + bucket.small]
         known = [self._dense[name] for name in names if name in self._dense]
         if known:
             # Buckets may have been cut otherwise: what is compressed already stays so, what is dense may follow.
@@ -187,8 +198,3 @@ def _last_members(config: DGCConfig) -> list[DGCConfig | None]:
     parts: Parts = config.own
     members = parts.configs[-1:] if config.algorithm == "by_step" else parts.configs
     return [None if member is None else dataclasses.replace(member, op=config.op) for member in members]
-
-
-def _was_chosen(entry: Mapping[str, Any]) -> bool:
-    """Whether a tensor's state is one of those that the options sparsify."""
-    return "v" in entry or entry.get("exchange") == "dense"

@@ -23,8 +23,8 @@ from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import WireError
 
 COMMON = (
-    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude bucket_bytes op seed discardable "
-    "sparse_updates exchange"
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op seed "
+    "discardable sparse_updates exchange"
 ).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
@@ -179,7 +179,7 @@ class Algorithm(ABC):
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Defaults of the shared options where they are not those of ``dgc``: nothing is adopted unless asked."""
-        return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0}
+        return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "small": "float32"}
 
     @classmethod
     def is_plain_selection(cls, config: DGCConfig) -> bool:
@@ -194,6 +194,10 @@ class Algorithm(ABC):
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         """Numbers of the index and value codec in the header."""
         return 0, 0
+
+    def has_room_for_all(self, spec: BucketSpec) -> bool:
+        """Whether no entry waits for room in a message, so that no momentum is stale and none is cleared."""
+        return self.scheduled and spec.density >= 1.0
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from dgc.core.compressors.base import COMMON, FEEDBACK
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.checks import plain, require_choice
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
-from dgc.core.wire import index_codec_names, value_codec_names
+from dgc.core.wire import index_codec_names, value_codec, value_codec_names
 from dgc.errors import ConfigError
 
 _OF_THE_WRAPPER = {*COMMON, "momentum", "nesterov", "weight_decay", "transport", "loss_scale", "process_set"}
@@ -41,11 +43,11 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
-    check_codecs(config.indices, config.values)
+    check_codecs(config.indices, config.values, config.small)
     return config
 
 
-def check_codecs(indices: Any, values: Any) -> None:
+def check_codecs(indices: Any, values: Any, small: Any) -> None:
     """Refuse names that no codec has; ``indices`` may be "auto".
 
     Raises:
@@ -53,6 +55,7 @@ def check_codecs(indices: Any, values: Any) -> None:
     """
     require_choice("indices", indices, (*index_codec_names(), "auto"))
     require_choice("values", values, value_codec_names())
+    require_choice("small", small, tuple(n for n in value_codec_names() if value_codec(n).dtype == np.float32))
 
 
 def make_wrapper_config(kind: str, members: Mapping[Any, Any], options: dict[str, Any]) -> DGCConfig:
@@ -94,8 +97,9 @@ def make_wrapper_config(kind: str, members: Mapping[Any, Any], options: dict[str
             "by_step cannot go back to no compression: what has not been sent by then never would be; give None at 0 "
             "only"
         )
-    chosen = {"momentum": 0.0, "sparsity": 0.0, **options, "rampup_begin_step": begin}
+    chosen = {"momentum": 0.0, "sparsity": 0.0, "small": "float32", **options, "rampup_begin_step": begin}
     config = DGCConfig(**chosen, algorithm=kind)
+    check_codecs(config.indices, config.values, config.small)
     shared = {name: getattr(config, name) for name in (*COMMON, "momentum", "nesterov", "weight_decay")}
     members_own = tuple(None if c is None else dataclasses.replace(c, **shared) for c in configs)
     return dataclasses.replace(config, own=Parts(keys, members_own))

@@ -103,9 +103,10 @@ class BucketExchange:
             outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
             outcome.flagged = bool(outcome.flagged_by)
             if plan.allreduces:
+                plain = self._vector.values[plan.plain_start :]
                 with step.stats.timed("exchange"):
-                    self._transport.allreduce(self._vector.values, "sum")
-                step.stats.count_collective(self._vector.values.nbytes)
+                    self._transport.allreduce(plain, "sum")
+                step.stats.count_collective(plain.nbytes)
             with step.stats.timed("apply"):
                 self._apply(step, plan, messages, outcome)
         except BaseException:
@@ -139,6 +140,7 @@ class BucketExchange:
             outcome.undo.finish()
         if not refused:
             self.encoder.commit(step, plan, self._state, outcome)
+            self._vector.commit(plan, self._state)
         else:
             self._put_back(outcome)
             self.encoder.refuse(step, plan, self._state)
@@ -214,8 +216,9 @@ class BucketExchange:
         plan = self.encoder.compress(step, plan, self._state, self._buffers, outcome)
         nonfinite = self._vector.pack(step, plan) or outcome.flagged
         sender = self._buffers.sender
-        if plan.vector_size and plan.inline:
-            sender.inline(self._vector.values)
+        nonfinite |= self._vector.settle_small(plan, self._state, sender.coded)
+        if plan.inline_bytes:
+            sender.inline(self._vector.values[plan.plain_start :])
         sender.finish(step.step, count=outcome.count, nonfinite=nonfinite)
         return plan
 
@@ -238,8 +241,7 @@ class BucketExchange:
 
     def _apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], outcome: Outcome) -> None:
         if plan.vector_size:
-            if plan.inline:
-                self._vector.add(messages)
+            self._vector.add(plan, messages)
             if not self._vector.average(self._share, plan):
                 outcome.flagged = True
         if not plan.ks or outcome.flagged:
@@ -255,6 +257,8 @@ class BucketExchange:
         elements = sum(s.length for s in self.bucket.sparse)
         stats.sparse_elements += elements
         stats.entries_sent += elements if plan.mode is Mode.DENSE else count
+        if plan.mode is Mode.SPARSE:
+            stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 
 
 def _worst(gradient: Any) -> float:

@@ -70,11 +70,8 @@ class Exchange:
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
         self._status = StepStatus()
-        encoders = make_encoders(layout, config, kernels, transport)
-        self._buckets = [
-            BucketExchange(bucket, encoder, vector, self.state, kernels, transport, op=config.op)
-            for bucket, (encoder, vector) in zip(layout.buckets, encoders, strict=True)
-        ]
+        made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
+        self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
         self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
         end_job = getattr(transport, "end_job", None)
@@ -225,6 +222,7 @@ class Exchange:
             "rampup_begin_step": self.schedule.begin,
             "rampup_end_step": self.schedule.ramp_end(),
             "parameters": layout.numel,
+            "small": self.config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,
@@ -278,7 +276,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size}
+        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size, "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -286,10 +284,10 @@ class Exchange:
         All ranks must load together. A step that an exception left half done is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank or number of ranks; the state was not changed.
+            LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, self.transport.rank, self.transport.size)
+        require_place(saved, self.transport.rank, self.transport.size, self.config.op)
         self.state.load(saved, self.config.own_share(self.transport.size))
         self.unapplied.reset()
         self._status.recover()

@@ -131,6 +131,7 @@ class StepStats:
             8 B for float64).
         entries_sent: sparsified entries selected on this rank.
         sparse_elements: elements of the sparsified tensors, those of a dense step included.
+        small_bytes: of ``bytes_sent``, those of tensors that travelled dense beside sparsified ones.
         seconds: per phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
     """
 
@@ -139,6 +140,7 @@ class StepStats:
     dense_bytes: int = 0
     entries_sent: int = 0
     sparse_elements: int = 0
+    small_bytes: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
     )
@@ -155,7 +157,7 @@ class StepStats:
 
     def add(self, other: StepStats) -> None:
         """Add another record to this one."""
-        for name in ("bytes_sent", "bytes_received", "dense_bytes", "entries_sent", "sparse_elements"):
+        for name in ("bytes_sent", "bytes_received", "dense_bytes", "entries_sent", "sparse_elements", "small_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for phase, seconds in other.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -180,6 +182,7 @@ class StepStats:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "dense_bytes": self.dense_bytes,
+            "small_bytes": self.small_bytes,
             "ratio": self.ratio,
             "density": self.density,
             "seconds": dict(self.seconds),

@@ -21,10 +21,11 @@ class Unapplied:
     In dense training a gradient that is dropped between the exchange and the update is gone. A compressor has taken it
     into u and v by then, so there are two ways back:
 
-    - exact (``discardable=True``): copies of u, v, the memory of the selection and the step, made before every step,
-      are put back, as if the step had never been. Takes the memory of u and v once more.
+    - exact (``discardable=True``): copies of u, v, what small tensors lack, the memory of the selection and the step,
+      made before every step, are put back, as if the step had never been. Takes the memory of u and v once more.
     - otherwise only the entries that were sent return to u and v, as in a refused step, so that nothing is lost: the
-      gradient stays in v and is sent later. The step counts, and dense tensors' momentum keeps what it has taken in.
+      gradient stays in v and is sent later. The step counts, and dense tensors' momentum keeps what it has taken in;
+      what their codec lost of it is still owed to that momentum.
 
     Attributes:
         exact: whether steps can be taken back wholly.
@@ -51,7 +52,8 @@ class Unapplied:
         self._buckets = buckets
         self._transport = transport
         self._memory = memory_of(kernels)
-        self._copies: list[tuple[Any, Any, np.ndarray]] = []
+        self._copies: list[tuple[Any, Any, np.ndarray, np.ndarray]] = []
+        self._owed: list[bool] = []
         if exact:
             self._allocate()
         self._step = 0
@@ -166,20 +168,24 @@ class Unapplied:
     def _allocate(self) -> None:
         zeros = self._memory.zeros
         self._copies = [
-            (zeros(b.u.size, b.u.dtype), zeros(b.v.size, b.v.dtype), np.empty_like(b.control))
+            (zeros(b.u.size, b.u.dtype), zeros(b.v.size, b.v.dtype), np.empty_like(b.control), np.zeros_like(b.error))
             for b in self._state.buckets
         ]
 
     def _restore(self) -> None:
-        for bucket, (u, v, control) in zip(self._state.buckets, self._copies, strict=True):
+        for bucket, (u, v, control, error), owed in zip(self._state.buckets, self._copies, self._owed, strict=True):
             self._memory.copy(bucket.u, u)
             self._memory.copy(bucket.v, v)
             bucket.control[...] = control
+            bucket.error[...] = error
+            bucket.owes = owed
         self._state.step = self._step
 
     def _copy(self) -> None:
-        for bucket, (u, v, control) in zip(self._state.buckets, self._copies, strict=True):
+        for bucket, (u, v, control, error) in zip(self._state.buckets, self._copies, strict=True):
             self._memory.copy(u, bucket.u)
             self._memory.copy(v, bucket.v)
             control[...] = bucket.control
+            error[...] = bucket.error
+        self._owed = [bucket.owes for bucket in self._state.buckets]
         self._step = self._state.step

@@ -13,13 +13,14 @@ FORMAT = 1
 """Of the states that this version writes and reads."""
 
 
-def require_place(saved: Mapping[str, Any], rank: int, size: int) -> None:
-    """Refuse the state of another rank, or of a job of another size.
+def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str) -> None:
+    """Refuse the state of another rank, or of a job of another size or op.
 
     Args:
         saved: what an exchange's ``state_dict()`` returned.
         rank: this rank.
         size: number of ranks.
+        op: "average" or "sum".
 
     Raises:
         LayoutError: it is one.
@@ -34,6 +35,34 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int) -> None:
             f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
             "differ between ranks: save and load one state per rank"
         )
+    require_op(saved, op)
+
+
+def require_op(saved: Mapping[str, Any], op: str) -> None:
+    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large.
+
+    A state of an earlier version says nothing, and is taken for one of the default, the average.
+
+    Args:
+        saved: what an exchange's ``state_dict()`` returned.
+        op: of this job, "average" or "sum".
+
+    Raises:
+        LayoutError: it is one.
+    """
+    theirs = saved.get("op", "average")
+    if theirs == op:
+        return
+    if "op" not in saved:
+        raise LayoutError(
+            f"the saved compressor state does not say its op (an earlier version wrote it) and is taken for one of "
+            f"op=average, this job has op={op}: load model and optimizer alone, which begins with momentum 0; or, if "
+            f"you know that it was saved with op={op} after the ramp-up had begun, put 'op': '{op}' into it"
+        )
+    raise LayoutError(
+        f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job op={theirs} "
+        "(and the learning rate that belongs to it), or load model and optimizer alone, which begins with momentum 0"
+    )
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
@@ -58,7 +87,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
     for name, entry in saved["parameters"].items():
         if not isinstance(entry, Mapping) or "u" not in entry:
             raise LayoutError(f"the saved compressor state holds no u of {name!r}; give it what state_dict() returned")
-        for key in {"u", "v"} & set(entry):
+        for key in {"u", "v", "error"} & set(entry):
             values = _numbers(entry[key], name, key)
             if not np.isfinite(values).all():
                 raise LayoutError(
@@ -71,7 +100,12 @@ def require_sound(saved: Mapping[str, Any]) -> None:
 
 
 def require_fit(
-    saved: Mapping[str, Any], sparsified: Mapping[str, bool], lengths: Mapping[str, int], optional: Collection[str] = ()
+    saved: Mapping[str, Any],
+    sparsified: Mapping[str, bool],
+    lengths: Mapping[str, int],
+    optional: Collection[str] = (),
+    *,
+    small: Collection[str],
 ) -> None:
     """Refuse a sound state of other parameters.
 
@@ -80,6 +114,7 @@ def require_fit(
         sparsified: name -> whether a parameter travels sparsified.
         lengths: name -> number of elements, of the same parameters.
         optional: names of those that the state need not have, and of others that it may have.
+        small: names of those that may travel coded, and so may have a residual of the codec's.
 
     Raises:
         LayoutError: it has other parameters, of other lengths, or they travelled otherwise.
@@ -105,7 +140,12 @@ def require_fit(
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
                 "use the same min_numel, include, exclude and exchange"
             )
-        for key in sorted(wanted):
+        if "error" in entry and name not in small:
+            raise LayoutError(
+                f"parameter {name!r} travels exactly here, and was coded when the state was saved; what the codec had "
+                "lost would be dropped: use the same exclude and exchange"
+            )
+        for key in sorted(wanted | ({"error"} & set(entry))):
             if np.shape(entry[key]) != (length,):
                 raise LayoutError(
                     f"parameter {name!r} has {length} elements, its saved {key} has shape "

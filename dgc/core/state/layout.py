@@ -71,11 +71,19 @@ class Bucket:
     size: int
     part: int = 0
     """Which member of a wrapper (``by_size``, ``by_name``, ``by_step``) compresses the bucket."""
+    small_size: int = 0
+    """Elements from ``sparse_size`` on, padding included, of dense tensors that may travel coded: those of float32
+    that are dense because of their shape or size. The others, which a user named, come after them."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """All segments in the order of the flat space."""
         return self.sparse + self.dense
+
+    @property
+    def small(self) -> tuple[Segment, ...]:
+        """Dense segments that may travel coded."""
+        return tuple(s for s in self.dense if s.offset < self.sparse_size + self.small_size)
 
     @cached_property
     def sparse_offsets(self) -> np.ndarray:
@@ -92,19 +100,21 @@ class Layout:
     places: dict[int, tuple[int, Segment]] = field(repr=False)
     """parameter index -> (bucket index, segment)"""
     chosen: frozenset[int] = frozenset()
-    """Parameters that the options sparsify and that travel dense by :meth:`with_dense`."""
+    """Parameters that the options sparsify or code, and that travel dense by :meth:`with_dense`."""
 
     def with_dense(self, buckets: Collection[int]) -> Layout:
-        """This layout with nothing sparsified in some buckets. Every tensor keeps its place.
+        """This layout with nothing sparsified or coded in some buckets. Every tensor keeps its place.
 
         Args:
             buckets: their indices.
         """
         changed = tuple(
-            dataclasses.replace(b, sparse=(), dense=b.segments, sparse_size=0) if b.index in buckets else b
+            dataclasses.replace(b, sparse=(), dense=b.segments, sparse_size=0, small_size=0)
+            if b.index in buckets
+            else b
             for b in self.buckets
         )
-        moved = {s.parameter for b in self.buckets if b.index in buckets for s in b.sparse}
+        moved = {s.parameter for b in self.buckets if b.index in buckets for s in b.sparse + b.small}
         return dataclasses.replace(self, buckets=changed, chosen=self.chosen | moved)
 
     @cached_property
@@ -137,6 +147,10 @@ class Layout:
         """Parameter name -> :meth:`is_sparsified`."""
         return {p.name: self.is_sparsified(i) for i, p in enumerate(self.parameters)}
 
+    def small(self) -> set[str]:
+        """Names of the dense parameters that may travel coded."""
+        return {self.parameters[s.parameter].name for b in self.buckets for s in b.small}
+
     def lengths(self) -> dict[str, int]:
         """Parameter name -> number of elements."""
         return {p.name: p.numel for p in self.parameters}
@@ -148,13 +162,16 @@ class Layout:
 
 def travels_dense(parameter: Parameter, config: DGCConfig) -> bool:
     """Whether a parameter is exchanged dense whatever the step: 1-D, small or excluded, and not included by name."""
-    if parameter.numel == 0 or any(fnmatchcase(parameter.name, p) for p in config.exclude):
-        return True
-    if _part(parameter, config) is None:
+    if parameter.numel == 0 or _is_named(parameter, config):
         return True
     if any(fnmatchcase(parameter.name, p) for p in config.include):
         return False
     return len(parameter.shape) <= 1 or parameter.numel < config.min_numel
+
+
+def _is_named(parameter: Parameter, config: DGCConfig) -> bool:
+    """Whether a user asked for a parameter to be left as it is: by ``exclude``, or by None in a wrapper."""
+    return any(fnmatchcase(parameter.name, p) for p in config.exclude) or _part(parameter, config) is None
 
 
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
@@ -210,8 +227,12 @@ def _bucket(
 
     sparse = place([i for i in members if not travels_dense(parameters[i], config)])
     sparse_size = offset
-    dense = place([i for i in members if travels_dense(parameters[i], config)])
-    return Bucket(index, dtype, sparse, dense, sparse_size, offset, part)
+    dense = [i for i in members if travels_dense(parameters[i], config)]
+    exact = {i for i in dense if dtype == "float64" or _is_named(parameters[i], config)}
+    small = place([i for i in dense if i not in exact])
+    small_size = offset - sparse_size
+    rest = place([i for i in dense if i in exact])
+    return Bucket(index, dtype, sparse, small + rest, sparse_size, offset, part, small_size)
 
 
 def _check(parameters: tuple[Parameter, ...]) -> None:

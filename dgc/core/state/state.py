@@ -17,14 +17,29 @@ from dgc.core.state.layout import Layout, Segment
 
 
 class BucketState:
-    """u over the whole bucket, v over its sparsified part, and the memory of the selection."""
+    """u over the whole bucket, v over its sparsified part, the memory of the selection, and what small tensors lack.
 
-    def __init__(self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels) -> None:
-        """Allocate zeros: u (size,), v (sparse_size,) and a cold control array of ``segments`` rows."""
+    Attributes:
+        error: (small_size,) float32 on the host: what the codec of the small tensors has lost so far, which the next
+            step adds to their gradients.
+        owes: whether ``error`` is to be added; all zeros otherwise.
+    """
+
+    def __init__(
+        self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels, small_size: int = 0
+    ) -> None:
+        """Allocate zeros: u (size,), v (sparse_size,), error, and a cold control array of ``segments`` rows."""
         memory = memory_of(kernels)
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
         self.control = kernels.new_control(segments)
+        self.error = np.zeros(small_size, np.float32)
+        self.owes = False
+
+    def forgive(self) -> None:
+        """Forget what the small tensors lack."""
+        self.error.fill(0)
+        self.owes = False
 
 
 class State:
@@ -43,7 +58,8 @@ class State:
         """Forget everything: zeros, step 0."""
         self.step = 0
         self.buckets = [
-            BucketState(b.size, b.sparse_size, len(b.sparse), b.dtype, self._kernels) for b in self._layout.buckets
+            BucketState(b.size, b.sparse_size, len(b.sparse), b.dtype, self._kernels, b.small_size)
+            for b in self._layout.buckets
         ]
 
     def momentum_buffer(self, parameter: int) -> np.ndarray:
@@ -71,9 +87,16 @@ class State:
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].v[segment.slice]
 
+    def error(self, parameter: int) -> np.ndarray:
+        """View of what a small tensor's codec has lost: (numel,), or (0,) for a parameter that never travels coded."""
+        bucket, segment = self._layout.places[parameter]
+        first = segment.offset - self._layout.buckets[bucket].sparse_size
+        return self.buckets[bucket].error[first : first + segment.length] if first >= 0 else np.empty(0, np.float32)
+
     def residual_norm(self) -> float:
-        """L2 norm of all residuals of this rank."""
-        return float(np.sqrt(sum(self._memory.sum_of_squares(b.v) for b in self.buckets)))
+        """L2 norm of all residuals of this rank, those of small tensors included."""
+        squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
+        return float(np.sqrt(squares + sum(float(np.square(b.error, dtype=np.float64).sum()) for b in self.buckets)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy as plain containers of NumPy arrays, by parameter name (placement may change later)."""
@@ -85,6 +108,8 @@ class State:
                 entry["control"] = self._control_row(i).copy()
             elif i in self._layout.chosen:
                 entry["exchange"] = "dense"
+            elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
+                entry["error"] = self.error(i).copy()
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
 
@@ -103,7 +128,9 @@ class State:
                 changed then.
         """
         require_sound(saved)
-        require_fit(saved, self._layout.sparsified(), self._layout.lengths())
+        require_fit(saved, self._layout.sparsified(), self._layout.lengths(), small=self._layout.small())
+        for bucket in self.buckets:
+            bucket.forgive()
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
             if self._layout.is_sparsified(i) and "v" not in entry:
@@ -119,6 +146,9 @@ class State:
                 control = entry.get("control")
                 if control is not None and len(control) == row.size:
                     row[...] = control
+            elif "error" in entry:
+                self.error(i)[...] = entry["error"]
+                self.buckets[self._layout.places[i][0]].owes = True
         self.step = int(saved["step"])
 
     def _control_row(self, parameter: int) -> np.ndarray:
@@ -132,11 +162,11 @@ def resized(
 ) -> dict[str, Any]:
     """Turn the states of N old ranks into this rank's state in a job of M ranks.
 
-    Residuals and momentum buffers of the old ranks r with ``r % M == rank`` are summed and multiplied by M/N, which
-    keeps their mean over the ranks, and so what is still to be applied to the parameters. Where the ranks' gradients
-    are added up, not averaged, their sum is kept instead. What is equal on all ranks (everything before the ramp-up,
-    the momentum buffer of dense tensors after it) is taken over as it is; but where gradients are added up, what a rank
-    holds of a sparsified tensor's is its share.
+    Residuals (those of small tensors, too) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
+    and multiplied by M/N, which keeps their mean over the ranks, and so what is still to be applied to the parameters.
+    Where the ranks' gradients are added up, not averaged, their sum is kept instead. What is equal on all ranks
+    (everything before the ramp-up, the momentum buffer of dense tensors after it) is taken over as it is; but where
+    gradients are added up, what a rank holds of a sparsified tensor's is its share.
 
     Args:
         states: (N,) results of :meth:`State.to_dict` in rank order; those that this rank does not need may be None,
@@ -153,15 +183,14 @@ def resized(
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
     for name, entry in result["parameters"].items():
-        if "v" not in entry:
-            continue
         entry.pop("control", None)
-        for key in ("v",) if replicated else ("u", "v"):
+        own = {"v", "error"} & set(entry) | ({"u"} if "v" in entry and not replicated else set())
+        for key in own:
             total = np.zeros_like(entry[key])
             for state in mine:
                 total += state["parameters"][name][key]
             entry[key] = (total * factor).astype(total.dtype)
-        if replicated:
+        if "v" in entry and replicated:
             entry["u"] = (entry["u"] * replicated_factor).astype(entry["u"].dtype)
     return result
 

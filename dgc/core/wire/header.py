@@ -21,8 +21,8 @@ MAGIC = b"DGCm"
 VERSION = 1
 
 # magic, version, compressor, index codec, value codec | step, fingerprint | bucket, count, payload, dense
-# | flags, error code, error parameter | reserved. Ordered so that every field lies on a multiple of its own size.
-_LAYOUT = struct.Struct("<4s4B2Q4I2HI2Q")
+# | flags, error code, error parameter | dense codec, reserved. Every field lies on a multiple of its own size.
+_LAYOUT = struct.Struct("<4s4B2Q4I2HIB7sQ")
 assert _LAYOUT.size == HEADER_BYTES
 
 
@@ -66,6 +66,8 @@ class Header:
     """u16: 0, or which error the sender met (with ``Flags.ERROR``)."""
     error_parameter: int = 0
     """u32: the number of the parameter that the error is about."""
+    dense_codec: int = 0
+    """u8: :class:`ValueCodecId` of the small tensors at the start of the dense section; 0 when there are none."""
 
 
 _LIMITS = {
@@ -81,6 +83,7 @@ _LIMITS = {
     "dense_bytes": 32,
     "error_code": 16,
     "error_parameter": 32,
+    "dense_codec": 8,
 }
 
 _ADVICE = {
@@ -92,6 +95,7 @@ _ADVICE = {
     "step": "The ranks are out of step: call step() equally often on every rank, and load the same checkpoint.",
     "count": "The message is damaged, or its sender uses another sparsity.",
     "payload bytes": "The message is damaged, or its sender uses another sparsity or other codecs.",
+    "dense codec": "Give every rank the same small= and the same sparsity.",
     "dense bytes": "The ranks' lists of dense parameters differ: give every rank the same min_numel, include, exclude.",
 }
 
@@ -128,7 +132,8 @@ def pack_header(header: Header, out: np.ndarray) -> None:
             header.flags,
             header.error_code,
             header.error_parameter,
-            0,
+            header.dense_codec,
+            bytes(7),
             0,
         )
     except struct.error as error:
@@ -170,6 +175,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
         flags,
         error_code,
         error_parameter,
+        dense_codec,
         reserved,
         reserved_too,
     ) = _LAYOUT.unpack_from(message.data, 0)
@@ -188,7 +194,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
             f"{origin}: flags {flags:#x} came, known bits are {_KNOWN_FLAGS:#x}. The message is damaged, or a "
             "newer release wrote it."
         )
-    if reserved or reserved_too:
+    if any(reserved) or reserved_too:
         raise WireError(
             f"{origin}: reserved bytes are not 0. The message is damaged, or a newer release wrote it: install the "
             "same release of this package on every host."
@@ -206,6 +212,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
         dense_bytes=dense_bytes,
         error_code=error_code,
         error_parameter=error_parameter,
+        dense_codec=dense_codec,
     )
 
 
@@ -222,6 +229,7 @@ def check_header(
     max_payload: int,
     dense_bytes: int,
     sender: int,
+    dense_codec: int = 0,
 ) -> None:
     """Compare a header with what this rank expects.
 
@@ -239,6 +247,7 @@ def check_header(
         max_payload: the bytes reserved for the payload.
         dense_bytes: bytes of the dense section.
         sender: the rank the message came from.
+        dense_codec: a :class:`ValueCodecId`, or 0.
 
     Raises:
         WireError: the first field that differs, the most telling one first.
@@ -251,6 +260,9 @@ def check_header(
     if header.value_codec != value_codec:
         came, expected = _codec(ValueCodecId, header.value_codec), _codec(ValueCodecId, value_codec)
         raise _mismatch(sender, "value codec", came, expected)
+    if header.dense_codec != dense_codec:
+        came, expected = _codec(ValueCodecId, header.dense_codec), _codec(ValueCodecId, dense_codec)
+        raise _mismatch(sender, "dense codec", came, expected)
     if header.fingerprint != fingerprint:
         raise _mismatch(sender, "fingerprint", f"{header.fingerprint:016x}", f"{fingerprint:016x}")
     if header.bucket != bucket:

@@ -33,6 +33,7 @@ class Incoming:
     nonfinite: bool
     payload: np.ndarray
     inline: np.ndarray
+    coded: np.ndarray
     error: errors.DGCError | None = None
 
 
@@ -77,8 +78,14 @@ class Sender:
         """Where the sparse payload goes, (payload_bytes,) uint8."""
         return self._message[HEADER_BYTES : HEADER_BYTES + self._required_plan.payload_bytes]
 
+    @property
+    def coded(self) -> np.ndarray:
+        """Where the coded small tensors go, (coded_bytes,) uint8."""
+        at = self._required_plan.coded_bytes_at
+        return self._message[at : at + self._required_plan.coded_bytes]
+
     def inline(self, vector: np.ndarray) -> None:
-        """Put the dense vector into the message."""
+        """Put the plain part of the dense vector into the message."""
         at = self._required_plan.inline_bytes_at
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
@@ -133,16 +140,18 @@ class Sender:
                 fingerprint=self._fingerprint,
                 max_count=sum(plan.ks),
                 max_payload=plan.payload_bytes,
-                dense_bytes=plan.inline_bytes,
+                dense_bytes=plan.dense_bytes,
                 sender=sender,
+                dense_codec=_dense_codec(plan),
             )
-            at = plan.inline_bytes_at
+            coded, at = plan.coded_bytes_at, plan.inline_bytes_at
             message = Incoming(
                 sender=sender,
                 count=header.count,
                 nonfinite=bool(header.flags & Flags.NONFINITE),
                 payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
                 inline=data[at : at + plan.inline_bytes],
+                coded=data[coded:at],
             )
             incoming.append(message)
         return incoming
@@ -168,7 +177,8 @@ class Sender:
                 fingerprint=self._fingerprint,
                 count=count,
                 payload_bytes=plan.payload_bytes,
-                dense_bytes=plan.inline_bytes,
+                dense_bytes=plan.dense_bytes,
+                dense_codec=_dense_codec(plan),
                 error_code=error_code,
                 error_parameter=error_parameter,
             ),
@@ -176,8 +186,12 @@ class Sender:
         )
 
 
+def _dense_codec(plan: BucketPlan) -> int:
+    return int(plan.small.values.id) if plan.small else 0
+
+
 def _failure(header: Header, data: np.ndarray, sender: int) -> Incoming:
     text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
     code = header.error_code if header.error_code < len(_ERROR_CLASSES) else 0
     error = _ERROR_CLASSES[code](f"rank {sender} failed in step {header.step}: {text}")
-    return Incoming(sender, 0, False, data[:0], data[:0], error)
+    return Incoming(sender, 0, False, data[:0], data[:0], data[:0], error)

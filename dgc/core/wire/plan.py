@@ -14,6 +14,7 @@ from dgc.core.config.schedule import entries_to_send
 from dgc.core.state.layout import Bucket
 from dgc.core.wire.header import HEADER_BYTES
 from dgc.core.wire.payload import SPARSE_ID, SparseCodec
+from dgc.core.wire.small import SmallCodec
 from dgc.errors import LayoutError
 
 MIN_MESSAGE_BYTES = 256
@@ -41,8 +42,9 @@ class Mode(enum.Enum):
 class BucketPlan:
     """Sizes of one bucket's traffic.
 
-    The *vector* covers positions ``vector_start`` to ``bucket.size``: what is summed densely. It travels inside the
-    message (``inline``) when that saves a collective, else by allreduce.
+    The *vector* covers positions ``vector_start`` to ``bucket.size``: what is summed densely. Where ``small`` is given,
+    its first ``bucket.small_size`` elements travel coded inside the message. The rest, the *plain* part, travels inside
+    the message (``inline``) when that saves a collective, else by allreduce.
     """
 
     mode: Mode
@@ -57,25 +59,53 @@ class BucketPlan:
     vector_size: int
     inline: bool
     message_bytes: int
+    small: SmallCodec | None = None
+
+    @property
+    def plain_start(self) -> int:
+        """Where the plain part begins in the vector."""
+        return self.small.size if self.small else 0
+
+    @property
+    def coded_bytes_at(self) -> int:
+        """Offset of the coded small tensors in the message, which is where its dense section begins."""
+        return HEADER_BYTES + self.payload_bytes
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the coded small tensors; 0 when they do not travel coded."""
+        return self.small.max_bytes if self.small else 0
 
     @property
     def inline_bytes_at(self) -> int:
         """Offset of the inline vector in the message."""
-        return HEADER_BYTES + self.payload_bytes
+        return self.coded_bytes_at + self.coded_bytes
 
     @property
     def inline_bytes(self) -> int:
-        """Bytes of the inline vector; 0 when it does not travel in the message."""
-        return self.vector_size * self.itemsize if self.inline else 0
+        """Bytes of the vector's plain part; 0 when it does not travel in the message."""
+        return (self.vector_size - self.plain_start) * self.itemsize if self.inline else 0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the message's dense section: coded small tensors, then the inline vector."""
+        return self.coded_bytes + self.inline_bytes
 
     @property
     def allreduces(self) -> bool:
-        """Whether an allreduce of the vector follows the message."""
-        return self.vector_size > 0 and not self.inline
+        """Whether an allreduce of the vector's plain part follows the message."""
+        return self.vector_size > self.plain_start and not self.inline
 
 
 def make_plan(
-    bucket: Bucket, *, density: float | None, ranks: int, indices: str, values: str, compressor: int = SPARSE_ID
+    bucket: Bucket,
+    *,
+    density: float | None,
+    ranks: int,
+    indices: str,
+    values: str,
+    compressor: int = SPARSE_ID,
+    small: str = "float32",
 ) -> BucketPlan:
     """Decide how ``bucket`` travels as selected entries.
 
@@ -86,17 +116,25 @@ def make_plan(
         indices: name of the index codec, or "auto".
         values: name of the value codec.
         compressor: number of the compressor in the header.
+        small: as for :func:`plan_for`.
 
     Raises:
         LayoutError: the message would reach 2 GiB.
     """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values, compressor)
-    return plan_for(bucket, codec, ks, codec.max_bytes, density=density, ranks=ranks)
+    return plan_for(bucket, codec, ks, codec.max_bytes, density=density, ranks=ranks, small=small)
 
 
 def plan_for(
-    bucket: Bucket, codec: Any, ks: tuple[int, ...], payload_bytes: int, *, density: float | None, ranks: int
+    bucket: Bucket,
+    codec: Any,
+    ks: tuple[int, ...],
+    payload_bytes: int,
+    *,
+    density: float | None,
+    ranks: int,
+    small: str = "float32",
 ) -> BucketPlan:
     """Decide how ``bucket`` travels when its sparsified tensors make up to ``payload_bytes`` of payload.
 
@@ -107,6 +145,7 @@ def plan_for(
         payload_bytes: what a message of entries reserves for them.
         density: share of entries that the schedule allows, or None for a dense step (before the ramp-up).
         ranks: P.
+        small: name of the value codec for the small tensors; "float32" is what all dense tensors travel as.
 
     Raises:
         LayoutError: the message would reach 2 GiB.
@@ -122,22 +161,33 @@ def plan_for(
         payload = 0
     start = bucket.sparse_size if mode is Mode.SPARSE else 0
     vector = bucket.size - start
-    inline = vector == 0 or _inline(vector * itemsize, ranks)
-    message = HEADER_BYTES + payload + (vector * itemsize if inline else 0)
+    coder = _small_codec(bucket, small, ranks) if mode is Mode.SPARSE and density is not None else None
+    plain = (vector - (coder.size if coder else 0)) * itemsize
+    inline = plain == 0 or _inline(plain, plain, ranks)
+    message = HEADER_BYTES + payload + (coder.max_bytes if coder else 0) + (plain if inline else 0)
     message = max(MIN_MESSAGE_BYTES, message)
     if message > MAX_MESSAGE_BYTES:
         raise LayoutError(
             f"bucket {bucket.index} would send a message of {message} bytes; the limit is 2 GiB: "
             "choose a higher sparsity, or exclude its largest parameter"
         )
-    return BucketPlan(mode, density, codec, ks, itemsize, payload, start, vector, inline, message)
+    return BucketPlan(mode, density, codec, ks, itemsize, payload, start, vector, inline, message, coder)
 
 
-def _inline(vector_bytes: int, ranks: int) -> bool:
+def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
+    """What codes the bucket's small tensors; None where there are none, or an allreduce moves fewer bytes."""
+    if name == "float32" or not bucket.small_size:
+        return None
+    coder = SmallCodec(bucket, name)
+    return coder if _inline(coder.max_bytes, 4 * bucket.small_size, ranks) else None
+
+
+def _inline(inside: int, reduced: int, ranks: int) -> bool:
     """Whether a dense vector is better off inside the message than in an allreduce of its own.
 
-    It costs ``(P - 1)`` instead of ``2 (P - 1) / P`` times its bytes, but saves a collective: worth about 64 KiB
-    (50 us at 10 Gbit/s). Large vectors always go by allreduce, which needs no P-fold buffer.
+    It costs ``(P - 1)`` times its bytes in there, ``inside``, instead of ``2 (P - 1) / P`` times those that an
+    allreduce would get, ``reduced``, but saves a collective: worth about 64 KiB (50 us at 10 Gbit/s). Large vectors
+    always go by allreduce, which needs no P-fold buffer.
     """
-    extra = ((ranks - 1) - 2 * (ranks - 1) / ranks) * vector_bytes
-    return vector_bytes <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
+    extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
+    return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES

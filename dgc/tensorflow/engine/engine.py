@@ -19,6 +19,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.horovod.names import CommonNames
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement
@@ -33,6 +34,7 @@ class Engine(EngineBase):
     Attributes:
         variables: those that the compressor was built for, in registration order.
         names: their names.
+        sparse_names: of the collectives that sparse gradients travel in.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
     """
@@ -67,6 +69,7 @@ class Engine(EngineBase):
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._has_loaded = self._is_closed = False
+        self.sparse_names = CommonNames("sparse")
 
         def build() -> Layout:
             layout = self._layout_of(range(len(self.variables)))

@@ -159,12 +159,14 @@ class Group:
         for bucket in self.exchange.state.buckets:
             bucket.u.fill(0)
             bucket.v.fill(0)
+            bucket.forgive()
 
     def release(self) -> None:
         """Give back the memory of a group that is closed."""
         self._pool = ResultPool([], [])
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+            bucket.error = bucket.error[:0].copy()
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

@@ -14,7 +14,7 @@ from dgc.core.state.checks import require_sound
 from dgc.core.state.file import load_state, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
-from dgc.transport.agreement import agree_or_raise
+from dgc.transport.agreement import agree_or_raise, busy
 
 _Callback: Any = tf.keras.callbacks.Callback
 
@@ -109,10 +109,11 @@ class CompressionCheckpoint(_Callback):
             )
 
         try:
-            state = {**engine.state_dict(), ITERATIONS: self._iterations()}
-            require_sound(state)
-            path = self._path(self._filepath.format(epoch=self._epoch + 1))
-            save_state(path, state, lambda: ask(lambda: {"iterations": state[ITERATIONS]}))
+            with busy(engine.transport):
+                state = {**engine.state_dict(), ITERATIONS: self._iterations()}
+                require_sound(state)
+                path = self._path(self._filepath.format(epoch=self._epoch + 1))
+                save_state(path, state, lambda: ask(lambda: {"iterations": state[ITERATIONS]}))
         except Exception as error:
             if not asked:
                 failed = error

@@ -31,20 +31,28 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     which then decides on each rank alone whether to call us; so ours is one itself.
 
     Raises:
-        ConfigError: it is distributed already.
+        ConfigError: it is distributed already, and lacks no option.
     """
     if isinstance(optimizer, (DistributedOptimizer, DistributedLossScaleOptimizer)):
-        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        if not optimizer._dgc_settings.lost:
+            raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if isinstance(optimizer.inner_optimizer, DistributedOptimizer):
             raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
-        return DistributedLossScaleOptimizer(
+        distributed = DistributedLossScaleOptimizer(
             optimizer.inner_optimizer,
             settings,
             initial_scale=optimizer.initial_scale,
             dynamic_growth_steps=optimizer.dynamic_growth_steps,
             name=name,
         )
+        if optimizer.built:  # of a loaded model, perhaps: the scale that it has come to goes on
+            distributed.build(optimizer.inner_optimizer._trainable_variables)
+            distributed.dynamic_scale.assign(optimizer.dynamic_scale)
+            distributed.step_counter.assign(optimizer.step_counter)
+        return distributed
     if keras.config.dtype_policy().name == "mixed_float16":
         return DistributedLossScaleOptimizer(optimizer, settings, name=name)
     return DistributedOptimizer(optimizer, settings, name=name)
@@ -121,7 +129,12 @@ class _Distributed(HasSettings):
         settings.adopt(self.inner_optimizer)
 
     def bind(self, variables: Sequence[Any]) -> None:
-        """Attach the compressor to the model before the first step; collective."""
+        """Attach the compressor to the model before the first step; collective.
+
+        Raises:
+            ConfigError: options of the saved model are missing.
+        """
+        self._dgc_settings.require_complete()
         self._prepare()
         if self.compression is not None:
             shared = self._dgc_settings.local.without(variables)
@@ -162,6 +175,7 @@ class _Distributed(HasSettings):
         return variables
 
     def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
+        self._dgc_settings.require_complete()
         self._prepare()
         return self._dgc_settings.reduce(grads, variables, self.inner_optimizer)
 

@@ -24,16 +24,19 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     """Make ``optimizer`` distributed, in place.
 
     Raises:
-        ConfigError: it is distributed already, or it is a LossScaleOptimizer and gradients are to be accumulated.
+        ConfigError: it is distributed already and lacks no option, or it is a LossScaleOptimizer and gradients are to
+            be accumulated.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(inner, _Distributed):
+    is_distributed = isinstance(inner, _Distributed)
+    if is_distributed and not inner._dgc_settings.lost:
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
     if inner is not optimizer and settings.reducer.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
     if is_alone(settings.process_set) is False:
         settings.adopt(inner)
-    inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
+    if not is_distributed:
+        inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
     inner._dgc_scales_loss = inner is not optimizer
     inner._dgc_name = name
@@ -44,7 +47,12 @@ class _Distributed(HasSettings):
     """Mixed into the class of the user's optimizer."""
 
     def bind(self, variables: Any) -> None:
-        """Attach the compressor to the model before the first step; collective."""
+        """Attach the compressor to the model before the first step; collective.
+
+        Raises:
+            ConfigError: options of the saved model are missing.
+        """
+        self._dgc_settings.require_complete()
         if self.compression is not None:
             shared = self._dgc_settings.local.without(variables)
             self.compression.bind(shared, self, self._dgc_settings.process_set)
@@ -88,6 +96,7 @@ class _Distributed(HasSettings):
         return tf.cond(tf.equal(verdict, ACCUMULATED), count, update)
 
     def _exchange(self, grads_and_vars: Any) -> tuple[list[tuple[Any, Any]], tf.Tensor]:
+        self._dgc_settings.require_complete()
         grads, variables = zip(*list(grads_and_vars), strict=True)
         if is_alone(self._dgc_settings.process_set) is False:
             self._dgc_settings.adopt(self)

@@ -94,7 +94,7 @@ def load_model(
         legacy_opts: without effect: optimizers of both kinds are known.
 
     Raises:
-        ConfigError: a compressor for a model that has one already.
+        ConfigError: a compressor for a model that has one already, and all that it was given.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
@@ -103,12 +103,14 @@ def load_model(
         return model
     owner = getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(optimizer, "register_local_var") or hasattr(owner, "register_local_var"):
-        if compression is not None:
+        settings = getattr(optimizer, "_dgc_settings", None) or owner._dgc_settings
+        if compression is None:
+            return model
+        if not settings.lost:
             raise ConfigError(
                 "the model was saved with a distributed optimizer and goes on with its options; leave compression out, "
                 "or compile the model with a new DistributedOptimizer"
             )
-        return model
     model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     compiled_with = getattr(model, "_compile_config", None)  # what Keras 3 saves
     if compiled_with is not None:

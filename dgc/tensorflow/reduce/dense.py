@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
+from dgc.tensorflow.engine.horovod.names import CommonNames, gather_slices
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED, cross
-from dgc.tensorflow.engine.tensors import unique_names
+from dgc.tensorflow.engine.tensors import raw_variable
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
 from dgc.tensorflow.reduce.sums import Sums, adding_step
 
@@ -43,6 +44,7 @@ class DenseReducer:
         self.passes = options.passes
         self._compression, self._op, self._process_set = compression, HOROVOD.reduce_op(options.op), options.process_set
         self._sparse_as_dense, self._predivide = options.sparse_as_dense, options.predivide
+        self._names = CommonNames("dense")
 
     @property
     def size(self) -> int:
@@ -57,7 +59,10 @@ class DenseReducer:
         given = list(gradients)
         if self._sparse_as_dense:
             given = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in given]
-        names = unique_names(list(variables))
+        names = [""] * len(given)
+        if not is_alone(self._process_set):
+            members = HOROVOD.chosen_set(self._process_set)
+            names = [self._names.of(raw_variable(v), members) for v in variables]
         if self.passes == 1:
             return self._reduced_all(given, names)
         if any(isinstance(g, tf.IndexedSlices) for g in given):
@@ -91,7 +96,9 @@ class DenseReducer:
         kind = gradient.dtype
         if kind == tf.bfloat16:  # Horovod has no kernel for it
             gradient = _cast(gradient, tf.float32)
-        op = hvd.Average if self._op is None else self._op
+        op, members = hvd.Average if self._op is None else self._op, HOROVOD.chosen_set(self._process_set)
+        if isinstance(gradient, tf.IndexedSlices):
+            return _cast(gather_slices(gradient, name, members, is_sum=op == hvd.Sum), kind)
         scales = {}
         if self._predivide != 1.0:
             op, scales = (
@@ -105,8 +112,8 @@ class DenseReducer:
             gradient,
             op=op,
             compression=self._compression or hvd.Compression.none,
-            process_set=HOROVOD.chosen_set(self._process_set),
-            name="dgc_dense_" + name.replace("/", "_").replace("#", "_"),
+            process_set=members,
+            name=name,
             ignore_name_scope=True,
             **scales,
         )

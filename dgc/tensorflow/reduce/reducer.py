@@ -12,7 +12,7 @@ import tensorflow as tf
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
-from dgc.tensorflow.engine.horovod.horovod import import_horovod
+from dgc.tensorflow.engine.horovod.names import gather_slices
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, GONE, REFUSED, Step, cross
 from dgc.tensorflow.engine.optimizers import learning_rate
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
@@ -132,18 +132,18 @@ class Reducer:
                 reduced[i] = result
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
         if sparse and engine is not None:
-            reduced, verdict = self._reduce_sparse(reduced, sparse, verdict)
+            reduced, verdict = self._reduce_sparse(engine, reduced, {i: places[i] for i in sparse}, verdict)
         return reduced, verdict
 
     def _reduce_sparse(
-        self, reduced: list[Gradient], sparse: list[int], verdict: tf.Tensor
+        self, engine: Engine, reduced: list[Gradient], sparse: dict[int, int], verdict: tf.Tensor
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sparse gradients travel Horovod's own way: every rank gets all ranks' slices."""
-        hvd = import_horovod()
-        op = hvd.Average if self.compression.config.op == "average" else hvd.Sum
+        """Sparse gradients (place here -> in the engine) travel by allgather: every rank gets all ranks' slices."""
+        is_sum = self.compression.config.op == "sum"
         process_set = self.compression.process_set(self._process_set)
-        for i in sparse:
-            reduced[i] = hvd.allreduce(reduced[i], op=op, process_set=process_set)
+        for i, place in sparse.items():
+            name = engine.sparse_names.of(engine.variables[place], process_set)
+            reduced[i] = gather_slices(reduced[i], name, process_set, is_sum=is_sum)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])  # type: ignore[union-attr]
         return reduced, tf.where(finite, verdict, tf.constant(REFUSED, tf.int32))
 

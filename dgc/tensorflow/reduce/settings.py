@@ -9,7 +9,7 @@ from typing import Any
 from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.reduce.dense import DenseReducer
 from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
@@ -72,18 +72,28 @@ class Settings:
         return self.reducer.compression
 
     def adopt(self, optimizer: Any) -> None:
-        """Take the optimizer's momentum out of it, before it makes its variables.
+        """Take the optimizer's momentum out of it, before it makes its variables; not while options are missing.
 
         Raises:
-            ConfigError: momentum twice, or options of the saved model are missing.
+            ConfigError: momentum twice.
         """
-        if self._lost:
-            raise ConfigError(
-                f"the model was saved with {', '.join(self._lost)}, which cannot be saved; compile it again with a new "
-                "DistributedOptimizer before you train it further"
-            )
-        if self.compression is not None:
+        if self.compression is not None and not self._lost:
             self.compression.adopt(optimizer, self.process_set)
+
+    def require_complete(self) -> None:
+        """Refuse to exchange for a model that was saved with options that could not be saved with it.
+
+        It loads, so that it can be evaluated, saved, and given its options again.
+
+        Raises:
+            ConfigError: it was, and there are others to exchange with.
+        """
+        if self._lost and is_alone(self.process_set) is not True:
+            raise ConfigError(
+                f"the model was saved with {', '.join(self._lost)}, which cannot be saved; before you train it "
+                "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
+                "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
+            )
 
     def accumulate(self, steps: int) -> None:
         """Take over Keras' gradient accumulation, which averages.

@@ -20,7 +20,7 @@ def take_over(
     compression: DGCCompressor,
     states: Sequence[dict[str, Any]],
 ) -> None:
-    """Give the ranks' mean momentum to the optimizer; what they had not sent yet is dropped.
+    """Give the ranks' mean momentum (of summed gradients: its sum) to the optimizer; what was not sent yet is dropped.
 
     Args:
         model: its parameters have the names that the state was saved under.
@@ -33,11 +33,13 @@ def take_over(
     """
     if all(holds_nothing(state) for state in states):
         return
-    whole = resized(states, 0, 1, compression.config.rampup_begin_step, op=compression.config.op)
+    op = compression.config.op
+    whole = resized(states, 0, 1, compression.config.rampup_begin_step, op=op)
     kept = _set_momentum(model, optimizer, whole["parameters"])
+    joined = "the mean" if op == "average" else "the sum"
     warnings.warn(
         "one process compresses nothing: what the ranks had not sent yet is dropped"
-        + ("; the mean of their momentum is the optimizer's now" if kept else ", and their momentum"),
+        + (f"; {joined} of their momentum is the optimizer's now" if kept else ", and their momentum"),
         RuntimeWarning,
         stacklevel=4,
     )

@@ -46,7 +46,7 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint, or a rank's file is missing.
         ConfigError: the optimizer was not wrapped yet.
-        LayoutError: another model, or another number of ranks without ``resize=True``; a file is damaged or does not
+        LayoutError: another model, op, or number of ranks without ``resize=True``; a file is damaged or does not
             belong to the others; or called in the middle of a step.
         RuntimeError: (of torch) the model or the optimizer does not fit.
         TransportError: the ranks differ, or the compressor was closed.
@@ -62,8 +62,9 @@ def load_checkpoint(
         main.update(read_main(folder, map_location))
         if ranks.takes_part:
             states.extend(_states(folder, main, ranks, resize))
+            own = _own(folder, main, compression, states, ranks)
             if compression.engine is not None:
-                states[:] = [_own(folder, main, compression, states, ranks)]
+                states[:] = [own]
         return {"token": main["token"], "step": states[0].get("step", 0) if states else 0}
 
     def change() -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _states(folder: Path, main: dict[str, Any], ranks: Ranks, resize: bool) -> l
 def _own(
     folder: Path, main: dict[str, Any], compression: DGCCompressor, states: list[Any], ranks: Ranks
 ) -> dict[str, Any]:
-    """This rank's state for its compressor, which will take it.
+    """This rank's state for its compressor, which will take it; {} where there is nobody to exchange with.
 
     Raises:
         LayoutError: it will not; names the file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.transport.agreement import agree_or_raise
+from dgc.transport.agreement import agree_or_raise, busy
 
 _TOKEN_BYTES = 8
 
@@ -66,6 +67,10 @@ class Ranks:
             work()
         else:
             agree_or_raise(self._transport, work, f"results of the attempt to {what}", TransportError)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """While this rank works, and the others wait for as long as that takes."""
+        return nullcontext() if self._transport is None else busy(self._transport)
 
     def any(self, here: bool) -> bool:
         """Whether something is so on any rank. Collective.

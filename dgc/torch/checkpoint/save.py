@@ -100,7 +100,8 @@ def _write(ranks: Ranks, written: Written, work: Callable[[], None], what: str) 
     """
     failed: Exception | None = None
     try:
-        work()
+        with ranks.busy():
+            work()
     except Exception as error:
         failed = error
     if ranks.any(failed is not None):

@@ -14,6 +14,7 @@ from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD, gather_values, import_horovod, member_set
 from dgc.torch.engine.horovod.transport import HorovodTransport
 from dgc.transport.agreement import ERROR_KEY, require_agreement
@@ -58,6 +59,7 @@ class Ranks:
             chosen = choose()
         except (TypeError, ConfigError) as error:
             mistake, chosen = error, None
+        self._holders: dict[int, torch.Tensor] = {}  # by handle; those of what an error left with Horovod stay
         self.members = member_set(chosen)
         all_well = self._meet(mistake)
         answers = gather_values([next(_instances), self._hvd.rank()], "zero.number", self.members)
@@ -92,9 +94,12 @@ class Ranks:
         """Begin to count the ranks that take this step."""
         self.check_roll()  # of a step that was interrupted before it got there
         if self.size > 1:
-            self._roll = self._hvd.allreduce_async(
-                torch.ones(1), name=f"{self._prefix}.roll", op=self._hvd.Sum, process_set=self.members
+            one = torch.ones(1)
+            holder = hold(one)
+            self._roll = self._hvd.allreduce_async_(
+                one, name=f"{self._prefix}.roll", op=self._hvd.Sum, process_set=self.members
             )
+            self._holders[self._roll] = holder
 
     def check_roll(self) -> None:
         """Wait for the count.
@@ -109,6 +114,7 @@ class Ranks:
             present = round(float(self._hvd.synchronize(handle)))
         except RuntimeError as error:
             raise TransportError(f"Horovod could not count the ranks: {error}") from error
+        del self._holders[handle]
         if present != self.size:
             raise TransportError(f"only {present} of {self.size} ranks take part: {JOINED}")
 
@@ -207,9 +213,11 @@ class Ranks:
             Whether no rank has made a mistake.
         """
         answer = torch.tensor([1.0, float(mistake is not None)])
+        holder = hold(answer)
         name = f"dgc.zero.{self.members.process_set_id}.meet"
         try:
-            handle = self._hvd.allreduce_async(answer, name=name, op=self._hvd.Sum, process_set=self.members)
+            handle = self._hvd.allreduce_async_(answer, name=name, op=self._hvd.Sum, process_set=self.members)
+            self._holders[handle] = holder
             patience = time.monotonic() + _PATIENCE
             while mistake is not None and not self._hvd.poll(handle):
                 if time.monotonic() > patience:
@@ -218,20 +226,25 @@ class Ranks:
             present, mistaken = (round(total) for total in self._hvd.synchronize(handle).tolist())
         except RuntimeError as error:
             raise mistake or TransportError(f"Horovod could not count the ranks: {error}") from error
+        del self._holders[handle]
         if present != self.members.size():
             raise mistake or TransportError(f"only {present} of {self.members.size()} ranks take part: {JOINED}")
         return not mistaken
 
     def _start(self, tensor: torch.Tensor, owner: int, name: str) -> int:
+        holder = hold(tensor)
         try:
-            return self._hvd.broadcast_async_(
+            handle: int = self._hvd.broadcast_async_(
                 tensor, root_rank=self._roots[owner], name=f"{self._prefix}.{name}", process_set=self.members
             )
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"Horovod could not broadcast {name} of rank {owner}: {error}") from error
+        self._holders[handle] = holder
+        return handle
 
     def _finish(self, handle: int) -> None:
         try:
             self._hvd.synchronize(handle)
         except RuntimeError as error:
             raise TransportError(f"Horovod could not broadcast: {error}") from error
+        del self._holders[handle]

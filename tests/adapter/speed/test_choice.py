@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from exchange_tools import gradient, parameters, run_step
 from fakes import FakeEngine
 
 from dgc.adapter.compressor import CompressorBase
@@ -15,6 +16,9 @@ from dgc.adapter.speed.work import Work
 from dgc.adapter.states import own_state
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_names
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.layout import make_layout
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.local import run_ranks
 
@@ -304,5 +308,40 @@ def test_buckets_that_are_cut_otherwise_keep_residuals(predicted):
         np.testing.assert_array_equal(exchange.state.residual(0), state["parameters"]["a"]["v"])
         assert not exchange.state.residual(1).any()
         np.testing.assert_array_equal(exchange.state.momentum_buffer(1), state["parameters"]["b"]["u"])
+
+    run_ranks(2, one_rank, timeout=20)
+
+
+def test_small_tensors_of_a_dense_bucket_travel_exactly_and_what_is_owed_to_them_keeps_it_compressed():
+    """A layer with its bias: as if both were excluded; a state with a codec's error is not loaded dense."""
+    shapes = {"layer": (64, 64), "bias": (64,)}
+
+    def one_rank(transport):
+        found = {}
+        for way, options in {"coded": {}, "dense": {}, "excluded": {"exclude": "*"}}.items():
+            config = make_config({**BASE, **options})
+            layout = make_layout(parameters(shapes), config)
+            placed = layout.with_dense([0]) if way == "dense" else layout
+            exchange = Exchange(placed, config, transport, ReferenceKernels())
+            found[way] = [
+                run_step(exchange, [gradient(s, transport.rank, i, n) for i, n in enumerate((4096, 64))])[1]
+                for s in range(4)
+            ]
+            found[f"state of {way}"] = exchange.state_dict()["parameters"]
+            exchange.close()
+        for ours, theirs in zip(found["dense"], found["excluded"], strict=True):
+            np.testing.assert_array_equal(np.concatenate(ours), np.concatenate(theirs))
+        assert all(set(entry) == {"u", "exchange"} for entry in found["state of dense"].values())
+        assert "error" in found["state of coded"]["bias"]
+        followed = choice.Choice(make_config({**BASE, "exchange": "auto"}))
+        followed._dense["layer"] = True
+        owed = {"bias": found["state of coded"]["bias"]}
+        layout = make_layout(parameters(shapes), make_config(BASE))
+        sparsified, small = followed.kinds(layout.with_dense([0]), found["state of coded"])
+        assert sparsified["layer"]
+        assert small == {"bias"}
+        assert followed.follow(owed)
+        assert followed.placed(layout) == layout
+        assert not followed.follow(owed)
 
     run_ranks(2, one_rank, timeout=20)

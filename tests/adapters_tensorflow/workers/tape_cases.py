@@ -71,7 +71,7 @@ def replicas_stay_bit_identical_for_50_steps_at_99_percent():
 
 @case
 def all_ways_select_the_same_entries():
-    options = {**m.SPARSE, "values": "float32"}
+    options = {**m.SPARSE, "values": "float32", "small": "float32"}
     exact, _ = m.train_loop("wrapper", options, steps=10)
     for name in ("wrapper eager", "stock in a graph", "stock, one group"):
         way, graph, hvd_options = WAYS[name]

@@ -25,6 +25,70 @@ def large_batches(steps=10):
     return m.values(model)
 
 
+# -- names of collectives ------------------------------------------------------------------------------------------
+
+
+def embedding_model(seed=1):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Embedding(30, 8), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+
+
+def one_model_more_on_rank_1(make=m.make_model):
+    """Keras numbers layers as they are made, so the model that is returned has other names there."""
+    if hvd.rank() == 1:
+        make(seed=3)
+    return make()
+
+
+def fit_embedding(optimizer, **compile_options):
+    model = one_model_more_on_rank_1(embedding_model)
+    model.compile(optimizer=optimizer, loss=m.loss_function, **compile_options)
+    generator = np.random.default_rng(hvd.rank())
+    x, y = generator.integers(0, 30, (32, 5)), generator.standard_normal((32, 3)).astype("f")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    m.assert_replicas(m.values(model))
+
+
+@case
+def a_rank_with_one_more_model_trains_a_dense_wrapper():
+    for options in ({}, {"run_eagerly": True}, TWO_PASSES):
+        model = m.compile_model(None, model=one_model_more_on_rank_1(), learning_rate=0.05, **options)
+        m.fit(model, 4)
+        m.assert_replicas(m.values(model))
+
+
+@case
+def a_rank_with_one_more_model_trains_sparse_gradients():
+    for eager in (False, True):
+        for compression in (None, dgc.Compression.dgc(momentum=0.0, **m.SPARSE)):
+            inner = keras.optimizers.SGD(0.05)
+            fit_embedding(dgck.DistributedOptimizer(inner, compression=compression), run_eagerly=eager)
+
+
+@case
+def two_dense_wrappers_in_one_graph_do_not_share_names():
+    """A GAN's two models in one traced step."""
+    first, second = m.make_model(1), one_model_more_on_rank_1(lambda seed=2: m.make_model(seed))
+    optimizers = [dgck.DistributedOptimizer(keras.optimizers.SGD(0.05)) for _ in range(2)]
+    for optimizer, model in zip(optimizers, (first, second), strict=True):
+        optimizer.build(m.raw(model.trainable_variables))
+
+    @tf.function
+    def step(x, y):
+        for optimizer, model in zip(optimizers, (first, second), strict=True):
+            with tf.GradientTape() as tape:
+                loss = m.loss_function(y, model(x))
+            variables = model.trainable_variables
+            gradients = tape.gradient(loss, m.raw(variables))
+            optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+
+    for i in range(3):
+        step(*map(tf.constant, m.batch(i)))
+    for model in (first, second):
+        m.assert_replicas(m.values(model))
+
+
 # -- without a compressor ------------------------------------------------------------------------------------------
 
 
@@ -148,6 +212,47 @@ def load_model_makes_a_dense_model_distributed():
     m.fit(loaded, 6, 12, rank=0)
     assert loaded.optimizer.compression.stats.steps == 6
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
+
+
+def lossy():
+    """name -> (compressor, further arguments) of wrappers whose model does not hold all that they were given."""
+    return {
+        "process_set": (dgc.Compression.dgc(), {"process_set": m.alone()}),
+        "loss_scale": (dgc.Compression.dgc(loss_scale=lambda: 1.0), {}),
+        "members": (dgc.Compression.by_size({0: None, 100: dgc.Compression.topk()}, momentum=0.5), {}),
+    }
+
+
+@case
+def a_model_that_lacks_options_loads_and_asks_for_them_before_it_is_trained():
+    for name, (compression, arguments) in lossy().items():
+        model = m.make_model()
+        # The compressor of a wrapper has a momentum of its own; the others' was taken, or stays where one is alone.
+        optimizer = "plain" if name == "members" else "momentum"
+        m.compile_model(
+            compression, model=model, optimizer=optimizer, learning_rate=0.05, run_eagerly=True, **arguments
+        )
+        m.fit(model, 1, rank=0)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(f"{folder}/model.keras")
+            again = keras.models.load_model(f"{folder}/model.keras")
+            given = dgck.load_model(f"{folder}/model.keras", compression=dgc.Compression.dgc())
+        text = m.assert_raises(lambda c=again: m.fit(c, 1), "which cannot be saved", "DistributedOptimizer(")
+        assert f"saved with {name}," in text, text
+        iterations = int(again.optimizer.iterations)
+        assert iterations == 1
+        # As the error says: the loaded optimizer is given its options again.
+        again.compile(
+            optimizer=dgck.DistributedOptimizer(again.optimizer, compression=dgc.Compression.dgc()),
+            loss=m.loss_function,
+            run_eagerly=True,
+        )
+        for whole in (again, given):
+            m.fit(whole, 1, first=1)
+            m.assert_replicas(m.values(whole))
+            assert int(whole.optimizer.iterations) == iterations + 1
+            assert whole.optimizer.compression.stats.steps == 1
+        m.assert_raises(lambda c=again: dgck.DistributedOptimizer(c.optimizer), "is distributed already")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import warnings
 
 import horovod.torch as hvd
 import torch
+from horovod_holds import every_tensor_is_held
 from models import dense_reference, loss_of, make_model, on_every_rank, sgd, train, worst_difference, wrap
 from torch import nn
 from worker_tools import case, run_cases
@@ -289,40 +290,14 @@ def a_gradient_that_is_not_finite_is_told_with_rank_parameter_and_step():
 @case
 def what_horovod_holds_of_ours_has_another_reference():
     """Its thread must never be the last one but Python's to let go of a tensor: for that it would need the GIL."""
-    from horovod.torch import mpi_ops
-
     from dgc.torch.engine.horovod import held, horovod, stand_in, transport
 
-    safe, given = [], []
-    hold, handles = held.hold, mpi_ops._handle_map
-
-    def noting(tensor):
-        holder = hold(tensor)
-        assert tensor._use_count() >= 2
-        safe.append(tensor)
-        return holder
-
-    class Noting(dict):
-        def __setitem__(self, handle, tensors):
-            given.extend(tensors)
-            super().__setitem__(handle, tensors)
-
-    modules = (held, horovod, stand_in, transport)
-    mpi_ops._handle_map = Noting(handles)
-    try:
-        for module in modules:
-            module.hold = noting
+    with every_tensor_is_held(held, horovod, stand_in, transport, at_least=60):
         for way, chosen in itertools.product("ab", ("auto", "horovod")):
             model = make_model()
             optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, transport=chosen)
             train(optimizer, model, 3)
             compression.close()
-        assert len(given) > 60
-        assert all(any(tensor is known for known in safe) for tensor in given)
-    finally:
-        for module in modules:
-            module.hold = hold
-        mpi_ops._handle_map = dict(mpi_ops._handle_map)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,29 @@ def test_the_options_of_the_compressor_and_of_all_come_in_one_dictionary():
 def test_every_codec_can_be_chosen_and_auto_for_indices_only():
     for indices in (*index_codec_names(), "auto"):
         for values in value_codec_names():
-            check_codecs(indices, values)
+            check_codecs(indices, values, "int8")
     with pytest.raises(ConfigError, match=r"^values is 'auto'; allowed: "):
-        check_codecs("auto", "auto")
+        check_codecs("auto", "auto", "int8")
+
+
+def test_small_tensors_take_every_codec_of_float32():
+    for small in ("float32", "float16", "bfloat16", "int8", "sign"):
+        assert make_config({"small": small}).small == small
+        assert make_wrapper_config("by_size", {0: member()}, {"small": small}).small == small
+    for wrong in ("float64", "auto", None):
+        with pytest.raises(
+            ConfigError, match=r"^small is .*; allowed: 'float16', 'float32', 'bfloat16', 'int8', 'sign'"
+        ):
+            make_config({"small": wrong})
+        with pytest.raises(ConfigError, match=r"^small is "):
+            make_wrapper_config("by_size", {0: member()}, {"small": wrong})
+
+
+def test_only_dgc_codes_small_tensors_unless_asked():
+    assert make_config({}).small == "int8"
+    assert make_config({}, algorithm="qsgd").small == "float32"
+    wrapper = make_wrapper_config("by_name", {"*": member("dgc")}, {})
+    assert wrapper.small == wrapper.own.configs[0].small == "float32"
 
 
 def test_keys_are_put_in_order_but_patterns_stay_in_theirs():

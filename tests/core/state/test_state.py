@@ -17,8 +17,11 @@ from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
 
 
-def test_a_run_that_was_saved_continues_bit_for_bit():
-    options = dict(sparsity=(0.5, 0.9), rampup_step=6, rampup_begin_step=2, momentum=0.9, values="float16")
+@pytest.mark.parametrize("small", ["float32", "int8"])
+def test_a_run_that_was_saved_continues_bit_for_bit(small):
+    options = dict(
+        sparsity=(0.9, 0.95), rampup_step=6, rampup_begin_step=2, momentum=0.9, values="float16", small=small
+    )
     straight = train(2, 12, **options)
     specs = parameters()
 
@@ -45,16 +48,18 @@ def test_a_run_that_was_saved_continues_bit_for_bit():
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 2)])
-def test_resizing_keeps_the_mean_residual_and_momentum(old, new):
-    out = train(old, 8, sparsity=0.95, momentum=0.9)
+@pytest.mark.parametrize("small", ["float32", "int8"])
+def test_resizing_keeps_the_mean_residual_and_momentum(old, new, small):
+    out = train(old, 8, sparsity=0.95, momentum=0.9, small=small)
     states = [e.state.to_dict() for _, e in out]
     fresh = [resized(states, r, new, 0) for r in range(new)]
+    assert any("error" in entry for entry in states[0]["parameters"].values()) is (small == "int8")
     for name, entry in states[0]["parameters"].items():
         for key in entry.keys() - {"control"}:
             before = np.mean([s["parameters"][name][key] for s in states], axis=0)
             after = np.mean([s["parameters"][name][key] for s in fresh], axis=0)
             np.testing.assert_allclose(after, before, atol=1e-6)
-            if "v" not in entry:
+            if key == "u" and "v" not in entry:
                 for s in fresh:
                     np.testing.assert_array_equal(s["parameters"][name][key], entry[key])
 
@@ -96,6 +101,7 @@ def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, sha
     [
         ({"size": 3}, "resize=True"),
         ({"rank": 5}, "one state per rank"),
+        ({"op": "sum"}, "saved with op=sum, this job has op=average"),
         ({"format": 9}, "format"),
         ({"parameters": {}}, "lacks parameter"),
     ],
@@ -107,5 +113,31 @@ def test_a_foreign_state_is_refused(change, message):
         with pytest.raises(LayoutError, match=message):
             exchange.load_state_dict(saved)
         exchange.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("begin", [0, 100])
+def test_a_state_is_loaded_under_the_op_that_it_was_saved_under(begin):
+    """Before the ramp-up, and of dense tensors always, u is the velocity of the mean or of the sum: P times as much."""
+
+    def rank(transport):
+        average, sums = (make_exchange(transport, op=op, rampup_begin_step=begin) for op in ("average", "sum"))
+        of_average, of_sums = average.state_dict(), sums.state_dict()
+        assert (of_average["op"], of_sums["op"]) == ("average", "sum")
+        average.load_state_dict(of_average)
+        sums.load_state_dict(of_sums)
+        # An earlier version did not write it; Average is the default.
+        earlier = {key: value for key, value in of_average.items() if key != "op"}
+        average.load_state_dict(earlier)
+        for exchange, foreign, text in (
+            (average, of_sums, "saved with op=sum, this job has op=average; give this job op=sum"),
+            (sums, of_average, "saved with op=average, this job has op=sum; give this job op=average"),
+            (sums, earlier, "does not say its op"),
+        ):
+            with pytest.raises(LayoutError, match=text):
+                exchange.load_state_dict(foreign)
+        average.close()
+        sums.close()
 
     run_ranks(2, rank)

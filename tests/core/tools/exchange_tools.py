@@ -28,7 +28,7 @@ def parameters(shapes=None, dtype="float32"):
 
 
 def make_exchange(transport, shapes=None, *, dtype="float32", kernels=None, loss_scale=1.0, **options):
-    config = make_config({"min_numel": 64, "values": "float32", **options})
+    config = make_config({"min_numel": 64, "values": "float32", "small": "float32", **options})
     layout = make_layout(parameters(shapes, dtype), config)
     return Exchange(layout, config, transport, kernels or ReferenceKernels(), loss_scale=loss_scale)
 

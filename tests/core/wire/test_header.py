@@ -61,6 +61,7 @@ def packed(header=HEADER):
         dense_bytes=U32,
         error_code=U16,
         error_parameter=U32,
+        dense_codec=U8,
     )
 )
 def test_reads_what_was_written(header):
@@ -88,6 +89,7 @@ def test_read_only_messages_can_be_read():
         ("dense_bytes", 32),
         ("error_code", 16),
         ("error_parameter", 32),
+        ("dense_codec", 8),
     ],
 )
 def test_field_that_does_not_fit_is_named(name, bits):
@@ -118,7 +120,7 @@ def test_short_buffers_are_refused():
         (4, 0, "version 0 came"),
         (40, 4, "flags 0x4 came, known bits are 0x3"),
         (41, 0x80, "flags 0x8000 came"),
-        (48, 1, "reserved bytes are not 0"),
+        (49, 1, "reserved bytes are not 0"),
         (63, 255, "reserved bytes are not 0"),
     ],
 )
@@ -154,6 +156,7 @@ def test_flags_are_the_callers_business(flags):
         ({"step": 999}, r"step 999 came, 1000 was expected.*out of step"),
         ({"count": 501}, r"count 501 came, at most 500 was expected.*sparsity"),
         ({"payload_bytes": 2049}, r"payload bytes 2049 came, at most 2048 was expected"),
+        ({"dense_codec": 4}, r"dense codec 4 \(int8\) came, 0 \(none\) was expected.*small="),
         ({"dense_bytes": 95}, r"dense bytes 95 came, 96 was expected.*min_numel"),
     ],
 )

@@ -12,7 +12,8 @@ def plans(density, ranks, **options):
     config = make_config(options)
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     made = [
-        make_plan(b, density=density, ranks=ranks, indices=config.indices, values=config.values) for b in layout.buckets
+        make_plan(b, density=density, ranks=ranks, indices=config.indices, values=config.values, small=config.small)
+        for b in layout.buckets
     ]
     return layout, made
 
@@ -22,11 +23,12 @@ def test_a_25_million_element_model_sends_at_most_33_bits_per_entry():
     assert sum(len(b.sparse) for b in layout.buckets) == 54
     assert layout.sparse_numel == pytest.approx(25.5e6, rel=0.01)
     entries = sum(sum(p.ks) for p in made)
-    bits = 8 * sum(p.message_bytes - p.inline_bytes for p in made) / entries
+    bits = 8 * sum(p.message_bytes - p.dense_bytes for p in made) / entries
     assert entries == pytest.approx(25_500, rel=0.01)
     assert bits <= 33, f"{bits:.2f} bits"
     dense = 4 * layout.numel
-    assert dense / sum(p.message_bytes for p in made) > 300
+    assert dense / sum(p.message_bytes for p in made) > 600
+    assert dense / sum(p.message_bytes for p in plans(0.001, 8, small="float32")[1]) > 300
 
 
 def test_a_dense_sum_is_chosen_where_it_is_cheaper():
@@ -45,4 +47,28 @@ def test_plans_never_lose_an_element():
                 dense = sum(s.length for s in bucket.dense)
                 assert plan.vector_size >= dense
                 assert plan.vector_start + plan.vector_size == bucket.size
-                assert plan.message_bytes >= 64 + plan.payload_bytes + plan.inline_bytes or plan.message_bytes == 256
+                assert plan.message_bytes >= 64 + plan.payload_bytes + plan.dense_bytes or plan.message_bytes == 256
+                assert plan.plain_start in (0, bucket.small_size)
+
+
+def test_small_tensors_are_coded_where_that_moves_fewer_bytes():
+    for ranks, coded in ((2, True), (8, True), (32, False)):
+        layout, made = plans(0.001, ranks)
+        for bucket, plan in zip(layout.buckets, made, strict=True):
+            assert bool(plan.small) is coded
+            assert not plan.small or plan.coded_bytes < 1.1 * sum(s.length for s in bucket.dense)
+            assert plan.allreduces is (not coded)
+
+
+@pytest.mark.parametrize(("density", "ranks"), [(None, 2), (0.25, 32)])
+def test_small_tensors_are_never_coded_in_a_dense_step_or_sum(density, ranks):
+    assert not any(p.small for p in plans(density, ranks)[1])
+
+
+def test_what_a_user_named_stays_exact_beside_what_is_coded():
+    layout, made = plans(0.001, 2, exclude=("*.conv1.bn.*", "fc.bias"))
+    assert sum(len(b.small) for b in layout.buckets) < sum(len(b.dense) for b in layout.buckets)
+    for bucket, plan in zip(layout.buckets, made, strict=True):
+        exact = [s for s in bucket.dense if s not in bucket.small]
+        assert all(s.offset >= bucket.sparse_size + plan.plain_start for s in exact)
+        assert plan.inline_bytes == 4 * (bucket.size - bucket.sparse_size - bucket.small_size)

@@ -56,6 +56,22 @@ def the_communicator_is_not_the_world():
 
 
 @case
+def ranks_that_do_different_things_are_told_so():
+    """One in a step, one that saves: with more than two, some would wait for those that failed."""
+    if SIZE > 2:
+        raise SkipCase("two ranks are enough")
+    transport = MPITransport()
+    length = 24 if RANK == 0 else 3000
+    told = ""
+    try:
+        transport.allgather(np.zeros(length, np.uint8), np.empty((SIZE, length), np.uint8))
+    except TransportError as error:
+        told = str(error)
+    assert any("must come on all ranks, in the same order" in text for text in MPI.COMM_WORLD.allgather(told)), told
+    transport.close()
+
+
+@case
 def allgather_puts_rank_r_in_row_r():
     transport = MPITransport()
     for length in (0, 1, 100, SMALL_BYTES // SIZE, SMALL_BYTES // SIZE + 1, 3_000_000):

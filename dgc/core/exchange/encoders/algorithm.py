@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -96,6 +96,7 @@ class AlgorithmEncoder(Encoder):
                 padded(algorithm.max_bytes(spec)) if active else 0,
                 density=density,
                 ranks=self._transport.size,
+                small=small_codec(self._config, density),
             )
         return self._plans[density]
 
@@ -224,7 +225,7 @@ class AlgorithmEncoder(Encoder):
         self._measured_in = step
         step.stats.count_collective(longest.nbytes)
         payload = padded(int(longest[0]))
-        message = max(MIN_MESSAGE_BYTES, HEADER_BYTES + payload + plan.inline_bytes)
+        message = max(MIN_MESSAGE_BYTES, HEADER_BYTES + payload + plan.dense_bytes)
         self._fitted = dataclasses.replace(plan, payload_bytes=payload, message_bytes=message)
         return self._fitted
 
@@ -240,9 +241,11 @@ class AlgorithmEncoder(Encoder):
 
     def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
         """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        spec = self._spec(plan.density)
+        decoded = self._algorithm.decode(self._own, self._count_sent, spec)
         if isinstance(decoded, SparseValues):
-            masking = masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
+            late = not self._algorithm.has_room_for_all(spec)
+            masking = late and masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
             return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, StepContext
@@ -184,6 +185,12 @@ def masks(config: DGCConfig, sent: int, elements: int) -> bool:
         elements: those that they are chosen from.
     """
     return config.momentum_masking and sent < elements
+
+
+def small_codec(config: DGCConfig, density: float | None) -> str:
+    """Which value codec small tensors travel with: none in a dense step, or where sparsity is 0, which is one."""
+    exact = density is None or (density == 1.0 and compressor_class(config.algorithm).scheduled)
+    return "float32" if exact else config.small
 
 
 def segment_work(

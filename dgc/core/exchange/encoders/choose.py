@@ -34,7 +34,7 @@ def make_encoders(
         LayoutError: a message would be too large at a sparsity of the schedule.
     """
     own_share = config.own_share(transport.size)
-    vectors = [_vector(bucket, kernels, own_share) for bucket in layout.buckets]
+    vectors = [_vector(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
     maker = _Maker(vectors, layout, kernels, transport)
     make = maker.composites if config.algorithm in WRAPPERS else maker.encoders
     encoders = make(layout.buckets, config)
@@ -93,12 +93,12 @@ class _Maker:
         return DeviceEncoder(bucket, config, kernels, ranks, self.vectors[bucket.index])  # type: ignore[arg-type]
 
 
-def _vector(bucket: Bucket, kernels: Kernels, own_share: float) -> DenseVector:
+def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: bool) -> DenseVector:
     if not getattr(kernels, "on_device", False):
-        return DenseVector(bucket, kernels, own_share)
+        return DenseVector(bucket, kernels, own_share, keeps_error)
     from dgc.core.exchange.encoders.device import DeviceVector
 
-    return DeviceVector(bucket, kernels, own_share)  # type: ignore[arg-type]
+    return DeviceVector(bucket, kernels, own_share, keeps_error)  # type: ignore[arg-type]
 
 
 def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:

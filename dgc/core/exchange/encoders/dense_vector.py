@@ -1,7 +1,8 @@
 """What is summed densely in a bucket: dense tensors in every step, and all tensors where a dense sum is cheaper.
 
 The *vector* of a step covers positions ``plan.vector_start`` to ``bucket.size``. It goes into the message or through an
-allreduce; afterwards it holds the mean (or sum) over the ranks.
+allreduce; afterwards it holds the mean (or sum) over the ranks. Small tensors may go into the message coded; what their
+codec loses is added to their gradients in the next step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from dgc.core.exchange.records import StepContext, Submission
 from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
 from dgc.core.state.layout import Bucket, Segment
-from dgc.core.wire.message import Incoming
+from dgc.core.state.state import BucketState
+from dgc.core.wire.message import Incoming, blaming
 from dgc.core.wire.plan import BucketPlan, Mode
 
 SMALL = 4096
@@ -24,7 +26,7 @@ SMALL = 4096
 class DenseVector:
     """The vector of one bucket, on the host, with its way in and its way out."""
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0) -> None:
+    def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0, keeps_error: bool = True) -> None:
         """Allocate nothing yet: memory comes with the first plan that needs it.
 
         Args:
@@ -32,16 +34,21 @@ class DenseVector:
             kernels: where its u is.
             own_share: what part of a summed gradient is a rank's own: 1 / P with op=Sum. The u of a sparsified tensor
                 is this rank's own share, as it will be once entries are selected, also while the tensor travels dense.
+            keeps_error: whether what the codec of small tensors loses is sent later.
         """
+        self._keeps_error = keeps_error
         self._bucket = bucket
         self._own_share = own_share
         self._kernels: Any = kernels
         self._memory = memory_of(kernels)
         self.values = np.empty(0, bucket.dtype)
         """(plan.vector_size,) float32, float64 in float64 buckets."""
+        self._left = np.zeros(bucket.small_size, np.float32)
+        self._changes = False
 
     def start(self, plan: BucketPlan) -> None:
         """Have memory for the plan."""
+        self._changes = False
         if plan.vector_size and self.values.size != plan.vector_size:
             self.values = self._memory.host_array(plan.vector_size, self._bucket.dtype)
 
@@ -65,11 +72,59 @@ class DenseVector:
                 np.multiply(item.gradient, vector.dtype.type(scale), out=place, dtype=vector.dtype)
         return not _is_finite(vector)
 
-    def add(self, messages: Sequence[Incoming]) -> None:
-        """Become the sum of the vectors that came inside the messages."""
-        self.values.fill(0)
-        for message in messages:
-            self.values += message.inline.view(self.values.dtype)
+    def settle_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
+        """Add to small tensors' gradients what is owed to them, and code them where the plan says so.
+
+        The state does not change before :meth:`commit`: a step that is refused or fails leaves it as it was.
+
+        Args:
+            plan: of this step; the vector is packed.
+            state: of the bucket.
+            coded: (plan.coded_bytes,) uint8 of the message.
+
+        Returns:
+            Whether a sum is not finite; the message then holds zeros in their place.
+        """
+        if not (state.owes or plan.small):
+            return False
+        self._changes = True
+        first = self._bucket.sparse_size - plan.vector_start
+        x = self.values[first : first + self._bucket.small_size]
+        if state.owes:
+            with np.errstate(over="ignore", invalid="ignore"):
+                x += state.error
+        finite = _is_finite(x)
+        if plan.small and finite:
+            plan.small.encode(x, coded, self._left)
+        else:
+            coded.fill(0)
+        if not (plan.small and self._keeps_error):
+            self._left.fill(0)
+        return not finite
+
+    def commit(self, plan: BucketPlan, state: BucketState) -> None:
+        """The step counts: what its codec has lost is owed from now on."""
+        if self._changes:
+            state.error[...] = self._left
+            state.owes = plan.small is not None
+
+    def add(self, plan: BucketPlan, messages: Sequence[Incoming]) -> None:
+        """Become the sum of what came inside the messages; the rest stays.
+
+        Raises:
+            WireError: a message is damaged; names its sender.
+        """
+        plain = self.values[plan.plain_start :]
+        if plan.small:
+            small = self.values[: plan.plain_start]
+            small.fill(0)
+            for message in messages:
+                with blaming(message.sender, self._bucket.index):
+                    plan.small.add(message.coded, small)
+        if plan.inline and plain.size:
+            plain.fill(0)
+            for message in messages:
+                plain += message.inline.view(plain.dtype)
 
     def average(self, share: float, plan: BucketPlan) -> bool:
         """Multiply the sum by 1 / P, or by 1; returns whether it is finite."""

@@ -45,9 +45,11 @@ class DeviceVector(DenseVector):
 
     _kernels: DeviceKernels
 
-    def __init__(self, bucket: Bucket, kernels: DeviceKernels, own_share: float = 1.0) -> None:
+    def __init__(
+        self, bucket: Bucket, kernels: DeviceKernels, own_share: float = 1.0, keeps_error: bool = True
+    ) -> None:
         """Allocate nothing yet; arguments as for :class:`DenseVector`."""
-        super().__init__(bucket, kernels, own_share)
+        super().__init__(bucket, kernels, own_share, keeps_error)
         self.is_packed = False
         """Whether the encoder has packed the dense tensors of this step; it can do so on its way."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work
+from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
 from dgc.core.exchange.records import Outcome, StepContext, bounds_of
 from dgc.core.kernels.base import Kernels, Selection, memory_of
 from dgc.core.state.layout import Bucket
@@ -46,6 +46,7 @@ class TopKEncoder(Encoder):
                 indices=self._config.indices,
                 values=self._config.values,
                 compressor=compressor_class(self._config.algorithm).number,
+                small=small_codec(self._config, density),
             )
         return self._plans[density]
 

@@ -74,6 +74,9 @@ def default_loops() -> ModuleType | None:
         loops.from_halves(halves, np.float32(0.5), values)
         loops.to_tiles(np.zeros(1, np.int64), np.empty(1, np.uint32), halves)
         used = loops.encode_message(np.zeros(1, np.int64), values, 1, np.empty(32, np.uint8), values.copy())
+        block, one = np.empty(16, np.uint8), np.zeros(1, np.int64)
+        loops.encode_int8(values, one, np.arange(2), block, values.copy())
+        loops.add_int8(block, one, np.arange(2), values.copy())
         if used == 32 and values[0] == 1.5 and loops.largest_magnitude(values) == 0x3FC00000:
             return loops
     except ImportError:

@@ -18,6 +18,9 @@ from dgc.core.kernels.compile import entry, helper
 _SMALLEST_NORMAL = np.uint32(0x38800000)
 """2^-14 as float32 bits: below it half precision is subnormal."""
 
+_ROUNDER = np.float32(12582912)
+"""1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again."""
+
 _NORMAL = 0x00800000
 """Bits of the smallest normal float32."""
 
@@ -302,3 +305,58 @@ def bitmap_decode(words, n, positions):
             positions[i] = position
             i += 1
     return i
+
+
+@entry(__file__)
+def encode_int8(x, starts, bounds, out, left):
+    """The block of the codec ``int8``, with groups that lie apart, and what it loses.
+
+    Args:
+        x: (N,) float32, finite.
+        starts: (groups,) int64, where each group begins in x.
+        bounds: (groups + 1,) int64, their lengths' sums.
+        out: (m,) uint8, filled: what ``Int8Values.encode`` writes.
+        left: (N,) float32; ``x - decoded`` of the groups.
+    """
+    groups = starts.size
+    at = _padded(4 * groups)
+    scales, codes = out[: 4 * groups].view(np.float32), out[at : at + bounds[groups]].view(np.int8)
+    out[4 * groups : at] = 0
+    out[at + bounds[groups] :] = 0
+    for g in range(groups):
+        n = bounds[g + 1] - bounds[g]
+        given, lost, code = (
+            x[starts[g] : starts[g] + n],
+            left[starts[g] : starts[g] + n],
+            codes[bounds[g] : bounds[g + 1]],
+        )
+        bits = uint32(0)
+        for i in range(n):
+            bits = max(bits, _bits(given[i]) & uint32(0x7FFFFFFF))
+        largest = _float(bits)
+        divisor = largest if largest > np.float32(0) else np.float32(1)
+        for i in range(n):
+            # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
+            q = (given[i] / divisor) * np.float32(127) + _ROUNDER - _ROUNDER
+            lost[i] = given[i] - (q / np.float32(127)) * largest
+            code[i] = np.int8(q)
+        scales[g] = largest
+
+
+@entry(__file__)
+def add_int8(data, starts, bounds, sums):
+    """Add what ``Int8Values.decode`` reads, with groups that lie apart, to (N,) float32; False if a code is -128."""
+    groups = starts.size
+    at = _padded(4 * groups)
+    scales, codes = data[: 4 * groups].view(np.float32), data[at : at + bounds[groups]].view(np.int8)
+    lowest = np.int8(0)
+    for i in range(codes.size):
+        lowest = min(lowest, codes[i])
+    if lowest == -128:
+        return False
+    for g in range(groups):
+        n = bounds[g + 1] - bounds[g]
+        place, code, largest = sums[starts[g] : starts[g] + n], codes[bounds[g] : bounds[g + 1]], scales[g]
+        for i in range(n):
+            place[i] += (np.float32(code[i]) / np.float32(127)) * largest
+    return True

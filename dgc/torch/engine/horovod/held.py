@@ -13,7 +13,7 @@ import torch
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that refers to ``tensor`` as its gradient; to be kept for as long as Horovod may hold ``tensor``."""
-    holder = torch.empty_like(tensor)
+    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # of one element's memory
     holder.grad = tensor
     return holder
 

@@ -5,6 +5,7 @@ import inspect
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import adapters_tensorflow.workers.models as m
@@ -179,8 +180,21 @@ def a_full_disk_on_one_rank_leaves_all_old_files():
     barrier()
     assert own.read_bytes() == before
     assert len(list(folder.iterdir())) == hvd.size()
-    m.fit(model, 1, first=3, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
+    said = []
+
+    def fsync(file):
+        said.append(any(thread.name == "dgc-busy" for thread in threading.enumerate()))
+        flush(file)
+
+    os.fsync = fsync
+    try:
+        m.fit(model, 1, first=3, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
+    finally:
+        os.fsync = flush
     assert own.read_bytes() != before
+    # While a rank writes, the others are told not to give it up.
+    assert said
+    assert all(said) or model.optimizer.compression.engine.transport.name != "mpi"
     remove(folder)
 
 

@@ -141,6 +141,32 @@ def a_checkpoint_of_another_model_or_choice_changes_nothing_on_any_rank():
         job.close()
 
 
+@case
+def a_checkpoint_of_another_op_changes_nothing_on_any_rank():
+    """Neither on several ranks nor in a job of one process, whose optimizer would get P times the momentum."""
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    with folders("op") as folder:
+        job = Job(rampup_begin_step=9, hvd_options={"op": hvd.Sum}).train(2)
+        job.save(folder)
+        for name, other in (
+            ("several", Job().train(1)),
+            ("one", Job(hvd_options={"process_set": sets[hvd.rank()]})),
+        ):
+            before = other.contents()
+            load = functools.partial(other.load, folder, resize=name == "one")
+            on_every_rank(dgc.LayoutError, "saved with op=sum, this job has op=average", load, name)
+            assert_equal(other.contents(), before, name)
+            other.close()
+        same = Job(seed=1, rampup_begin_step=9, hvd_options={"op": hvd.Sum})
+        same.load(folder)
+        same.steps = 2
+        assert torch.equal(flat(same.train(1).model), flat(job.train(1).model))
+        same.close()
+        job.close()
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
 def frozen_job():
     job = Job.__new__(Job)
     job.model, job.steps = make_model(), 0
@@ -198,25 +224,28 @@ def from_one_process_to_several_momentum_stays_as_with_a_dense_checkpoint():
 
 
 @case
-def from_several_ranks_to_one_process_the_mean_momentum_stays():
+def from_several_ranks_to_one_process_their_momentum_stays():
+    """The mean of what they had; the sum where gradients are summed."""
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine = {"process_set": sets[hvd.rank()]}
-    for way in "ab":
+    for way, op, kept in (("a", hvd.Average, "mean"), ("b", hvd.Average, "mean"), ("b", hvd.Sum, "sum")):
         with folders("several") as folder:
-            job = Job(way, rampup_begin_step=1).train(4)
+            job = Job(way, rampup_begin_step=1, hvd_options={"op": op}).train(4)
             job.save(folder)
             states = hvd.allgather_object(job.compression.state_dict(), name="states")
-            alone = Job(way, seed=1, hvd_options=mine, **(mine if way == "a" else {}))
+            alone = Job(way, seed=1, hvd_options={**mine, "op": op}, **(mine if way == "a" else {}))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 alone.load(folder, resize=True)
             told = [str(w.message) for w in caught if w.category is RuntimeWarning]
             assert len(told) == 1, told
-            assert "is dropped; the mean of their momentum is the optimizer's" in told[0], told
+            assert f"is dropped; the {kept} of their momentum is the optimizer's" in told[0], told
             assert torch.equal(flat(alone.model), flat(job.model))
             for name, p in alone.model.named_parameters():
                 if p.requires_grad:
-                    u = sum(torch.from_numpy(s["parameters"][name]["u"]) for s in states) / hvd.size()
+                    u = sum(torch.from_numpy(s["parameters"][name]["u"]) for s in states)
+                    if kept == "mean" or "v" not in states[0]["parameters"][name]:
+                        u /= hvd.size()
                     buffer = alone.optimizer.state[p]["momentum_buffer"]
                     assert torch.allclose(buffer.reshape(-1), u, atol=1e-7), name
                     assert buffer.any(), name

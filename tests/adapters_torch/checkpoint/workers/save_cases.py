@@ -7,6 +7,7 @@ import errno
 import fcntl
 import functools
 import os
+import threading
 
 import horovod.torch as hvd
 import torch
@@ -58,6 +59,27 @@ def a_full_disk_leaves_the_old_checkpoint_and_nothing_else():
         job.save(folder, extra=3)
         assert len(files_of(folder)) == 1 + hvd.size()
         assert job.load(folder) == 3
+        job.close()
+
+
+@case
+def a_rank_that_writes_says_so_all_the_while():
+    """So that the others, who wait for it in a collective, do not give it up."""
+    flush, said = os.fsync, []
+
+    def fsync(file):
+        said.append(any(thread.name == "dgc-busy" for thread in threading.enumerate()))
+        flush(file)
+
+    with folders("busy") as folder:
+        job = Job().train(1)
+        os.fsync = fsync
+        try:
+            job.save(folder)
+        finally:
+            os.fsync = flush
+        assert said, "nothing was written"
+        assert all(said) or job.compression.engine.transport.name != "mpi"
         job.close()
 
 

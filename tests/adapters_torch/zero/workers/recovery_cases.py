@@ -7,6 +7,7 @@ import warnings
 
 import horovod.torch as hvd
 import torch
+from adapters_torch.workers.horovod_holds import every_tensor_is_held
 from worker_tools import case, run_cases
 from zero_tools import (
     assert_bits_equal,
@@ -21,8 +22,10 @@ from zero_tools import (
 )
 
 from dgc.errors import LayoutError, RemoteError
+from dgc.torch.engine.horovod import held, horovod, transport
 from dgc.torch.fuse import fuse_optimizer, fuse_step
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
+from dgc.torch.zero import ranks
 
 
 class _Breakable(torch.optim.SGD):
@@ -270,6 +273,19 @@ def parameters_may_change_their_type_together():
             model.float()
         zero.zero_grad()
         raises(LayoutError, "'group 0 parameter 0' is .*float64.* on rank 0", zero.step)
+
+
+@case
+def what_horovod_holds_of_ours_has_another_reference():
+    """Its thread must never be the last one but Python's to let go of a tensor: for that it would need the GIL."""
+    with every_tensor_is_held(held, horovod, transport, ranks, at_least=20):
+        for chosen in ("auto", "horovod"):
+            own, zero = _sharded(transport=chosen)
+            for step, broken in enumerate((False, True, False)):  # after a failed step parameters travel whole
+                zero.optim.broken = broken
+                set_mean_gradients(own, step)
+                raises(KeyError, "no more memory", zero.step) if broken else zero.step()
+            zero.consolidate_state_dict(to=0)
 
 
 if __name__ == "__main__":

@@ -90,3 +90,28 @@ def test_a_refused_step_leaves_the_residual(name, options):
     before = state.v.copy()
     encoder.refuse(step, plan, state)
     np.testing.assert_array_equal(state.v, before if encoder._algorithm.error_feedback else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "density", "clears"),
+    [
+        ("strom", {"max_density": 1.0, "threshold": 0.05}, 1.0, False),
+        ("strom", {"max_density": 0.9, "threshold": 0.05}, 1.0, True),
+        ("dryden", {"sparsity": 0.0}, 1.0, False),
+        ("dryden", {"sparsity": 0.5}, 0.5, True),
+        ("adacomp", {}, 1.0, True),
+    ],
+)
+def test_no_momentum_is_cleared_where_no_entry_waits_for_room(name, options, density, clears):
+    """Also where entries are not sent: those below a threshold, and zeros."""
+    options = {"momentum": 0.9, "momentum_masking": True, **options}
+    encoder, step, state, buffers, _ = prepared(name, options, density)
+    state.u[:] = 1.0
+    for i in range(5):
+        step.given[i].gradient[:3] = -0.9  # these have nothing to send
+    outcome = Outcome()
+    plan = encoder.compress(step, encoder.plan(step), state, buffers, outcome)
+    velocity = state.u.copy()
+    encoder.commit(step, plan, state, outcome)
+    assert 0 < outcome.count < state.v.size
+    assert (state.u != velocity).any() == clears

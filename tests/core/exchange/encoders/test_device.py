@@ -35,6 +35,8 @@ CASES = {
     "loss scale": {"momentum": 0.9, "loss_scale": 1024.0},
     "several buckets": {"momentum": 0.9, "bucket_bytes": 1000},
     "large vector": {"momentum": 0.9, "exclude": ["b.*"]},
+    "coded": {"momentum": 0.9, "small": "int8", "weight_decay": 0.01, "loss_scale": 64.0},
+    "coded and exact": {"values": "sign", "momentum": 0.9, "small": "float16", "exclude": ["c.*"]},
 }
 
 

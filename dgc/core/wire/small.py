@@ -1,0 +1,74 @@
+"""The bytes of a bucket's small dense tensors: a value codec, with each tensor as a group of its own.
+
+n = elements of the tensors, S = tensors, N = elements of the space that they lie in, padding between them included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dgc.core.state.layout import Bucket
+from dgc.core.wire.codecs.loops import default_loops
+from dgc.core.wire.codecs.registry import value_codec
+from dgc.errors import WireError
+
+
+class SmallCodec:
+    """Writes the small tensors of one bucket, reads them, and says what is lost.
+
+    Attributes:
+        values: the value codec.
+        size: N.
+        max_bytes: of the block; a multiple of 8, and always used up.
+    """
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        """Look up the codec.
+
+        Raises:
+            ConfigError: an unknown name; the message lists the valid ones.
+        """
+        self.values = value_codec(name)
+        self.size = bucket.small_size
+        segments = [s for s in bucket.small if s.length]
+        self._starts = np.array([s.offset - bucket.sparse_size for s in segments], np.int64)
+        self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
+        self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
+        lengths = np.diff(self._bounds)
+        # Where each element lies; the padding between tensors does not travel.
+        self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
+
+    def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
+        """Write the block.
+
+        Args:
+            x: (N,) float32, finite; 0 between tensors.
+            out: (max_bytes,) uint8, of any content.
+            left: (N,) float32, filled: what receivers will not read, ``x - decoded``; 0 between tensors.
+        """
+        loops = default_loops() if self.values.name == "int8" else None
+        if loops is not None:
+            left.fill(0)
+            loops.encode_int8(x, self._starts, self._bounds, out, left)
+            return
+        values = x[self._places]
+        self.values.encode(values, self._bounds, out)
+        left.fill(0)
+        left[self._places] = values - self.values.decode(out, values.size, self._bounds)[0]
+
+    def add(self, data: np.ndarray, sums: np.ndarray) -> None:
+        """Read a block and add it to ``sums``.
+
+        Args:
+            data: (max_bytes,) uint8.
+            sums: (N,) float32, in place.
+
+        Raises:
+            WireError: the block is damaged.
+        """
+        loops = default_loops() if self.values.name == "int8" else None
+        with np.errstate(over="ignore", invalid="ignore"):
+            if loops is None:
+                sums[self._places] += self.values.decode(data, int(self._bounds[-1]), self._bounds)[0]
+            elif not loops.add_int8(data, self._starts, self._bounds, sums):
+                raise WireError("int8: an entry is -128, the codec writes -127..127. The message is damaged.")

@@ -1,0 +1,157 @@
+"""Small tensors as bytes: what is read and what is lost add up, tensors keep to themselves, and padding stays out."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgc.core.compressors.build import make_config
+from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.wire import small as module
+from dgc.core.wire.codecs.loops import default_loops
+from dgc.core.wire.small import SmallCodec
+from dgc.errors import ConfigError, WireError
+
+NAMES = ("float16", "bfloat16", "int8", "sign")
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+
+
+def coder(lengths, name="int8"):
+    """A codec of 1-D tensors of these lengths, and the bucket."""
+    specs = [Parameter("w", (64, 64), "float32"), *(Parameter(f"b{i}", (n,), "float32") for i, n in enumerate(lengths))]
+    (bucket,) = make_layout(specs, make_config({})).buckets
+    return SmallCodec(bucket, name), bucket
+
+
+def filled(bucket):
+    """Small tensors that have elements, in the order of the bucket."""
+    return [s for s in bucket.small if s.length]
+
+
+def spread(bucket, tensors):
+    """Tensors, in the order of the bucket, at their places."""
+    x = np.zeros(bucket.small_size, np.float32)
+    for segment, values in zip(filled(bucket), [t for t in tensors if len(t)], strict=True):
+        first = segment.offset - bucket.sparse_size
+        x[first : first + segment.length] = values
+    return x
+
+
+def coded(codec, x):
+    """The block, what is lost, and what is read."""
+    out, left, read = np.full(codec.max_bytes, 0xAA, np.uint8), np.full(x.size, 7, np.float32), np.zeros_like(x)
+    codec.encode(x, out, left)
+    codec.add(out, read)
+    return out, left, read
+
+
+finite = st.floats(-(2.0**127), 2.0**127, width=32)
+tensors = st.lists(st.lists(finite, min_size=0, max_size=40), min_size=0, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors, st.sampled_from(NAMES))
+def test_what_is_read_and_what_is_lost_add_up(values, name):
+    values = [np.array(v, np.float32) for v in values]
+    codec, bucket = coder([v.size for v in values], name)
+    x = spread(bucket, reversed(values))  # buckets take parameters from the end
+    _, left, read = coded(codec, x)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(left, x - read)
+    assert np.isfinite(read).all()
+    between = np.ones(x.size, bool)
+    for segment in bucket.small:
+        between[segment.offset - bucket.sparse_size :][: segment.length] = False
+    assert not read[between].any()
+    assert not left[between].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors)
+def test_int8_loses_at_most_one_part_in_254_of_its_tensors_largest(values):
+    values = [np.array(v, np.float32) for v in values]
+    codec, bucket = coder([v.size for v in values])
+    _, left, _ = coded(codec, spread(bucket, reversed(values)))
+    for segment, given_values in zip(filled(bucket), [v for v in reversed(values) if v.size], strict=True):
+        lost = left[segment.offset - bucket.sparse_size :][: segment.length].astype(np.float64)
+        largest = float(np.abs(given_values).max(initial=0))
+        assert np.abs(lost).max(initial=0) <= largest / 254 * (1 + 1e-5) + TINY
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors)
+def test_the_loops_write_and_read_the_codecs_own_bytes(values):
+    """NumPy's codec is the oracle."""
+    assert default_loops() is not None
+    values = [np.array(v, np.float32) for v in values]
+    codec, bucket = coder([v.size for v in values])
+    x = spread(bucket, reversed(values))
+    block, left, read = coded(codec, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "default_loops", lambda: None)
+        expected = coded(codec, x)
+    for found, wanted in zip((block, left, read), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "values",
+    [[], [0.0], [3.25], [-1e-45], [TINY, -TINY, 0.0], [1e-39, -3e-40], [3.4028235e38, -3.4028235e38], [0.0] * 20],
+    ids=["none", "zero", "one", "denormal", "denormals", "small", "largest", "zeros"],
+)
+def test_extremes_are_read_within_the_codecs_bound(name, values):
+    values = np.array(values, np.float32)
+    codec, bucket = coder([values.size], name)
+    _, left, read = coded(codec, spread(bucket, [values]))
+    assert np.isfinite([read, left]).all()
+    if name in ("float16", "int8") and values.size:
+        assert np.abs(left).max() <= np.abs(values).max() / 254 + TINY
+
+
+def test_a_tensor_of_large_values_does_not_blur_its_neighbour():
+    codec, bucket = coder([3, 3])
+    _, _, read = coded(codec, spread(bucket, [[1e30, -2e30, 3e30], [1e-30, -2e-30, 3e-30]]))
+    second = read[bucket.small[1].offset - bucket.sparse_size :][:3]
+    np.testing.assert_allclose(second, [1e-30, -2e-30, 3e-30], rtol=0.02)
+
+
+def test_blocks_of_several_ranks_add_up_in_their_order():
+    codec, bucket = coder([17, 5])
+    rng = np.random.default_rng(0)
+    sums, wanted = np.zeros(bucket.small_size, np.float32), np.zeros(bucket.small_size, np.float32)
+    for _ in range(3):
+        block, _, read = coded(codec, spread(bucket, [rng.standard_normal(5), rng.standard_normal(17)]))
+        codec.add(block, sums)
+        wanted += read
+    np.testing.assert_array_equal(sums, wanted)
+
+
+@pytest.mark.parametrize("with_loops", [True, False])
+def test_a_damaged_block_is_refused_before_anything_is_added(monkeypatch, with_loops):
+    if not with_loops:
+        monkeypatch.setattr(module, "default_loops", lambda: None)
+    codec, bucket = coder([9])
+    block, _, _ = coded(codec, spread(bucket, [np.arange(9)]))
+    block[8 + 4] = 0x80
+    sums = np.ones(bucket.small_size, np.float32)
+    with pytest.raises(WireError, match="an entry is -128"):
+        codec.add(block, sums)
+    np.testing.assert_array_equal(sums, 1)
+
+
+def test_an_infinite_scale_makes_its_own_tensor_not_finite():
+    codec, bucket = coder([4, 4])
+    block, _, _ = coded(codec, spread(bucket, [np.ones(4), np.ones(4)]))
+    block[:4].view(np.float32)[0] = np.inf
+    sums = np.zeros(bucket.small_size, np.float32)
+    codec.add(block, sums)
+    assert np.isfinite(sums).tolist() == [False] * 4 + [True] * (sums.size - 4)
+
+
+def test_sizes_are_those_of_the_elements_without_padding():
+    lengths = [1, 10, 17, 0]
+    for name, size in (("int8", 16 + 32), ("float16", 8 + 56), ("bfloat16", 56), ("sign", 24 + 8)):
+        assert coder(lengths, name)[0].max_bytes == size, name
+    with pytest.raises(ConfigError, match="unknown"):
+        coder([3], "int9")
