@@ -10,6 +10,7 @@ from exchange_tools import gradient, parameters, run_step
 from fakes import FakeEngine
 
 from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.paddle.options import PaddleOptions
 from dgc.adapter.speed import choice
 from dgc.adapter.speed.network import Line, Network, measure_network
 from dgc.adapter.speed.work import Work
@@ -192,6 +193,11 @@ def test_wrappers_have_the_option_and_their_members_have_not(predicted, kind):
     assert run_ranks(2, one_rank, timeout=60) == [["dense", "dense"]] * 2
     with pytest.raises(ConfigError, match="'exchange' concerns all tensors"):
         CompressorBase({}, kind, {keys[0]: CompressorBase({"exchange": "auto"}, "topk")})
+
+
+def test_paddles_optimizer_has_no_such_option():
+    with pytest.raises(TypeError, match="DGCMomentum got an unknown option 'exchange'; besides Paddle's it takes"):
+        PaddleOptions(0.1, 0.9, 0, codecs={"exchange": "auto"})
 
 
 # -- what dense means --------------------------------------------------------------------------------------------
