@@ -165,7 +165,10 @@ class EngineBase(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
         layouts = [exchange.layout for exchange in self._exchanges] or [self.layout]
-        return {**self._describe(), "exchange": self._choice.describe(layouts), "updates": self.how_updated}
+        updated = self.how_updated
+        if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
+            updated = "dense: nothing is sparsified"
+        return {**self._describe(), "exchange": self._choice.describe(layouts), "updates": updated}
 
     @property
     def how_updated(self) -> str:

@@ -7,7 +7,6 @@ them. The fastest step counts: what else the machine has to do only adds. P = nu
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +58,9 @@ class Work:
     dense: float
 
 
-@functools.cache
+_known: dict[str, Work] = {}
+
+
 def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
     """Measure, once in a process for the same arguments. Talks to nobody.
 
@@ -68,7 +69,10 @@ def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
         ranks: P.
         entries_alone: whether the caller may update parameters by the entries that came.
     """
-    return time_work(config, ranks, entries_alone, choose_kernels("cpu"))
+    key = repr((config.describe(), ranks, entries_alone))
+    if key not in _known:
+        _known[key] = time_work(config, ranks, entries_alone, choose_kernels("cpu"))
+    return _known[key]
 
 
 def time_work(

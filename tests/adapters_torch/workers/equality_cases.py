@@ -34,6 +34,8 @@ def _dense_equality(way, bound, **options):
         assert difference <= bound, f"{name}: {difference:.2e}"
         assert optimizer.param_groups[0]["momentum"] == sgd["momentum"]
         assert not optimizer.state_dict()["state"], "momentum is the compressor's"
+        if options.get("exchange") == "dense":
+            assert compression.describe()["updates"].startswith("dense")
         assert_replicas_identical(model, f"{way} {name}")
         compression.close()
 
