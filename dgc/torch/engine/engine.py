@@ -190,7 +190,7 @@ class Engine(EngineBase):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply what :meth:`finish` has not written, in the optimizer's place."""
         if self.updates.pending:
-            self.updates.apply(optimizer, self.exchange.held(), [self.parameters[i] for i in self._sparse.others])
+            self.updates.apply(optimizer, self.exchange.held(), self._members)
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
@@ -268,6 +268,7 @@ class Engine(EngineBase):
     def _new_exchange(self) -> Exchange:
         members, kernels = self._sparse.others, self._tensors.kernels
         self._places = {i: place for place, i in enumerate(members)}
+        self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
         return Exchange(layout, self._config, self.transport, kernels, loss_scale=self._loss_scale)
 
@@ -369,11 +370,7 @@ class Engine(EngineBase):
         self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
-        """Submit a zero for every parameter that got a sparse gradient.
-
-        Returns:
-            The zeros, which must stay until the step is over.
-        """
+        """Submit a zero for every parameter that got a sparse gradient; the zeros must stay until the step is over."""
         zeros = []
         for index, zero in self._sparse.without_result(self._results):
             self.require_own_momentum(index)
