@@ -11,10 +11,10 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import EntrySum, Hyper
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import make_layout
+from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.engine.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
+from dgc.tensorflow.engine.tensors import ResultPool, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
 
 
@@ -32,7 +32,7 @@ class Group:
     def __init__(
         self,
         indices: Sequence[int],
-        names: Sequence[str],
+        layout: Layout,
         variables: Sequence[Any],
         config: DGCConfig,
         transport: Transport,
@@ -42,18 +42,17 @@ class Group:
 
         Args:
             indices: places of the group's variables.
-            names: of these variables.
+            layout: of these variables.
             variables: these variables.
             config: the options.
             transport: shared with the other groups, which run one after the other.
             loss_scale: a number, or a function that is asked once per step.
 
         Raises:
-            LayoutError: a variable cannot be exchanged.
+            LayoutError: a message would be too large.
         """
         self.indices = tuple(indices)
-        self.names = list(names)
-        layout = make_layout([describe(n, v) for n, v in zip(names, variables, strict=True)], config)
+        self.names = [p.name for p in layout.parameters]
         self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
         self.sparsified = tuple(sorted(s.parameter for bucket in layout.buckets for s in bucket.sparse))
         shapes = [p.shape for p in layout.parameters]
@@ -178,6 +177,14 @@ class Group:
         share = self.exchange.config.own_share(self.exchange.transport.size)
         self.exchange.state.absorb_momentum(self.indices.index(index), u, share)
         self.rate = learning_rate
+
+    def use(self, layout: Layout) -> None:
+        """Go on with another layout of the same variables, without any state."""
+        if layout != self.exchange.layout:
+            before, kernels = self.exchange, choose_kernels("cpu")
+            before.close()
+            self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
+            self.exchange.stats = before.stats
 
     def compare_again(self) -> None:
         """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
