@@ -15,7 +15,9 @@ from training.models import Task
 ALONE = ("none", "none-fused")
 """Exchange nothing: what a step costs without a network."""
 FAMILY = ("topk", "qsgd", "onebit")
-METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", *FAMILY, "powersgd")
+CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
+"""Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
+METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", *CHOSEN, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -51,8 +53,11 @@ def make(method: str, task: Task) -> Trained:
     if method == "dgc-a":
         compression = dgc.Compression.dgc(named, optimizer=optimizer, sparsity=1 - DENSITY)
         return Trained(model, hvd.DistributedOptimizer(optimizer, named, compression=compression), compression)
-    options = {} if method in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
-    compression = getattr(dgc.Compression, method.partition("-")[0])(**options)
+    name = method.partition("-")[0]
+    options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
+    if method in CHOSEN:
+        options["exchange"] = CHOSEN[method]
+    compression = getattr(dgc.Compression, name)(**options)
     return Trained(model, dgc.DistributedOptimizer(optimizer, named, compression=compression), compression)
 
 

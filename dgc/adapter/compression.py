@@ -54,7 +54,9 @@ class CompressionBase(abc.ABC):
                 framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``, ``discardable=False``
                 (True: a step that was exchanged and not applied can be taken back wholly; costs the memory of
                 residuals and momentum once more), ``sparse_updates=True`` (False: always make dense results; see
-                ``describe()["updates"]``).
+                ``describe()["updates"]``), ``exchange="sparse"`` ("dense": compress nothing; "auto": each bucket
+                compressed or dense for the whole run, by what is predicted to be faster on this job's network; see
+                ``describe()["exchange"]``).
 
         Raises:
             TypeError: an unknown option; the message lists the valid ones.

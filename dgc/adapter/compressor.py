@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Horovod, same_set
-from dgc.adapter.states import EMPTY, INACTIVE, holds_nothing, is_empty, own_state, require_states, warn_of_dropped
+from dgc.adapter.states import (
+    EMPTY,
+    INACTIVE,
+    dense_by_choice,
+    holds_nothing,
+    is_empty,
+    own_state,
+    require_states,
+    warn_of_dropped,
+)
 from dgc.core.compressors.build import make_config, make_wrapper_config
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.composite import WRAPPERS
@@ -308,7 +317,7 @@ class CompressorBase(Generic[EngineT]):
 
         def look() -> dict[str, Any]:
             found["own"] = own = self.fitting_state(state, resize)
-            return {"step": own.get("step", 0), "empty": is_empty(own)}
+            return {"step": own.get("step", 0), "empty": is_empty(own), "dense": dense_by_choice(own)}
 
         def change() -> dict[str, Any]:
             engine.load_state_dict(found["own"])

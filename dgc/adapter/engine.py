@@ -9,13 +9,15 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
+from dgc.adapter.speed.choice import Choice
 from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper, Stats
+from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_fit, require_place, require_sound
-from dgc.core.state.layout import Layout
+from dgc.core.state.layout import Layout, Parameter, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise
@@ -42,6 +44,8 @@ class EngineBase(abc.ABC):
     """What the tensors are called, for errors."""
     advice: ClassVar[str]
     """What to do when the ranks' tensors differ."""
+    updates_entries: ClassVar[bool] = False
+    """Whether parameters may be updated by the entries that came alone."""
 
     names: list[str]
     adoption: Adopted
@@ -51,6 +55,7 @@ class EngineBase(abc.ABC):
         """Hold what all engines hold; talk to nobody."""
         self.transport = transport
         self._config = config
+        self._choice = Choice(config)
         # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
         self._exchanges: list[Exchange] = []
         self._extra_bytes = 0
@@ -96,6 +101,17 @@ class EngineBase(abc.ABC):
 
     def _agree_on_options(self) -> None:
         agree_or_raise(self.transport, self._config.describe, "options of the compressor")
+        self._choice.measure(self.transport, self.updates_entries)
+
+    def _place(self, parameters: Sequence[Parameter], kernels: Kernels | None = None) -> Layout:
+        """Lay out all tensors of an exchange, with the buckets that travel dense; asks nobody.
+
+        Args:
+            parameters: the tensors.
+            kernels: that work on them; None for those of the CPU.
+        """
+        on_device = bool(getattr(kernels, "on_device", False))
+        return self._choice.placed(make_layout(parameters, self._config), on_device)
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
         """Run this rank's part of the construction on all ranks, and compare what came of it.
@@ -111,9 +127,10 @@ class EngineBase(abc.ABC):
             self.layout = build()
             hyper = self.adoption.hyper
             options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
+            ways = (" travels dense" * (i in self.layout.chosen) for i in range(len(self.layout.parameters)))
             return {
-                name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
-                for (name, text), (m, n, w) in zip(self.layout.describe().items(), options, strict=True)
+                name: f"{text} momentum={m} nesterov={n} weight_decay={w}{way}"
+                for (name, text), (m, n, w), way in zip(self.layout.describe().items(), options, ways, strict=True)
             }
 
         agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
@@ -147,7 +164,11 @@ class EngineBase(abc.ABC):
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
-        return {**self._describe(), "updates": self.how_updated}
+        layouts = [exchange.layout for exchange in self._exchanges] or [self.layout]
+        updated = self.how_updated
+        if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
+            updated = "dense: nothing is sparsified"
+        return {**self._describe(), "exchange": self._choice.describe(layouts), "updates": updated}
 
     @property
     def how_updated(self) -> str:
@@ -235,7 +256,8 @@ class EngineBase(abc.ABC):
         others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
         without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
         layout = self.layout
-        require_fit(saved, layout.sparsified(), layout.lengths(), {*others, *without}, small=layout.small())
+        sparsified, small = self._choice.kinds(layout, saved["parameters"])
+        require_fit(saved, sparsified, layout.lengths(), {*others, *without}, small=small)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks.

@@ -30,6 +30,11 @@ def holds_nothing(state: Mapping[str, Any]) -> bool:
     return is_empty(state) or bool(state.get("inactive"))
 
 
+def dense_by_choice(state: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that a sound state says to have travelled dense though the options sparsify them."""
+    return [name for name, entry in state.get("parameters", {}).items() if entry.get("exchange") == "dense"]
+
+
 def require_states(state: Any, resize: bool) -> list[Any]:
     """What was given to ``load_state_dict`` as a list of states, of which some may be None.
 

@@ -9,7 +9,7 @@ from dgc.adapter.horovod import Horovod
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.state.layout import Parameter
 
 
 class FakeSet:
@@ -63,7 +63,7 @@ class FakeEngine(EngineBase):
         super().__init__(config, transport)
 
         def layout(of):
-            return make_layout([Parameter(n, (numel // 32, 32), "float32") for n in of], config)
+            return self._place([Parameter(n, (numel // 32, 32), "float32") for n in of])
 
         def build():
             if bad:
@@ -80,15 +80,20 @@ class FakeEngine(EngineBase):
 
         self.left = 0
         self.cleared = 0
+        self._layout = layout
         self._agree_on_options()
         self._agree_on_tensors(build)
 
     def step(self, number=0):
+        """One step; returns the results."""
+        results = []
         for exchange in self._exchanges:
             for i, p in enumerate(exchange.layout.parameters):
                 rng = np.random.default_rng([number, self.transport.rank, i])
-                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32), np.empty(p.numel, np.float32))
+                results.append(np.empty(p.numel, np.float32))
+                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32), results[-1])
             exchange.finish()
+        return results
 
     def fail(self, error):
         self._exchanges[0].fail(error)
@@ -100,6 +105,12 @@ class FakeEngine(EngineBase):
         return {"count": len(states)}
 
     def _take_state(self, saved):
+        if self._choice.follow(saved["parameters"]):
+            for place, exchange in enumerate(self._exchanges):
+                exchange.close()
+                layout = self._layout([p.name for p in exchange.layout.parameters])
+                self._exchanges[place] = Exchange(layout, self._config, self.transport, ReferenceKernels())
+            self.layout = self._layout(self.names)
         for exchange in self._exchanges:
             own = {p.name: saved["parameters"][p.name] for p in exchange.layout.parameters}
             exchange.load_state_dict({**saved, "parameters": own})

@@ -29,7 +29,7 @@ def test_describe_is_the_same_for_any_number_of_exchanges(names):
     whole = run_ranks(2, lambda t: FakeEngine(t, CONFIG, (("a", "b"),)).describe())[0]
     for found in run_ranks(2, one_rank):
         assert list(found) == list(whole)
-        changing = {"buckets", "kernels"}
+        changing = {"buckets", "kernels", "exchange"}
         assert {k: v for k, v in found.items() if k not in changing} == {
             k: v for k, v in whole.items() if k not in changing
         }

@@ -56,6 +56,8 @@ class DGCConfig:
     op: str = "average"
     # Seed of the counter-based random numbers of stochastic compressors.
     seed: int = 0
+    # "sparse": as the compressor says. "dense": nothing is compressed. "auto": whichever is predicted to be faster.
+    exchange: str = "sparse"
     # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
     discardable: bool = False
     # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
@@ -92,10 +94,20 @@ class DGCConfig:
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
+        require_choice("exchange", self.exchange, ("sparse", "dense", "auto"))
+        if self.exchange == "dense" and self.clips_tensors:
+            raise ConfigError(
+                "exchange='dense' clips no single tensors: give clip_scope='global' or leave local_grad_clip_norm out"
+            )
         if self.nesterov is not None and not isinstance(self.nesterov, bool):
             raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
+
+    @property
+    def clips_tensors(self) -> bool:
+        """Whether each sparsified tensor is clipped by its own norm, which dense ones are not."""
+        return self.local_grad_clip_norm is not None and self.clip_scope == "tensor"
 
     def own_share(self, ranks: int) -> float:
         """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""

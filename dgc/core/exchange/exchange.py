@@ -288,7 +288,7 @@ class Exchange:
         """
         self.abandon()
         require_place(saved, self.transport.rank, self.transport.size, self.config.op)
-        self.state.load(saved)
+        self.state.load(saved, self.config.own_share(self.transport.size))
         self.unapplied.reset()
         self._status.recover()
 

@@ -132,16 +132,18 @@ def require_fit(
         if name not in found:
             continue
         entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
+        if sparsified[name] and entry.get("exchange") == "dense" and "v" not in entry:
+            wanted = {"u"}
         if {"u", "v"} & set(entry) != wanted:
             now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
             raise LayoutError(
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
-                "use the same min_numel, include and exclude"
+                "use the same min_numel, include, exclude and exchange"
             )
         if "error" in entry and name not in small:
             raise LayoutError(
                 f"parameter {name!r} travels exactly here, and was coded when the state was saved; what the codec had "
-                "lost would be dropped: use the same exclude"
+                "lost would be dropped: use the same exclude and exchange"
             )
         for key in sorted(wanted | ({"error"} & set(entry))):
             if np.shape(entry[key]) != (length,):

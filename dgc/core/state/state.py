@@ -102,17 +102,26 @@ class State:
         """Return a copy as plain containers of NumPy arrays, by parameter name (placement may change later)."""
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
-            entry = {"u": self._memory.to_host(self.momentum_buffer(i))}
+            entry: dict[str, Any] = {"u": self._memory.to_host(self.momentum_buffer(i))}
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
                 entry["control"] = self._control_row(i).copy()
+            elif i in self._layout.chosen:
+                entry["exchange"] = "dense"
             elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
                 entry["error"] = self.error(i).copy()
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: dict[str, Any], own_share: float) -> None:
         """Take over what :meth:`to_dict` returned.
+
+        A tensor that travelled dense by choice and is sparsified here has nothing unsent, and begins as after a dense
+        warm-up.
+
+        Args:
+            saved: the state.
+            own_share: see :meth:`dgc.core.config.config.DGCConfig.own_share`.
 
         Raises:
             LayoutError: another format, other parameters, other lengths, or values that are not finite; nothing is
@@ -124,6 +133,11 @@ class State:
             bucket.forgive()
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
+            if self._layout.is_sparsified(i) and "v" not in entry:
+                self.absorb_momentum(i, np.asarray(entry["u"]), own_share)
+                self._memory.fill(self.residual(i), 0)
+                self._control_row(i)[...] = np.nan
+                continue
             self.set_momentum_buffer(i, entry["u"])
             if self._layout.is_sparsified(i):
                 self._memory.copy_in(self.residual(i), entry["v"])

@@ -14,7 +14,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.state.layout import Layout, make_layout
+from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
@@ -37,6 +37,7 @@ class Engine(EngineBase):
         sparse_names: of the collectives that sparse gradients travel in.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
+        dense_for: why the latest step's results were dense; None where those of sparsified variables were entries.
     """
 
     what = "variables"
@@ -62,6 +63,7 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
+        self.dense_for: str | None = "no step was taken yet"
         self._loss_scale = loss_scale
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
@@ -72,7 +74,7 @@ class Engine(EngineBase):
         self.sparse_names = CommonNames("sparse")
 
         def build() -> Layout:
-            layout = make_layout([describe(n, v) for n, v in zip(self.names, self.variables, strict=True)], config)
+            layout = self._layout_of(range(len(self.variables)))
             adoption.cover(len(self.variables))
             return layout
 
@@ -151,7 +153,7 @@ class Engine(EngineBase):
             )
         made = Group(
             indices,
-            [self.names[i] for i in indices],
+            self._layout_of(indices),
             [self.variables[i] for i in indices],
             self._config,
             self.transport,
@@ -162,6 +164,10 @@ class Engine(EngineBase):
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots(made)
         return made
+
+    @property
+    def how_updated(self) -> str:  # noqa: D102
+        return "sparse" if self.dense_for is None else f"dense: {self.dense_for}"
 
     def needs_parameters(self) -> bool:
         """Whether a step must bring the variables' values along, for weight decay."""
@@ -198,6 +204,7 @@ class Engine(EngineBase):
             )
         # Without groups the state comes from another framework or from resize, where everything was one group.
         whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
+        self._choice.follow(saved["parameters"])
         self._absorb_loaded()  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
             self._kinds = tuple(saved["kinds"])
@@ -205,9 +212,12 @@ class Engine(EngineBase):
             if not entry["names"]:
                 continue
             group = self.group([names[name] for name in entry["names"]])
+            group.use(self._layout_of(group.indices))
             own = {name: saved["parameters"][name] for name in entry["names"]}
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
+        self._exchanges[:] = [group.exchange for group in self._groups]
+        self.layout = self._layout_of(range(len(self.variables)))
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
@@ -258,6 +268,9 @@ class Engine(EngineBase):
         self._has_loaded = True
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _layout_of(self, indices: Sequence[int]) -> Layout:
+        return self._place([describe(self.names[i], self.variables[i]) for i in indices])
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The state under this model's names: Keras names a loaded model's variables differently, in the same order."""

@@ -9,12 +9,12 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.records import EntrySum, Hyper
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import make_layout
+from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.engine.tensors import ResultPool, as_array, describe, largest_finite, raw_variable, samples
+from dgc.tensorflow.engine.tensors import ResultPool, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
 
 
@@ -26,12 +26,13 @@ class Group:
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
+        sparsified: places within ``indices`` of the variables whose entries travel, once the ramp-up has begun.
     """
 
     def __init__(
         self,
         indices: Sequence[int],
-        names: Sequence[str],
+        layout: Layout,
         variables: Sequence[Any],
         config: DGCConfig,
         transport: Transport,
@@ -41,24 +42,25 @@ class Group:
 
         Args:
             indices: places of the group's variables.
-            names: of these variables.
+            layout: of these variables.
             variables: these variables.
             config: the options.
             transport: shared with the other groups, which run one after the other.
             loss_scale: a number, or a function that is asked once per step.
 
         Raises:
-            LayoutError: a variable cannot be exchanged.
+            LayoutError: a message would be too large.
         """
         self.indices = tuple(indices)
-        self.names = list(names)
-        layout = make_layout([describe(n, v) for n, v in zip(names, variables, strict=True)], config)
+        self.names = [p.name for p in layout.parameters]
         self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
+        self.sparsified = tuple(sorted(s.parameter for bucket in layout.buckets for s in bucket.sparse))
         shapes = [p.shape for p in layout.parameters]
         wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
+        self._held: list[EntrySum] = []
         self._runs = 0
         self._rate_before: float | None = None
         self.rate: float | None = None
@@ -71,6 +73,7 @@ class Group:
         hyper: Hyper,
         learning_rate: float | None,
         follows: bool = True,
+        holds: bool = False,
     ) -> tuple[list[np.ndarray], bool]:
         """Exchange one step.
 
@@ -80,6 +83,7 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
+            holds: leave the results of ``sparsified`` out, if all of them are known as entries: see :meth:`held`.
 
         Returns:
             The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
@@ -91,6 +95,7 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
+        self.exchange.holds = holds
         self.exchange.unapplied.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -115,7 +120,37 @@ class Group:
                 self._limits[place],
             )
             results.append(result)
-        return results, self.exchange.finish()
+        refused = self.exchange.finish()
+        self._held = self.exchange.held() if holds else []
+        held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
+        if len(held) == len(self.sparsified):
+            for place in held:
+                results[place] = results[place].reshape(-1)[:0]
+        elif held:
+            self._write_held(results)
+        return results, refused
+
+    def held(self) -> list[np.ndarray]:
+        """Places (n, d) and values (n,) of each of ``sparsified`` if :meth:`run` has left them out; else nothing."""
+        totals, self._held = self._held, []
+        if not totals:
+            return []
+        came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
+        arrays = self.nothing_held()
+        for n, i in enumerate(self.sparsified):
+            if i in came:
+                places, values = came[i]
+                shape = self.exchange.layout.parameters[i].shape
+                arrays[2 * n : 2 * n + 2] = [np.stack(np.unravel_index(places, shape), axis=1), values]
+        return arrays
+
+    def nothing_held(self) -> list[np.ndarray]:
+        """What :meth:`held` would return if nothing had been sent."""
+        arrays = []
+        for i in self.sparsified:
+            rank = len(self.exchange.layout.parameters[i].shape)
+            arrays += [np.empty((0, rank), np.int64), np.empty(0, self._pool.dtype(i))]
+        return arrays
 
     def discard_step(self) -> bool:
         """Take the latest step back; False when there is nothing to take back.
@@ -143,6 +178,14 @@ class Group:
         self.exchange.state.absorb_momentum(self.indices.index(index), u, share)
         self.rate = learning_rate
 
+    def use(self, layout: Layout) -> None:
+        """Go on with another layout of the same variables, without any state."""
+        if layout != self.exchange.layout:
+            before, kernels = self.exchange, choose_kernels("cpu")
+            before.close()
+            self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
+            self.exchange.stats = before.stats
+
     def compare_again(self) -> None:
         """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
         self._runs = min(self._runs, 1)
@@ -160,6 +203,15 @@ class Group:
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
             bucket.error = bucket.error[:0].copy()
+
+    def _write_held(self, results: Sequence[np.ndarray]) -> None:
+        """Where some buckets' results came dense, the others' become so."""
+        for total in self._held:
+            for segment in total.bucket.sparse:
+                results[segment.parameter].fill(0)
+            for place, places, values in total.tensors():
+                results[place].reshape(-1)[places] += values
+        self._held = []
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

@@ -161,6 +161,7 @@ def _step_of(compressor: Any, indices: Sequence[int]) -> Step:
         _check(engine, group, probed, float(sum_of_ones[0]), held.config.op)
         parameters: Sequence[Any] = extra or [None] * count  # type: ignore[list-item]
         engine.take_momentum()
+        engine.dense_for = "Horovod's own classes hand the results over"
         follows = engine.adoption.velocity_has_learning_rate
         results, refused = group.run(gradients, parameters, engine.adoption.hyper, rate, follows)
         group.exchange.stats.add_sent(sum_of_ones.nbytes * count)

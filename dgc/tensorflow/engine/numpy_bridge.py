@@ -8,6 +8,7 @@ From a GPU TensorFlow copies the gradients to the host and the results back, bec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from tensorflow.python.ops import control_flow_util
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.tensors import ALIGNMENT, raw_variable
 
-ACCUMULATED, APPLY, REFUSED = 0, 1, 2
-"""What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
+ACCUMULATED, APPLY, REFUSED, ENTRIES = 0, 1, 2, 3
+"""What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value; or
+results are to be applied, some of which came as entries."""
 
 GONE = (
     "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the variables it was "
@@ -26,22 +28,45 @@ GONE = (
 )
 """What a graph says that has outlived its compressor."""
 
+
+@dataclass(frozen=True)
+class Entries:
+    """A result that may come as its entries: then (ENTRIES) ``dense`` is empty, otherwise these are.
+
+    Attributes:
+        dense: of the variable's shape.
+        places: (n, d) int64 indices into the d dimensions of the variable, ascending and unique.
+        values: (n,) of the variable's type; the result is 0 elsewhere.
+    """
+
+    dense: tf.Tensor
+    places: tf.Tensor
+    values: tf.Tensor
+
+
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
 
 
 def cross(
-    step: Step, gradients: Sequence[tf.Tensor], learning_rate: Any, parameters: Sequence[Any] = ()
-) -> tuple[list[tf.Tensor], tf.Tensor]:
+    step: Step,
+    gradients: Sequence[tf.Tensor],
+    learning_rate: Any,
+    parameters: Sequence[Any] = (),
+    held: Sequence[int] = (),
+) -> tuple[list[tf.Tensor | Entries], tf.Tensor]:
     """Hand gradients to Python and take results back, now or whenever the graph being built runs.
 
     Args:
-        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, and what became of the step.
+        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, after them places and values
+            of each of ``held``, and what became of the step.
         gradients: dense tensors.
         learning_rate: a scalar, or None.
         parameters: variables whose values the step needs, or nothing.
+        held: places of the float32 or float64 gradients whose results may come as entries.
 
     Returns:
-        Results of the gradients' types and shapes, and an int32 scalar: ACCUMULATED, APPLY or REFUSED.
+        Results of the gradients' types and shapes, Entries for those of ``held``, and an int32 scalar: ACCUMULATED,
+        APPLY, REFUSED or ENTRIES.
 
     Raises:
         ConfigError: inside an XLA-compiled function.
@@ -58,8 +83,7 @@ def cross(
     inputs = [*gradients, *rate, *values]
     if tf.executing_eagerly():
         arrays, verdict = call([np.asarray(t) for t in inputs])
-        outputs = [_as_tensor(a) for a in arrays]
-        return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], tf.constant(verdict, tf.int32)
+        return _results([_as_tensor(a) for a in arrays], gradients, held), tf.constant(verdict, tf.int32)
     _require_no_xla()
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -67,9 +91,24 @@ def cross(
         return [*results, np.int32(verdict)]  # type: ignore[list-item]
 
     types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
-    *outputs, verdict = tf.numpy_function(run, inputs, [*types, tf.int32], name="dgc_exchange")
+    pairs = [kind for i in held for kind in (tf.int64, types[i])]
+    *outputs, verdict = tf.numpy_function(run, inputs, [*types, *pairs, tf.int32], name="dgc_exchange")
     verdict.set_shape(())
-    return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], verdict
+    return _results(outputs, gradients, held), verdict
+
+
+def _results(
+    outputs: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], held: Sequence[int]
+) -> list[tf.Tensor | Entries]:
+    count = len(gradients)
+    pairs = outputs[count:]
+    results = [o if i in held else _like(o, gradients[i]) for i, o in enumerate(outputs[:count])]
+    for i, places, values in zip(held, pairs[::2], pairs[1::2], strict=True):
+        if not tf.executing_eagerly():
+            places.set_shape((None, gradients[i].shape.rank))
+            values.set_shape((None,))
+        results[i] = Entries(results[i], places, values)
+    return results
 
 
 def _as_tensor(array: np.ndarray) -> tf.Tensor:

@@ -127,6 +127,12 @@ def clear_momentum(optimizer: Any) -> None:
             optimizer.update_step = functools.partial(_update_without_slots, optimizer)
 
 
+def is_plain_update(optimizer: Any) -> bool:
+    """Whether an SGD updates a variable by its class's own method."""
+    own = vars(optimizer).get("update_step")
+    return own is None or getattr(own, "func", None) is _update_without_slots
+
+
 def _update_without_slots(optimizer: Any, gradient: Any, variable: Any) -> None:
     """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
     attributes = vars(optimizer)  # TensorFlow must not track the stand-in

@@ -100,6 +100,10 @@ class ResultPool:
         self._dtypes = [np.dtype(d) for d in dtypes]
         self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
 
+    def dtype(self, index: int) -> np.dtype:
+        """Of result ``index``."""
+        return self._dtypes[index]
+
     def take(self, index: int) -> np.ndarray:
         """An array of result ``index``'s shape that nobody else holds."""
         blocks = self._blocks[index]

@@ -20,6 +20,7 @@ from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
+from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd, update
 
 PACKAGE = "dgc"
 
@@ -174,10 +175,15 @@ class _Distributed(HasSettings):
             self.built = True
         return variables
 
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        """Why dense results are needed; None if variables are updated by entries, too."""
+        raise NotImplementedError
+
     def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
         self._dgc_settings.require_complete()
         self._prepare()
-        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer)
+        dense_for = self._obstacle(variables)
+        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer, dense_for=dense_for)
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
@@ -230,6 +236,9 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Those of the user's optimizer and our own counters; the compressor's state is not among them."""
         return self._variables + self.inner_optimizer.variables
 
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        return obstacle_of_sgd(self.inner_optimizer, variables)
+
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Exchange ``grads`` and update the variables.
@@ -244,7 +253,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         reduced, verdict = self._reduce(grads, variables)
         reduced = _scaled(reduced, scale)
         if self._dgc_settings.reducer.passes == 1:
-            inner.apply(reduced, variables)
+            update(inner, reduced, variables, verdict, inner.apply, lambda: inner.iterations.assign_add(1))
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
@@ -320,6 +329,9 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         """Make the user's optimizer's variables, and those of the loss scale."""
         with self._build_inner():
             super().build(variables)
+
+    def _obstacle(self, variables: list[Any]) -> str | None:
+        return "the loss is scaled"
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

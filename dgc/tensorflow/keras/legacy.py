@@ -17,7 +17,10 @@ from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
 from dgc.tensorflow.engine.optimizers import LEGACY_V2, family
+from dgc.tensorflow.reduce.reducer import RETURNED
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
+from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd
+from dgc.tensorflow.reduce.sparse_updates import update as update_variables
 
 
 def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
@@ -46,6 +49,9 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
 class _Distributed(HasSettings):
     """Mixed into the class of the user's optimizer."""
 
+    _dgc_dense_for: str | None = RETURNED
+    """Why Keras needs dense results when it asks for the exchange."""
+
     def bind(self, variables: Any) -> None:
         """Attach the compressor to the model before the first step; collective.
 
@@ -64,12 +70,12 @@ class _Distributed(HasSettings):
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        return self._exchange(grads_and_vars)[0]
+        return self._exchange(grads_and_vars, self._dgc_dense_for)[0]
 
     @tf.autograph.experimental.do_not_convert
     def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """The same for ``tf_keras.optimizers.legacy``."""
-        return self._exchange(grads_and_vars)[0]
+        return self._exchange(grads_and_vars, self._dgc_dense_for)[0]
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
@@ -77,30 +83,58 @@ class _Distributed(HasSettings):
         grads_and_vars = list(grads_and_vars)
         apply = functools.partial(super().apply_gradients, **options)  # type: ignore[misc]
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
-        if self._dgc_settings.reducer.passes == 1 or already:
+        if already:
             return apply(grads_and_vars, *args)
+        several = self._dgc_settings.reducer.passes > 1
+        dense_for = None if several else self._obstacle([v for _, v in grads_and_vars], args)
+        if dense_for is not None:
+            self._dgc_dense_for = dense_for
+            try:
+                return apply(grads_and_vars, *args)  # asks for the exchange itself, where Keras would aggregate
+            finally:
+                self._dgc_dense_for = RETURNED
         skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"
-        reduced, verdict = self._exchange(grads_and_vars)
+        reduced, verdict = self._exchange(grads_and_vars, None)
         with tf.init_scope():
             make = self._create_all_weights if family(self) == LEGACY_V2 else self.build  # type: ignore[attr-defined]
             make([v for _, v in grads_and_vars])
 
+        def apply_reduced(results: list[Any], variables: list[Any]) -> None:
+            pairs = zip(results, variables, strict=True)
+            apply(pairs, *args, **{skip: skip == "skip_gradients_aggregation"})
+
         def update() -> tf.Tensor:
-            apply(reduced, *args, **{skip: skip == "skip_gradients_aggregation"})
+            results, variables = ([pair[i] for pair in reduced] for i in (0, 1))
+            update_variables(self, results, variables, verdict, apply_reduced, count_update)
             return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
+
+        def count_update() -> tf.Tensor:
+            self._compute_current_learning_rate()  # type: ignore[attr-defined]
+            return count()
 
         def count() -> tf.Tensor:
             self.iterations.assign_add(1)  # type: ignore[attr-defined]
             return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
 
-        return tf.cond(tf.equal(verdict, ACCUMULATED), count, update)
+        return tf.cond(tf.equal(verdict, ACCUMULATED), count, update) if several else update()
 
-    def _exchange(self, grads_and_vars: Any) -> tuple[list[tuple[Any, Any]], tf.Tensor]:
+    def _obstacle(self, variables: list[Any], arguments: tuple[Any, ...]) -> str | None:
+        """Why one exchange's results must be dense in this call of ``apply_gradients``."""
+        settings = self._dgc_settings
+        if settings.compression is None or is_alone(settings.process_set) is not False:
+            return "there is nobody to exchange with"
+        settings.require_complete()
+        settings.adopt(self)
+        if len(arguments) > 1 or not variables:
+            return RETURNED
+        return obstacle_of_sgd(self, variables)
+
+    def _exchange(self, grads_and_vars: Any, dense_for: str | None) -> tuple[list[tuple[Any, Any]], tf.Tensor]:
         self._dgc_settings.require_complete()
         grads, variables = zip(*list(grads_and_vars), strict=True)
         if is_alone(self._dgc_settings.process_set) is False:
             self._dgc_settings.adopt(self)
-        reduced, verdict = self._dgc_settings.reduce(list(grads), list(variables), self)
+        reduced, verdict = self._dgc_settings.reduce(list(grads), list(variables), self, dense_for=dense_for)
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:

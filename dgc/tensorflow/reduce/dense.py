@@ -53,7 +53,7 @@ class DenseReducer:
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None, dense_for: str | None = None
     ) -> tuple[list[Any], tf.Tensor]:
         """Reduce one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
         given = list(gradients)

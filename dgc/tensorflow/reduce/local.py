@@ -38,7 +38,7 @@ class LocalVariables:
         return [every[i] for i in self.shared(every)]
 
     def reduce(
-        self, reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None
+        self, reducer: Any, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None, **options: Any
     ) -> tuple[list[Any], tf.Tensor]:
         """:meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce` for the others; these keep their own gradients.
 
@@ -47,7 +47,7 @@ class LocalVariables:
         """
         places = self.shared(variables)
         if len(places) == len(variables):
-            return reducer.reduce(list(gradients), list(variables), optimizer)  # type: ignore[no-any-return]
+            return reducer.reduce(list(gradients), list(variables), optimizer, **options)  # type: ignore[no-any-return]
         if reducer.passes > 1:
             raise ConfigError(
                 "backward_passes_per_step > 1 (gradient accumulation) does not add up the gradients of local "
@@ -55,7 +55,10 @@ class LocalVariables:
             )
         reduced, verdict = [], tf.constant(APPLY, tf.int32)
         if places:
-            reduced, verdict = reducer.reduce([gradients[i] for i in places], [variables[i] for i in places], optimizer)
+            if "dense_for" in options:
+                options["dense_for"] = options["dense_for"] or "some variables are local"
+            shared = [gradients[i] for i in places], [variables[i] for i in places]
+            reduced, verdict = reducer.reduce(*shared, optimizer, **options)
         engine = None if reducer.compression is None else reducer.compression.engine
         if engine is not None and any(engine.adoption.hyper.momentum):
             engine.fail(

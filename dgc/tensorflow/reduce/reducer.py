@@ -12,13 +12,18 @@ import tensorflow as tf
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.names import gather_slices
-from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, GONE, REFUSED, Step, cross
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, ENTRIES, GONE, REFUSED, Entries, Step, cross
 from dgc.tensorflow.engine.optimizers import learning_rate
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
+from dgc.tensorflow.reduce.sparse_updates import can_hold, is_rate
 from dgc.tensorflow.reduce.sums import Sums
 
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | Entries | None"
+
+RETURNED = "the reduced gradients are returned to the script"
+"""Why a caller of :meth:`Reducer.reduce` needs dense results, unless it says otherwise."""
 
 
 class Reducer:
@@ -58,7 +63,11 @@ class Reducer:
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], optimizer: Any = None
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        optimizer: Any = None,
+        dense_for: str | None = RETURNED,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Exchange one step's gradients, now or in the graph being built.
 
@@ -66,9 +75,11 @@ class Reducer:
             gradients: one per variable; None where the loss does not depend on it.
             variables: the same ones, in the same order, in every step.
             optimizer: whose momentum is adopted and whose learning rate counts.
+            dense_for: why dense results are needed; None if the caller updates variables by entries, too
+                (:func:`dgc.tensorflow.reduce.sparse_updates.update`).
 
         Returns:
-            The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (see
+            The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY, REFUSED or ENTRIES (see
             :mod:`dgc.tensorflow.engine.numpy_bridge`).
 
         Raises:
@@ -95,7 +106,7 @@ class Reducer:
                 "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
                 "sparse_as_dense=True"
             )
-        reduced, verdict = self._cross(engine, gradients, variables, places)
+        reduced, verdict = self._cross(engine, gradients, variables, places, dense_for)
         if engine is not None:
             _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
         return reduced, verdict
@@ -109,7 +120,12 @@ class Reducer:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _cross(
-        self, engine: Engine | None, gradients: list[Gradient], variables: list[Any], places: list[int]
+        self,
+        engine: Engine | None,
+        gradients: list[Gradient],
+        variables: list[Any],
+        places: list[int],
+        dense_for: str | None,
     ) -> tuple[list[Gradient], tf.Tensor]:
         # Sorted by registration, so that a caller who orders variables differently means the same group.
         dense = sorted((place, i) for i, place in enumerate(places) if _kind(gradients[i]) == DENSE)
@@ -122,18 +138,33 @@ class Reducer:
                 rate = learning_rate(engine.adoption.optimizer)
             if engine.needs_parameters():
                 parameters = [engine.adoption.decayed(place, variables[i]) for place, i in dense]
-        step = _step_of(self.compression, self._sums, None if group is None else group.indices)
+        if group is not None:
+            dense_for = dense_for or self._obstacle(group, [variables[i] for i in positions])
+        step = _step_of(self.compression, self._sums, None if group is None else group.indices, dense_for)
         reduced: list[Gradient] = list(gradients)
         verdict = tf.constant(APPLY, tf.int32)
         if dense:
             given = [tf.convert_to_tensor(gradients[i]) for i in positions]
-            results, verdict = cross(step, given, rate, parameters)
+            held = group.sparsified if group is not None and dense_for is None else ()
+            results, verdict = cross(step, given, rate, parameters, held)
             for i, result in zip(positions, results, strict=True):
                 reduced[i] = result
         sparse = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
         if sparse and engine is not None:
             reduced, verdict = self._reduce_sparse(engine, reduced, {i: places[i] for i in sparse}, verdict)
         return reduced, verdict
+
+    def _obstacle(self, group: Group, members: list[Any]) -> str | None:
+        """Why entries cannot be held for anybody."""
+        if not self.compression.config.sparse_updates:
+            return "sparse_updates=False"
+        if self.passes > 1:
+            return "gradients of several passes are added up"
+        if not group.sparsified:
+            return "all variables travel dense"
+        if not all(can_hold(members[i]) for i in group.sparsified):
+            return "a variable is not of float32 or float64 on the CPU"
+        return None
 
     def _reduce_sparse(
         self, engine: Engine, reduced: list[Gradient], sparse: dict[int, int], verdict: tf.Tensor
@@ -145,7 +176,9 @@ class Reducer:
             name = engine.sparse_names.of(engine.variables[place], process_set)
             reduced[i] = gather_slices(reduced[i], name, process_set, is_sum=is_sum)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])  # type: ignore[union-attr]
-        return reduced, tf.where(finite, verdict, tf.constant(REFUSED, tf.int32))
+        # Who takes entries applies whatever came: there is no dense result to refuse.
+        stays = tf.logical_or(finite, tf.equal(verdict, ENTRIES))
+        return reduced, tf.where(stays, verdict, tf.constant(REFUSED, tf.int32))
 
     def _places(self, engine: Engine | None, variables: list[Any]) -> list[int]:
         if engine is None:
@@ -155,7 +188,7 @@ class Reducer:
         return [p for p in places if p is not None]
 
 
-def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None) -> Step:
+def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None, dense_for: str | None) -> Step:
     """What a graph calls in each step.
 
     TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
@@ -165,6 +198,7 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
         compression: the compressor.
         sums: of the reducer, which an optimizer holds where there are several passes.
         indices: of the group; None where there is nobody to exchange with.
+        dense_for: why results must be dense; None if those of sparsified variables may come as entries.
     """
     alive, adding = weakref.ref(compression), weakref.ref(sums)
     several = sums.passes > 1
@@ -187,7 +221,19 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
         engine.take_momentum()
         follows = engine.adoption.velocity_has_learning_rate
         parameters: Sequence[Any] = values or [None] * len(arrays)  # type: ignore[list-item]
-        results, refused = engine.group(indices).run(arrays, parameters, engine.adoption.hyper, rate, follows)
+        group = engine.group(indices)
+        engine.dense_for = dense_for
+        if dense_for is None and not is_rate(rate):
+            engine.dense_for = "the learning rate is not a positive number"
+        holds = engine.dense_for is None
+        results, refused = group.run(arrays, parameters, engine.adoption.hyper, rate, follows, holds)
+        if dense_for is None:
+            came = group.held()
+            if holds and not came:
+                engine.dense_for = "the latest step was refused, or results of it came dense"
+            if came:
+                return results + came, ENTRIES
+            results += group.nothing_held()
         return results, REFUSED if refused else APPLY
 
     return step

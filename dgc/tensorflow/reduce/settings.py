@@ -108,9 +108,9 @@ class Settings:
         self.accumulation_steps = steps
         self.reducer = self._make_reducer(dataclasses.replace(self._options, passes=steps, average_passes=True))
 
-    def reduce(self, gradients: Any, variables: Any, optimizer: Any) -> tuple[list[Any], Any]:
+    def reduce(self, gradients: Any, variables: Any, optimizer: Any, **options: Any) -> tuple[list[Any], Any]:
         """One step: see :meth:`dgc.tensorflow.reduce.local.LocalVariables.reduce`."""
-        return self.local.reduce(self.reducer, gradients, variables, optimizer)
+        return self.local.reduce(self.reducer, gradients, variables, optimizer, **options)
 
     def _make_reducer(self, options: ReduceOptions) -> Any:
         kind = Reducer if isinstance(self._given, DGCCompressor) else DenseReducer

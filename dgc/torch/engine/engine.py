@@ -15,7 +15,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.state.layout import Layout, make_layout
+from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
@@ -49,6 +49,7 @@ class Engine(EngineBase):
 
     what = "parameters"
     advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
+    updates_entries = True
     adoption: Adoption
 
     def __init__(
@@ -189,7 +190,7 @@ class Engine(EngineBase):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply what :meth:`finish` has not written, in the optimizer's place."""
         if self.updates.pending:
-            self.updates.apply(optimizer, self.exchange.held(), [self.parameters[i] for i in self._sparse.others])
+            self.updates.apply(optimizer, self.exchange.held(), self._members)
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
@@ -242,8 +243,8 @@ class Engine(EngineBase):
 
     def _take_state(self, saved: dict[str, Any]) -> None:
         sparse = self._sparse.indices_of(set(saved.get("sparse_gradients", ())))
-        if sparse != self._sparse.found:
-            self._exclude(sparse)
+        if self._choice.follow(saved["parameters"]) or sparse != self._sparse.found:
+            self._rebuild(sparse)
         self._sparse.settled = bool(sparse)
         self.exchange.load_state_dict(saved)
         self._clear()
@@ -265,10 +266,11 @@ class Engine(EngineBase):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _new_exchange(self) -> Exchange:
-        members = self._sparse.others
+        members, kernels = self._sparse.others, self._tensors.kernels
         self._places = {i: place for place, i in enumerate(members)}
-        layout = make_layout([describe(self.names[i], self.parameters[i]) for i in members], self._config)
-        return Exchange(layout, self._config, self.transport, self._tensors.kernels, loss_scale=self._loss_scale)
+        self._members = [self.parameters[i] for i in members]
+        layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
+        return Exchange(layout, self._config, self.transport, kernels, loss_scale=self._loss_scale)
 
     def _clear(self) -> None:
         self._leave_failure()
@@ -353,7 +355,7 @@ class Engine(EngineBase):
         self._results.clear()
         if not self._sparse.settled:
             if found := self._sparse.settle(self.transport, submitted):
-                self._exclude(found)
+                carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self._sparse.others})
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
@@ -368,11 +370,7 @@ class Engine(EngineBase):
         self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
-        """Submit a zero for every parameter that got a sparse gradient.
-
-        Returns:
-            The zeros, which must stay until the step is over.
-        """
+        """Submit a zero for every parameter that got a sparse gradient; the zeros must stay until the step is over."""
         zeros = []
         for index, zero in self._sparse.without_result(self._results):
             self.require_own_momentum(index)
@@ -390,11 +388,10 @@ class Engine(EngineBase):
         if self.adoption.took_from(index):
             self.fail(self._sparse.momentum_refusal(index), index)
 
-    def _exclude(self, sparse: set[int]) -> None:
-        """Rebuild the exchange without the parameters that have sparse gradients, keeping all other state."""
-        before = self.exchange
-        self._sparse.found = sparse
+    def _rebuild(self, sparse: set[int]) -> Exchange:
+        """A new exchange without those that have sparse gradients and without state; returns the one before it."""
+        before, self._sparse.found = self.exchange, sparse
         before.close()
         self._exchanges[:] = [self._new_exchange()]
-        self.layout = self.exchange.layout
-        carry_over(before, self.exchange, {self.names[i] for i in self._sparse.others})
+        self.layout, self.exchange.stats = self.exchange.layout, before.stats
+        return before

@@ -100,5 +100,4 @@ def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None
         if len(state["parameters"]) == len(kept):
             if place:
                 after.unapplied.remember()
-            after.state.load(state)
-    after.stats = before.stats
+            after.state.load(state, after.config.own_share(after.transport.size))

@@ -34,6 +34,8 @@ def _dense_equality(way, bound, **options):
         assert difference <= bound, f"{name}: {difference:.2e}"
         assert optimizer.param_groups[0]["momentum"] == sgd["momentum"]
         assert not optimizer.state_dict()["state"], "momentum is the compressor's"
+        if options.get("exchange") == "dense":
+            assert compression.describe()["updates"].startswith("dense")
         assert_replicas_identical(model, f"{way} {name}")
         compression.close()
 
@@ -62,8 +64,18 @@ def way_b_sparsity_0_equals_dense_sgd():
 
 
 @case
+def way_a_dense_by_choice_equals_dense_sgd():
+    _dense_equality("a", 1e-6, exchange="dense")
+
+
+@case
+def way_b_dense_by_choice_equals_dense_sgd():
+    _dense_equality("b", 1e-6, exchange="dense", bucket_bytes=8192)
+
+
+@case
 def op_sum_equals_sgd_on_summed_gradients():
-    for way, begin in itertools.product("ab", (0, 4)):
+    for way, begin, exchange in [*itertools.product("ab", (0, 4), ["sparse"]), ("a", 0, "dense"), ("b", 4, "dense")]:
         model = make_model()
         sgd = dict(momentum=0.9, weight_decay=0.01)
         expected = dense_reference(model, 10, lr=0.05, op="sum", **sgd)
@@ -77,11 +89,12 @@ def op_sum_equals_sgd_on_summed_gradients():
             rampup_begin_step=begin,
             momentum_masking=False,
             values="float32",
+            exchange=exchange,
             **options,
         )
         train(optimizer, model, 10)
         difference = worst_difference(model, expected)
-        assert difference <= 1e-5, f"way {way}, compressed from step {begin} on: {difference:.2e}"
+        assert difference <= 1e-5, f"way {way}, {exchange}, compressed from step {begin} on: {difference:.2e}"
         compression.close()
 
 

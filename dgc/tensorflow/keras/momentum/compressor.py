@@ -31,10 +31,11 @@ from dgc.tensorflow.compressor import DGCCompressor, keep_with
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import describe, raw_variable, unique_names
 from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
-from dgc.tensorflow.reduce.reducer import Gradient, Reducer
+from dgc.tensorflow.reduce.reducer import RETURNED, Gradient, Reducer
 from dgc.transport.agreement import agree_or_raise
 
 
@@ -202,6 +203,7 @@ class MomentumCompressor(DGCCompressor):
         for place, (result, variable) in enumerate(zip(results, variables, strict=True)):
             index = place if self._engine is None else self._engine.index_of(variable)
             factor = self._factor_of(names[place if index is None else index])
+            assert not isinstance(result, Entries), "they are not asked for where there are factors"
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
         return scaled
 
@@ -253,11 +255,17 @@ class MomentumReducer(Reducer):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any], optimizer: Any = None
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        optimizer: Any = None,
+        dense_for: str | None = RETURNED,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
         gradients, variables = list(gradients), list(variables)
         self.compression.bind(variables, optimizer, self._process_set)
         gradients = self.compression.densified(gradients, variables)
-        reduced, verdict = super().reduce(gradients, variables, optimizer)
+        if self.compression.parameter_learning_rate:
+            dense_for = dense_for or "parameter_learning_rate is given"
+        reduced, verdict = super().reduce(gradients, variables, optimizer, dense_for)
         return self.compression.in_units_of_the_rate(reduced, variables), verdict

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -28,7 +30,8 @@ class SparseUpdates:
     """Decides in each step whether the sums of entries are held, and applies them.
 
     They are held while nobody has asked for gradients: a script that calls ``synchronize()`` itself gets dense results,
-    written while the backward pass goes on, from the next step on.
+    written while the backward pass goes on, from the next step on. A script whose second step finds the first one's
+    gradients where they were (set to 0 in place, or added to) gets dense results for good: it needs them there.
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
@@ -46,6 +49,11 @@ class SparseUpdates:
         self._parameters = parameters
         self._enabled = enabled
         self._steps_at_once = True  # whether step() exchanges, as far as is known
+        self._by_size = sorted(parameters, key=torch.Tensor.numel)
+        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []  # gradients after a step, by parameter
+        self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
+        self._applied = False  # whether sums were, since the latest step began
+        self._apart: list[int] = []  # addresses of parameters that were found to share no memory
         self.pending = False
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
@@ -53,6 +61,7 @@ class SparseUpdates:
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be held in it."""
         self.pending = False
+        self._see_clearing()
         self.reason = self._refusal(optimizer)
         if self.reason is None and not self._steps_at_once:
             self.reason = "synchronize() is called before step()"
@@ -67,6 +76,7 @@ class SparseUpdates:
         """
         self._steps_at_once = optimizer is None or _is_in_step(optimizer)
         self.pending = self._steps_at_once and self._refusal(optimizer) is None
+        self._remember_gradients()
         return self.pending
 
     def apply(
@@ -88,6 +98,40 @@ class SparseUpdates:
             for _, run in itertools.groupby(tensors, lambda each: id(groups[id(each[0])])):
                 pieces = list(run)
                 _update(pieces, groups[id(pieces[0][0])])
+        self._applied = bool(held)
+        self._remember_gradients()
+
+    def _remember_gradients(self) -> None:
+        """Of the first step all, then the smallest that is there: keeping an eye on it keeps no memory."""
+        there = ((p, weakref.ref(p.grad)) for p in self._by_size if p.grad is not None)
+        self._left = list(there if self._sets_to_none is None else itertools.islice(there, 1))
+
+    def _see_clearing(self) -> None:
+        """Whether the gradients that the latest step left are still where they were."""
+        left, self._left = self._left, []
+        applied, self._applied = self._applied, False
+        if not left:
+            return
+        kept = any(p.grad is not None and p.grad is gradient() for p, gradient in left)
+        self._sets_to_none = not kept and self._sets_to_none is not False
+        if kept and applied:
+            warnings.warn(
+                "gradients were not cleared after a step() whose results were applied without being written to .grad: "
+                "those of the compressed tensors count as 0 where dense training adds to them. Results are written "
+                "from now on; with sparse_updates=False in the compressor they are from the first step on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _lie_apart(self) -> bool:
+        """Whether no two parameters share memory: entries of several are updated at once."""
+        addresses = [p.data_ptr() for p in self._parameters]
+        if addresses != self._apart:
+            spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in self._parameters if p.numel())
+            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+                return False
+            self._apart = addresses
+        return True
 
     def _refusal(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         if not self._enabled:
@@ -96,7 +140,13 @@ class SparseUpdates:
             return "nobody can apply anything else"
         if not all(is_plain(p) for p in self._parameters):
             return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
-        return self.obstacle(optimizer)
+        if not self._lie_apart():
+            return "two parameters share memory"
+        if (refused := self.obstacle(optimizer)) is not None:
+            return refused
+        if self._sets_to_none is None:
+            return "how gradients are cleared shows in the second step"
+        return None if self._sets_to_none else "gradients are not set to None between steps"
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
@@ -114,11 +164,18 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
             return "loss_scale is given"
         if optimizer is None or _class_of(optimizer) is not torch.optim.SGD:
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
-        stepping = [optimizer, getattr(optimizer, "optim", optimizer)]
-        if any(o._optimizer_step_pre_hooks for o in stepping) or len(torch_optimizer._global_optimizer_pre_hooks) > 1:
-            return "a hook before step() may look at them"
-        if not getattr(vars(torch.optim.SGD)["step"], "hooked", False):
+        steppers = [optimizer, getattr(optimizer, "optim", optimizer)]
+        hooked = any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in steppers)
+        everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+        if hooked or any(len(hooks) > 1 for hooks in everywhere):
+            return "a hook before or after step() may look at them"
+        step = vars(torch.optim.SGD)["step"]
+        if not getattr(step, "hooked", False):
             return "torch calls no hooks before SGD's step"
+        if not _is_of_torch(step):
+            return "somebody has replaced SGD's step"
+        if not ids <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            return "a parameter is in no group of the optimizer"
         ours = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
         return next(filter(None, (_refusal_of_group(group, applied) for group in ours)), None)
 
@@ -126,9 +183,27 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
 
 
 def _is_in_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's ``step`` is among the callers, without a closure that would look at gradients."""
-    calls = [frame for frame in frames() if stepping(frame) is optimizer]
-    return bool(calls) and all(frame.f_locals.get("closure") is None for frame in calls)
+    """Whether Horovod's own ``step`` has called the ``synchronize`` that runs, without a closure that sees gradients.
+
+    Between a user's method and ``synchronize``, or in one that stands in for ``step``, somebody may look at them.
+    """
+    own = (f for f in frames() if f.f_code.co_name == "synchronize" and f.f_locals.get("self") is optimizer)
+    caller = frame.f_back if (frame := next(own, None)) is not None else None
+    return (
+        caller is not None
+        and caller.f_globals.get("__name__") == "horovod.torch.optimizer"
+        and stepping(caller) is optimizer
+        and caller.f_locals.get("closure") is None
+    )
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function and all that it wraps were defined in torch."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import types
 import warnings
 
 import horovod.torch as hvd
@@ -299,6 +300,147 @@ def an_exchange_in_a_later_step_holds_no_gradient_of_this_one():
     given = [b._step.given for b in compression.engine.exchange._buckets]
     assert all(item is None for each in given for item in each._items), "the gradients' memory is kept"
     compression.close()
+
+
+@case
+def whoever_looks_at_gradients_between_exchange_and_update_gets_the_averaged_ones():
+    def clip(model):
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    def own_step(optimizer, model, step):
+        if step == 0:
+            horovods = optimizer.step
+
+            def step_of_the_user(self, closure=None):
+                self.synchronize()
+                clip(model)
+                with self.skip_synchronize():
+                    return horovods(closure)
+
+            step_of_the_user.__code__ = step_of_the_user.__code__.replace(co_name="step")
+            optimizer.step = types.MethodType(step_of_the_user, optimizer)
+        plain(optimizer, model, step)
+
+    def own_synchronize(optimizer, model, step):
+        if step == 0:
+            horovods = optimizer.synchronize
+            optimizer.synchronize = lambda: (horovods(), clip(model))
+        plain(optimizer, model, step)
+
+    def own_step_of_the_class(optimizer, model, step):
+        torchs = torch.optim.SGD.step
+
+        def clipping(self, closure=None):
+            clip(model)
+            return torchs(self, closure)
+
+        torch.optim.SGD.step = clipping
+        try:
+            sgd(model)  # makes torch call its hooks before this step, too
+            plain(optimizer, model, step)
+        finally:
+            torch.optim.SGD.step = torchs
+
+    for train in (own_step, own_synchronize, own_step_of_the_class):
+        for way in "ab":
+            both(train, way=way, sparse=False, steps=6)[-1].close()
+
+
+@case
+def hooks_after_the_step_see_its_gradients():
+    norms = []
+
+    def train(optimizer, model, step):
+        if step == 0:
+            optimizer.register_step_post_hook(
+                lambda *_: norms.append(sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
+            )
+        plain(optimizer, model, step)
+
+    both(train, sparse=False, steps=6)[-1].close()
+    assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
+
+
+@case
+def gradients_that_are_kept_are_there():
+    def zeroed_by_hand(optimizer, model, step):
+        loss_of(model, step).backward()
+        optimizer.step()
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad.zero_()
+
+    def never_cleared(optimizer, model, step):
+        loss_of(model, step).backward()
+        optimizer.step()
+
+    def seldom_cleared(optimizer, model, step):
+        if step % 4 == 0:
+            optimizer.zero_grad()
+        never_cleared(optimizer, model, step)
+
+    flats = {}
+
+    def in_one_buffer(optimizer, model, step):
+        if step == 0:
+            ours = [p for p in model.parameters() if p.requires_grad]
+            flats[id(optimizer)] = torch.zeros(sum(p.numel() for p in ours))
+            for p, part in zip(ours, flats[id(optimizer)].split([p.numel() for p in ours]), strict=True):
+                p.grad = part.view_as(p)
+        flats[id(optimizer)].zero_()
+        never_cleared(optimizer, model, step)
+
+    for train in (zeroed_by_hand, never_cleared, seldom_cleared, in_one_buffer):
+        for way in "ab":
+            *_, compression = both(
+                train, way=way, optimizer=lambda m: sgd(m, lr=0.001, momentum=0.0), sparse=False, steps=10
+            )
+            assert compression.describe()["updates"] == "dense: gradients are not set to None between steps"
+            compression.close()
+
+
+@case
+def gradients_that_are_kept_all_of_a_sudden_are_told():
+    model = make_model(width=128)
+    optimizer, compression = wrap("b", model, sgd(model, momentum=0.0), **SPARSE)
+    for step in range(3):
+        plain(optimizer, model, step)
+    assert compression.describe()["updates"] == "sparse"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3, 6):
+            loss_of(model, step).backward()
+            optimizer.step()
+    told = [str(w.message) for w in caught if "gradients were not cleared" in str(w.message)]
+    assert len(told) == 1, told
+    assert compression.describe()["updates"].startswith("dense: gradients are not set to None")
+    compression.close()
+
+
+@case
+def parameters_that_left_their_group_are_not_updated():
+    def groups(model):
+        left = list(model.left.parameters())
+        others = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("left")]
+        return torch.optim.SGD([{"params": others}, {"params": left}], lr=0.1, momentum=0.9)
+
+    def train(optimizer, model, step):
+        if step == 4:
+            optimizer.param_groups.pop()
+        plain(optimizer, model, step)
+
+    for way in "ab":
+        both(train, way=way, optimizer=groups, sparse=False, steps=8)[-1].close()
+
+
+@case
+def parameters_in_the_same_memory_get_both_updates():
+    def optimizer(model):
+        model.right.weight.data = model.left.weight.data
+        return sgd(model, lr=0.01)
+
+    both(plain, optimizer=optimizer, options={"sparsity": 0.9}, sparse=False, steps=10)[-1].close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Whether a bucket is faster compressed or dense: measured once at construction, agreed, then fixed for the run."""

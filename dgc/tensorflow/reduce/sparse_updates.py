@@ -1,0 +1,147 @@
+"""Updates of the entries that came alone, without a dense result and without the optimizer's pass over the variables.
+
+Where the optimizer is Keras' SGD whose momentum the compressor applies, all that is left of its step is
+``v <- v - lr * result``. The result is 0 nearly everywhere, and ``v - lr * 0`` is ``v``. The entries that are not 0 go
+through the operations that SGD calls, in the same order: the variables are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.tensorflow.engine.numpy_bridge import ENTRIES, Entries
+from dgc.tensorflow.engine.optimizers import (
+    LEGACY_V2,
+    clipping,
+    family,
+    get_momentum,
+    is_plain_update,
+    learning_rate,
+)
+from dgc.tensorflow.engine.tensors import raw_variable
+
+_OPTIONS = ("weight_decay", "loss_scale_factor", "gradient_accumulation_steps")
+_FLAGS = ("use_ema", "jit_compile", "_mesh")
+_UPDATES = (
+    "apply",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_internal_apply_gradients",
+    "_clip_gradients",
+    "assign_sub",
+)
+"""Methods of Keras' SGD that take part in its step; ``update_step`` is looked at by itself."""
+
+
+def obstacle_of_sgd(optimizer: Any, variables: Sequence[Any]) -> str | None:
+    """Why a Keras optimizer's own pass over the variables is needed; None if it is not.
+
+    What an optimizer is told after a graph was traced does not reach that graph, the dense way's neither.
+    """
+    given = next(c for c in type(optimizer).__mro__ if not c.__module__.startswith("dgc."))
+    kind = family(optimizer)
+    if given.__name__ != "SGD" or not given.__module__.startswith(("keras.src.", "tf_keras.src.")):
+        return f"the optimizer is {given.__name__}, not Keras' SGD"
+    if kind == LEGACY_V2:
+        return "tf_keras.optimizers.legacy.SGD updates whole variables in one operation"
+    if get_momentum(optimizer)[0]:
+        return "the optimizer applies momentum itself"
+    if clips := clipping(optimizer):
+        return f"the optimizer has {clips}"
+    for name in _OPTIONS:
+        if getattr(optimizer, name, None) is not None:
+            return f"the optimizer has {name}={getattr(optimizer, name)!r}"
+    for name in _FLAGS:
+        if getattr(optimizer, name, None):
+            return f"the optimizer has {name.lstrip('_')}"
+    if not is_plain_update(optimizer) or any(name in vars(optimizer) for name in _UPDATES):
+        return "a method of the optimizer was replaced"
+    rate = optimizer._learning_rate
+    if callable(rate) and not isinstance(rate, tf.Variable) and not hasattr(rate, "get_config"):
+        return "the learning rate is a function"
+    if tf.distribute.has_strategy():
+        return "a strategy of tf.distribute is in use"
+    return next(filter(None, map(_obstacle_of, variables)), None)
+
+
+def is_rate(rate: float | None) -> bool:
+    """Whether entries can be updated with this learning rate: 0 times another one would not be 0, or -0."""
+    return rate is not None and 0 < rate < math.inf
+
+
+def can_hold(variable: Any) -> bool:
+    """Whether entries of a variable can be changed where they are."""
+    raw = raw_variable(variable)
+    on_cpu = tf.DeviceSpec.from_string(raw.device).device_type in (None, "CPU")
+    return on_cpu and raw.dtype in (tf.float32, tf.float64) and 0 < raw.shape.rank <= _MOST_DIMENSIONS
+
+
+_MOST_DIMENSIONS = 7
+"""That TensorFlow's scatter operations take."""
+
+
+def update(
+    optimizer: Any,
+    reduced: Sequence[Any],
+    variables: Sequence[Any],
+    verdict: tf.Tensor,
+    apply: Callable[[list[Any], list[Any]], Any],
+    count: Callable[[], Any],
+) -> None:
+    """Apply reduced gradients, those that came as entries without the optimizer.
+
+    Args:
+        optimizer: whose learning rate counts.
+        reduced: what :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce` has returned.
+        variables: in the same order.
+        verdict: of the same.
+        apply: the optimizer's update: (gradients, variables).
+        count: what the optimizer does in a step beside updating variables.
+    """
+    held = [i for i, result in enumerate(reduced) if isinstance(result, Entries)]
+    if not held:
+        apply(list(reduced), list(variables))
+        return
+    others = [i for i in range(len(reduced)) if i not in held]
+
+    def sparse() -> int:
+        rate = learning_rate(optimizer)
+        for i in held:
+            _update(raw_variable(variables[i]), reduced[i], rate)
+        if all(reduced[i] is None for i in others):
+            count()
+        else:
+            apply([reduced[i] for i in others], [variables[i] for i in others])
+        return 0
+
+    def dense() -> int:
+        # TensorFlow wants all of them to be of this branch's graph.
+        results = [None if result is None or i in held else tf.identity(result) for i, result in enumerate(reduced)]
+        for i in held:
+            results[i] = tf.ensure_shape(reduced[i].dense, raw_variable(variables[i]).shape)
+        apply(results, list(variables))
+        return 0
+
+    tf.cond(tf.equal(verdict, ENTRIES), sparse, dense)
+
+
+def _update(variable: Any, entries: Entries, rate: Any) -> None:
+    # Keras 3 subtracts result * rate, legacy Keras adds -result * rate: the same number either way.
+    handle, places = variable.handle, entries.places
+    # Gathered first: the scatter alone would wait for the memory of one entry after the other.
+    before = tf.raw_ops.ResourceGatherNd(resource=handle, indices=places, dtype=variable.dtype)
+    after = before - entries.values * tf.cast(tf.convert_to_tensor(rate), variable.dtype)
+    tf.raw_ops.ResourceScatterNdUpdate(ref=handle, indices=places, updates=after)
+    # A scatter makes every later read of the variable a copy, because another scatter would change what was read. It
+    # makes its own copy first where somebody holds the memory, so reads need none.
+    tf.raw_ops.DisableCopyOnRead(resource=handle)
+
+
+def _obstacle_of(variable: Any) -> str | None:
+    if getattr(variable, "constraint", None) is not None or getattr(variable, "overwrite_with_gradient", False):
+        return f"{raw_variable(variable).name!r} has a constraint"
+    return None

@@ -1,0 +1,52 @@
+"""What compressing costs besides the network: steps of the real exchange with nobody else."""
+
+import itertools
+
+import pytest
+
+from dgc.adapter.speed import work
+from dgc.adapter.speed.work import STEPS, WARM_STEPS, Echo, Work, last_level, measure_work, time_work
+from dgc.core.compressors.build import make_config
+from dgc.core.compressors.registry import compressor_names
+from dgc.core.kernels.choose import choose_kernels
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr("dgc.adapter.speed.work.SHAPE", (64, 64))
+
+
+@pytest.mark.parametrize("name", compressor_names())
+@pytest.mark.parametrize("entries_alone", [True, False])
+def test_every_compressor_can_be_tried(name, entries_alone):
+    config = make_config({}, algorithm=name)
+    found = time_work(config, 16, entries_alone, choose_kernels("cpu"))
+    assert found.sparse > 0
+    assert found.dense > 0
+
+
+def test_further_ranks_cost_what_the_difference_says():
+    """Steps of 2 and of 4 ranks take 10 and 14, dense ones 3: so each rank costs 2 and 5 ranks 16."""
+    durations = itertools.chain(*([[0, d] * (WARM_STEPS + STEPS) for d in (10, 14, 3)]))
+    seconds = itertools.accumulate(durations)
+    found = time_work(make_config({}), 5, True, choose_kernels("cpu"), lambda: next(seconds))
+    assert (found.sparse, found.dense) == pytest.approx((16 / 64**2, 3 / 64**2))
+
+
+def test_it_is_measured_once_for_the_same_options(monkeypatch):
+    made = []
+    monkeypatch.setattr(work, "_known", {})
+    monkeypatch.setattr(work, "time_work", lambda *given: made.append(given) or Work(len(made), 0))
+    configs = [make_config({"sparsity": s, "error_feedback": f}) for s, f in ((0.1, True), (0.2, True), (0.1, False))]
+    assert [measure_work(c, 2, True).sparse for c in configs * 2] == [1, 2, 3] * 2
+    assert measure_work(configs[0], 3, True) != measure_work(configs[0], 2, False)
+
+
+def test_it_is_the_end_of_the_ramp_up_that_counts():
+    config = make_config({"sparsity": [0.5, 0.9], "rampup_begin_step": 9, "exclude": "*", "exchange": "auto"})
+    last = last_level(config)
+    assert (last.sparsity, last.rampup_begin_step, last.exclude, last.exchange) == ((0.9,), 0, (), "sparse")
+
+
+def test_an_echo_stands_for_any_number_of_ranks():
+    assert Echo(7).size == 7
