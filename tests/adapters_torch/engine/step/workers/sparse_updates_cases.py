@@ -24,12 +24,16 @@ from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
-STEPS = 100
 _numbers = itertools.count()
 SPARSE = {"sparsity": 0.99, "bucket_bytes": 40_000}
 
 
-def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=None, options=None, steps=STEPS):
+def many():
+    """Steps of a run, fewer where ranks share cores."""
+    return 100 if hvd.size() == 2 else 20
+
+
+def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=None, options=None, steps=None):
     """Train two copies, one with sparse updates and one without; they must stay the same after every step.
 
     Args:
@@ -40,12 +44,12 @@ def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=N
         optimizer: makes one from a model.
         hvd_options: of the wrapper.
         options: of the compressor.
-        steps: how many.
+        steps: how many; :func:`many` if None.
 
     Returns:
         The model, optimizer and compressor with sparse updates, still open.
     """
-    results = []
+    results, steps = [], steps or many()
     for wanted in (True, False):
         model = make_model(width=width)
         wrapped, compression = wrap(
@@ -117,7 +121,9 @@ def schedules_of_rate_and_momentum():
 
     def train(optimizer, model, step):
         if step == 0:
-            schedules[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
+            schedules[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.2, total_steps=many() + 1
+            )
         plain(optimizer, model, step)
         schedules[id(optimizer)].step()
 
