@@ -163,9 +163,9 @@ def evaluate(model: nn.Module, test: TensorDataset) -> tuple[float, float]:
 
 def traffic(compression: object, args: argparse.Namespace, model: nn.Module, steps: int) -> dict[str, int]:
     """Bytes that this rank handed to collectives for its gradients, in the last step and in all steps."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    parameters = sum(g.numel() for g in gradients)
-    dense = sum(g.numel() * g.element_size() for g in gradients)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters = sum(p.numel() for p in trained)
+    dense = sum(p.numel() * p.element_size() for p in trained)
     compressed = 0
     if hvd.size() == 1:
         last = total = dense = 0

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",
     "torch/checkpoint/before.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/ranks.py": "adapters_torch/checkpoint/test_save.py",
+    "tensorflow/reduce/sparse_updates.py": "adapters_tensorflow/keras/test_sparse_updates.py",
     "torch/compression.py": "adapter/test_face.py",
     "torch/optimizer.py": "adapters_torch/test_equality.py",
     "torch/engine/adoption.py": "adapters_torch/test_equality.py",
