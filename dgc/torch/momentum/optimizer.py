@@ -396,4 +396,4 @@ def _obstacle(optimizer: DGCMomentum | None) -> str | None:
         return "minimize() returns gradients"
     if optimizer._scale != 1.0:
         return "a GradScaler's scale is in them"
-    return next(filter(None, (refusal_of_rate(float(group["lr"])) for group in optimizer.param_groups)), None)
+    return next(filter(None, (refusal_of_rate(group["lr"]) for group in optimizer.param_groups)), None)

@@ -22,7 +22,8 @@ def state_after(steps):
 
 
 def norm_of(state):
-    return sum(float((entry["v"] ** 2).sum()) for entry in state["parameters"].values() if "v" in entry) ** 0.5
+    kept = [entry[key] for entry in state["parameters"].values() for key in ("v", "error") if key in entry]
+    return sum(float((array**2).sum()) for array in kept) ** 0.5
 
 
 @case

@@ -171,7 +171,7 @@ def members_of_which_one_sends_no_entries():
 
     def build(options):
         common = {k: options[k] for k in ("sparse_updates", "bucket_bytes")}
-        members = {0: C.qsgd(), 3000: C.topk(sparsity=0.99)}
+        members = {0: C.onebit(), 3000: C.topk(sparsity=0.99)}
         return dgck.DistributedOptimizer(sgd()(), compression=C.by_size(members, **common))
 
     both(build, how="dense: the latest step was refused, or results of it came dense", steps=6)

@@ -240,7 +240,7 @@ def with_compressed_gradients():
         return dgc.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
             named(model, prefix),
-            compression=dgc.Compression.dgc(sparsity=0.9, min_numel=16),
+            compression=dgc.Compression.dgc(sparsity=0.9, min_numel=16, sparse_updates=False),
         )
 
     optimizer = compare_made_by(make)
@@ -251,7 +251,8 @@ def with_compressed_gradients():
 def with_compressed_gradients_through_horovods_own_argument():
     def make(model, prefix):
         inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-        compression = dgc.Compression.dgc(named(model, prefix), optimizer=inner, sparsity=0.9, min_numel=16)
+        options = dict(sparsity=0.9, min_numel=16, sparse_updates=False)  # gradients are compared
+        compression = dgc.Compression.dgc(named(model, prefix), optimizer=inner, **options)
         return hvd.DistributedOptimizer(inner, named(model, prefix), compression=compression)
 
     optimizer = compare_made_by(make)

@@ -154,7 +154,7 @@ def a_ramp_up_and_unused_parameters():
         optimizer.step()
 
     options = {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0.0, 0.75, 0.99]}
-    *_, compression = both(train, options=options)
+    *_, compression = both(train, options=options, steps=40)
     assert math.isclose(compression.describe()["density"], 0.01)
     compression.close()
 
