@@ -101,7 +101,7 @@ class Engine(EngineBase):
         self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
-        self.updates = SparseUpdates(self.parameters, config.sparse_updates)
+        self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
         self.steps.on_step = self.update
 
     # -- one step ------------------------------------------------------------------------------------------------

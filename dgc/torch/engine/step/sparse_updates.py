@@ -39,13 +39,15 @@ class SparseUpdates:
         obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: bool = True) -> None:
         """Take what stays the same.
 
         Args:
             parameters: that are compressed.
             enabled: whether the user wants sparse updates.
+            sparsified: whether any parameter is.
         """
+        self._sparsified = sparsified
         self._parameters = parameters
         self._enabled = enabled
         self._steps_at_once = True  # whether step() exchanges, as far as is known
@@ -75,7 +77,8 @@ class SparseUpdates:
                 update; None if that is known.
         """
         self._steps_at_once = optimizer is None or _is_in_step(optimizer)
-        self.pending = self._steps_at_once and self._refusal(optimizer) is None
+        # What was no reason when the step began may be one by now; where there was one, nothing is held.
+        self.pending = self._steps_at_once and self.reason is None and self._refusal(optimizer) is None
         self._remember_gradients()
         return self.pending
 
@@ -136,6 +139,8 @@ class SparseUpdates:
     def _refusal(self, optimizer: torch.optim.Optimizer | None) -> str | None:
         if not self._enabled:
             return "sparse_updates=False"
+        if not self._sparsified:
+            return "nothing is sparsified"
         if self.obstacle is None:
             return "nobody can apply anything else"
         if not all(is_plain(p) for p in self._parameters):
