@@ -19,7 +19,9 @@ CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
 """Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
 RESULTS = "dgc-b-results"
 """Our wrapper with dense results, ``sparse_updates=False``."""
-METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *CHOSEN, *FAMILY, "powersgd")
+BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
+"""Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
+METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -62,6 +64,8 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
     options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
     if method in CHOSEN:
         options["exchange"] = CHOSEN[method]
+    if method in BUCKETS:
+        options["bucket_bytes"] = BUCKETS[method] * 2**20
     if method == RESULTS:
         options["sparse_updates"] = False
     compression = getattr(dgc.Compression, name)(**options)
