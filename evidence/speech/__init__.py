@@ -1,1 +1,0 @@
-"""Spoken words: synthesised with many voices to train and test on, and recorded ones to test on as well."""
