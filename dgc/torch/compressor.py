@@ -22,6 +22,7 @@ from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
 from dgc.torch.engine.step.saved_state import require_own_options
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
+from dgc.torch.engine.step.untraced import untraced
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -106,6 +107,7 @@ class DGCCompressor(CompressorBase[Engine]):
 
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
+    @untraced
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start the exchange of a gradient; Horovod reduces a one-element stand-in in the meantime.
 
@@ -141,6 +143,7 @@ class DGCCompressor(CompressorBase[Engine]):
         engine.count_bytes(stand_in.nbytes)
         return stand_in, result
 
+    @untraced
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
 
