@@ -53,11 +53,11 @@ def DistributedOptimizer(
     hvd = HOROVOD.module()
     check_compression(compression, DGCCompressor, "dgc.torch")
     _check_optimizer(optimizer, named_parameters)
+    check_passes(backward_passes_per_step)
     ours = compression if isinstance(compression, DGCCompressor) else None
     if ours is not None:
         refuse_adasum(op, HOROVOD)
         refuse_grouping(num_groups, groups)
-        check_passes(backward_passes_per_step)
         op = ours.op_of(op)
         check_predivide(gradient_predivide_factor, op)
         ours.use_op(op)

@@ -111,6 +111,7 @@ class StepWatch:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
         if self._owns(optimizer):
             self._adoption.show()
+            self.last.stepped()
         if self.last.is_open and self._concerns(optimizer) and not broadcasting():
             self.last.applied()
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import torch
+import torch._dynamo
 from torch._C._dynamo import eval_frame
 
 from dgc.torch.engine.step.untraced import untraced
