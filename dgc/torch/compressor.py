@@ -122,7 +122,7 @@ class DGCCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # a process set of one rank: Horovod calls, but there is nobody to exchange with
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):  # which takes long to ask
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
@@ -155,7 +155,7 @@ class DGCCompressor(CompressorBase[Engine]):
             return tensor
         assert self._engine is not None
         reduced = float(tensor)
-        self._stand_ins.give_back(tensor)
+        self._stand_ins.give_back(tensor, reduced)
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
