@@ -162,8 +162,8 @@ def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
     if lacking:
         names = ", ".join(_lacking(optimizer)) or "options of its optimizer"
         raise ConfigError(
-            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it again "
-            "on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
+            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
+            "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
             "compression=..., process_set=...), loss=...), before you train it further"
         )
     together = rows[:, 3] == set_id

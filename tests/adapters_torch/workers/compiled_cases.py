@@ -1,4 +1,4 @@
-"""Steps within ``torch.compile``, on 2 real ranks: the same bits as without it, in every way that exchanges gradients."""
+"""Steps within ``torch.compile``, on 2 real ranks: the same bits as without it, for all that exchange gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that a step finds where the step before has left them, on 2 real ranks: as in dense training, or an error."""
+"""Gradients that a step finds where the one before left them, on 2 real ranks: as in dense training, or an error."""
 
 from __future__ import annotations
 

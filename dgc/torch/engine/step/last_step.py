@@ -40,13 +40,9 @@ class _Left:
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether nobody has changed or cleared it; writing to ``.data`` raises no version."""
-        return (
-            gradient is not None
-            and gradient is self.gradient()
-            and gradient._version == self.version
-            and torch.equal(_beginning(gradient), self.beginning)
-            and bool(gradient.any())
-        )
+        if gradient is None or gradient is not self.gradient() or gradient._version != self.version:
+            return False
+        return torch.equal(_beginning(gradient), self.beginning) and bool(gradient.any())
 
 
 class LastStep:
