@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +41,10 @@ class _Left:
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether nobody has changed or cleared it; writing to ``.data`` raises no version."""
-        if gradient is None or gradient is not self.gradient() or gradient._version != self.version:
+        seen: Any = self.gradient()
+        if gradient is None or gradient is not seen or seen._version != self.version:
             return False
-        return torch.equal(_beginning(gradient), self.beginning) and bool(gradient.any())
+        return torch.equal(_beginning(seen), self.beginning) and bool(seen.any())
 
 
 class LastStep:
