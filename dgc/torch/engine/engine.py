@@ -20,7 +20,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
-from dgc.torch.engine.horovod.horovod import averages_first_pass, has_begun
+from dgc.torch.engine.horovod.horovod import averages_first_pass, is_idle
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
@@ -308,7 +308,7 @@ class Engine(EngineBase):
         if self._opened:
             return None
         owner = self.steps.owner
-        idle = owner is not None and not has_begun(owner)  # no backward pass since the latest step
+        idle = is_idle(owner)
         carried = self._last.next_begins(None if idle else index, idle or averages_first_pass(owner))
         unwritten = self.updates.applied
         if self.on_step_begin is not None:
