@@ -65,9 +65,7 @@ class KerasTrainer:
         record: Record = json.loads(path.read_text()) if path.exists() else []
         counts = self._gather(float(len(record)))
         if (counts != counts[0]).any():
-            raise EvidenceError(
-                f"the ranks see different checkpoints in {self._task.folder}; it must be a shared folder"
-            )
+            raise EvidenceError(f"the ranks see different checkpoints in {self._task.folder}; it must be shared")
         if record:
             objects = {"application_loss": self._loss()}
             self.model = dgc.load_model(str(self._model_file(len(record))), custom_objects=objects)
