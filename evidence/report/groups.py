@@ -154,13 +154,8 @@ def verdict(dense: Group, other: Group, metric: Metric) -> Verdict:
 
 
 def metric_texts(values: Sequence[float | None], metric: Metric) -> list[str]:
-    """Numbers as the page writes them: three digits that count, percent where the metric is one."""
-    texts = []
-    for value in values:
-        if value is None:
-            texts.append("")
-        elif metric.percent:
-            texts.append(f"{100 * value:.2f} %")
-        else:
-            texts.append(f"{value:.4g}" if value < 1 else f"{value:.2f}" if value < 1000 else f"{value:.3g}")
-    return texts
+    """Numbers as the page writes them, with the decimals that suit the first; "" for None."""
+    factor, unit = (100, " %") if metric.percent else (1, "")
+    first = abs(factor * (values[0] or 0.0))
+    decimals = 2 if metric.percent else 4 if first < 1 else 2 if first < 1000 else 0
+    return ["" if value is None else f"{factor * value:,.{decimals}f}{unit}" for value in values]

@@ -173,13 +173,11 @@ class KerasTrainer:
 
 
 def _choose_device() -> str:
-    """One GPU for each rank of a machine, or one core."""
+    """One GPU for each rank of a machine, or its processor."""
     devices = tf.config.list_physical_devices("GPU")
     if devices:
         own = devices[hvd.local_rank() % len(devices)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
         return str(tf.config.experimental.get_device_details(own).get("device_name", "GPU"))
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
     return "cpu"
