@@ -55,7 +55,8 @@ def test_a_run_that_was_killed_goes_on_to_the_curve_of_one_that_was_not(tmp_path
 
 def test_ranks_end_with_a_launcher_that_was_killed():
     launcher = subprocess.Popen(["sleep", "60"])
-    code = f"import time; from evidence.guard import end_with; end_with({launcher.pid}); print('on', flush=True); time.sleep(60)"
+    watch = f"from evidence.guard import end_with; end_with({launcher.pid})"
+    code = f"import time; {watch}; print('on', flush=True); time.sleep(60)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=launch.REPOSITORY)
     assert rank.stdout is not None
     with rank.stdout:
