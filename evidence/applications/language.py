@@ -27,7 +27,9 @@ class Size:
     streams: int
     """Pieces of the text that are read beside each other, on all ranks together."""
     parts: int
-    """An epoch is this part of the text."""
+    """An epoch is one of so many parts of the text, taken from each stream."""
+    used: int
+    """How many of the parts are trained on, in turn."""
     epochs: int
     rampup_epochs: int
     tested: int
@@ -81,11 +83,11 @@ class WordsTraining:
         """This rank's streams of one part of the text: words (length, b), and those that follow them."""
         self._state = None
         # Which stream lies on which rank changes with each pass over the text, and with the seed.
-        generator = torch.Generator().manual_seed(1000 * self.seed + epoch // self.size.parts)
+        generator = torch.Generator().manual_seed(1000 * self.seed + epoch // self.size.used)
         order = torch.randperm(self.size.streams, generator=generator)
         own = self._train[order[rank * self.size.streams // size : (rank + 1) * self.size.streams // size]].T
         length, steps = self.size.length, self.steps(size)
-        begin = epoch % self.size.parts * steps * length
+        begin = epoch % self.size.used * steps * length
         # Those that carry no state read their pieces in any order.
         places = range(steps) if self.carries else torch.randperm(steps, generator=generator).tolist()
         for place in places:
@@ -141,9 +143,9 @@ class Language(WordsTraining):
     dropout: ClassVar[float] = 0.2
     clip: float | None = 0.5
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(4000, 192, 2, 24, 32, 4, 6, 1, 22_000),
-        "quick": Size(2000, 96, 2, 16, 32, 40, 4, 1, 6000),
-        "tiny": Size(500, 32, 2, 8, 8, 800, 4, 1, 600),
+        "full": Size(2000, 128, 2, 16, 16, 8, 1, 14, 1, 22_000),
+        "quick": Size(2000, 96, 2, 16, 32, 40, 1, 4, 1, 6000),
+        "tiny": Size(500, 32, 2, 8, 8, 800, 1, 4, 1, 600),
     }
 
     def facts(self) -> dict[str, str]:

@@ -44,9 +44,9 @@ class TransformerLanguage(WordsTraining):
     dropout: ClassVar[float] = 0.1
     clip: float | None = None
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(4000, 128, 3, 32, 32, 4, 6, 1, 22_000),
-        "quick": Size(2000, 64, 2, 16, 32, 40, 4, 1, 6000),
-        "tiny": Size(500, 32, 1, 8, 8, 800, 3, 1, 600),
+        "full": Size(2000, 128, 2, 32, 16, 8, 2, 14, 1, 22_000),
+        "quick": Size(2000, 64, 2, 16, 32, 40, 1, 4, 1, 6000),
+        "tiny": Size(500, 32, 1, 8, 8, 800, 1, 3, 1, 600),
     }
 
     def facts(self) -> dict[str, str]:

@@ -115,7 +115,8 @@ def read_bible(data: bytes) -> str:
 
 def _chapters(text: str) -> Iterator[list[str]]:
     """Verses without their numbers, by chapter: a line is ``Ge1:1 In the beginning ...``."""
-    chapter, verses = "", []
+    chapter = ""
+    verses: list[str] = []
     for line in text.splitlines():
         place, _, verse = line.partition(" ")
         if ":" not in place:
