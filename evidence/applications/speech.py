@@ -26,7 +26,7 @@ from evidence.speech.corpus import (
 )
 from evidence.speech.decoding import BLANK, CLASSES, edits, greedy
 from evidence.speech.features import WIDTH
-from evidence.speech.recordings import PACKAGE, folder
+from evidence.speech.recordings import folder
 from evidence.speech.synthesiser import MISSING, Synthesiser, find
 
 RATE = "character error rate"

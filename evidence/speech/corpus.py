@@ -23,8 +23,8 @@ VERSION = 1
 """Of all that the arrays depend on beside the synthesiser: it goes up with each change."""
 ACCENTS = "en-US en en-US-nyc en-GB-scotland en-GB-x-rp en-029 en-GB-x-gbclan en-GB-x-gbcwmd".split()
 TRAINING = (
-    "m1 f1 m2 f2 Mike anika m3 f3 Alex Andrea m4 f5 Gene Annie Denis grandma m6 Alicia m7 Hugo Marco Mario adam antonio "
-    "edward max pablo paul pedro robert sandro victor"
+    "m1 f1 m2 f2 Mike anika m3 f3 Alex Andrea m4 f5 Gene Annie Denis grandma m6 Alicia m7 Hugo Marco Mario adam "
+    "antonio edward max pablo paul pedro robert sandro victor"
 ).split()
 HELD_OUT = "m8 f4 Michael linda benjamin steph norbert quincy".split()
 """Voices that nothing is trained on."""

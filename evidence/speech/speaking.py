@@ -2,8 +2,8 @@
 
     python -m evidence.speech.speaking < request.json > samples
 
-The library carries state (noise, vibrato) from each utterance to the next, so the same sound twice takes a fresh process
-that speaks the same list. The standard library suffices here, and such a process starts in a moment.
+The library carries state (noise, vibrato) from each utterance to the next, so the same sound twice takes a fresh
+process that speaks the same list. The standard library suffices here, and such a process starts in a moment.
 """
 
 from __future__ import annotations
