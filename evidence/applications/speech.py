@@ -25,11 +25,12 @@ from evidence.speech.corpus import (
     train_part,
 )
 from evidence.speech.decoding import BLANK, CLASSES, edits, greedy
-from evidence.speech.features import WIDTH
+from evidence.speech.features import BANDS, STACK, WIDTH
 from evidence.speech.recordings import folder
 from evidence.speech.synthesiser import MISSING, Synthesiser, find
 
 RATE = "character error rate"
+HIDDEN_BANDS, HIDDEN_FRAMES = 5, 1
 ON_RECORDINGS = f"{RATE}, recordings"
 
 
@@ -92,6 +93,24 @@ class Utterances:
         return self.frames(numbers), self._lengths[chosen].long(), letters, self._spelled[chosen].long()
 
 
+def hide(frames: torch.Tensor, random: np.random.Generator) -> None:
+    """Put zeros in place of a range of bands and of a range of frames of each utterance (Park et al. 2019).
+
+    Args:
+        frames: (t, b, WIDTH); changed in place.
+        random: draws the ranges.
+    """
+    count, utterances, _ = frames.shape
+    bands = frames.view(count, utterances, STACK, BANDS)
+    for number in range(utterances):
+        width = int(random.integers(0, HIDDEN_BANDS + 1))
+        first = int(random.integers(0, BANDS - width + 1))
+        bands[:, number, :, first : first + width] = 0
+        length = int(random.integers(0, HIDDEN_FRAMES + 1))
+        begin = int(random.integers(0, count - length + 1))
+        frames[begin : begin + length, number] = 0
+
+
 class Speech:
     """See ``evidence.application.Application``."""
 
@@ -145,7 +164,9 @@ class Speech:
         chosen = chosen[np.argsort(self._train.lengths[chosen], kind="stable")]
         for step in random.permutation(steps):
             together = chosen[step * self.size.batch : (step + 1) * self.size.batch]
-            yield self._train.batch(together[rank::size])
+            frames, *others = self._train.batch(together[rank::size])
+            hide(frames, np.random.default_rng([self.seed, epoch, int(step), rank]))
+            yield frames, *others
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...]) -> torch.Tensor:
         """CTC (Graves et al. 2006), the mean over the letters of an utterance and over utterances."""

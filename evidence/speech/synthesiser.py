@@ -78,7 +78,9 @@ class Synthesiser:
             raise EvidenceError(f"{self} did not finish with the voice {voice!r} in {SECONDS} seconds") from None
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip() or f"it ended with status {done.returncode}"
-            raise EvidenceError(f"{self} fails with the voice {voice!r}: {said}. Another release may do: {MISSING}")
+            raise EvidenceError(
+                f"{self} fails with the voice {voice!r}: {said}; perhaps another release does: {MISSING}"
+            )
         return _parse(done.stdout)
 
 
