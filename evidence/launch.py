@@ -246,7 +246,9 @@ def duration(seconds: float) -> str:
 def _environment() -> dict[str, str]:
     environment = launch_environment()
     paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # One core for each rank: they share this machine.
+    threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    return {**threads, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _progress(path: Path) -> dict[str, Any]:

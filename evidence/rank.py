@@ -8,6 +8,7 @@ Started by ``evidence.launch``; called again after it was killed, it goes on aft
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import shutil
@@ -117,6 +118,8 @@ def _result(task: Task, trainer: Trainer, record: Record, summary: dict[str, Any
         "ranks": trainer.size,
         "epochs": application.epochs,
         "rampup_epochs": application.rampup_epochs,
+        "title": application.title,
+        "metrics": [dataclasses.asdict(metric) for metric in application.metrics],
         "facts": application.facts(),
         "final": record[-1]["metrics"],
         **summary,

@@ -47,9 +47,7 @@ _ALL = (
     Variant("onebit", "onebit", "onebit", clips="mean", rampup=False),
     Variant("qsgd", "qsgd", "qsgd", clips="mean", rampup=False),
     Variant("terngrad", "terngrad", "terngrad", clips="mean", rampup=False),
-    Variant(
-        "authors", "DGC, weight decay outside", _DGC, {"weight_decay": 0.0, "values": "float32"}, separate_decay=True
-    ),
+    Variant("authors", "the authors'", _DGC, {"weight_decay": 0.0, "values": "float32"}, separate_decay=True),
 )
 VARIANTS = {variant.name: variant for variant in _ALL}
 ABLATIONS = ("no-correction", "no-masking", "no-warmup", "no-clipping", "no-feedback")

@@ -11,9 +11,9 @@ import torch
 class SeparateDecay(torch.optim.Optimizer):
     """``w <- p's decay velocity: m*w + decay*p; p <- p - lr*(gradient + w)``, where the gradient has its momentum.
 
-    For a compressor that corrects momentum of the loss' gradient alone, as the published code of the paper's authors is
-    described: weight decay is known to every rank, so it needs no exchange, and none of it waits in a residual. With
-    gradients that are never sparsified this is SGD with momentum and weight decay, since both are linear.
+    For a compressor that corrects the momentum of the loss' gradient alone, as the paper's formulas do: weight decay is
+    known to every rank, so it needs no exchange, and none of it waits in a residual. With gradients that are never
+    sparsified this is SGD with momentum and weight decay, since both are linear.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, decay: float = 0.0, decay_momentum: float = 0.9) -> None:
