@@ -25,13 +25,14 @@ from evidence.speech.corpus import (
     train_part,
 )
 from evidence.speech.decoding import BLANK, CLASSES, edits, greedy
-from evidence.speech.features import BANDS, STACK, WIDTH
-from evidence.speech.recordings import folder
+from evidence.speech.features import BANDS, FRAME, RATE, STACK, WIDTH
+from evidence.speech.recordings import PACKAGE, folder
 from evidence.speech.synthesiser import MISSING, Synthesiser, find
+from evidence.speech.vocabulary import phrases
 
-RATE = "character error rate"
+ERRORS = "character error rate"
 HIDDEN_BANDS, HIDDEN_FRAMES = 5, 1
-ON_RECORDINGS = f"{RATE}, recordings"
+ON_RECORDINGS = f"{ERRORS}, recordings"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Utterances:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def minutes(self) -> float:
+        """How long they last together."""
+        return float(self.lengths.sum()) * FRAME / RATE / 60
 
     def letters(self, number: int) -> torch.Tensor:
         """The letters of an utterance."""
@@ -134,7 +140,7 @@ class Speech:
         self.epochs, self.rampup_epochs = self.size.epochs, self.size.rampup_epochs
         self._synthesiser = _synthesiser()
         self._train = Utterances(load_corpus(self.size.train.file(self._synthesiser)))
-        self._tests = {RATE: Utterances(load_corpus(self.size.test.file(self._synthesiser)))}
+        self._tests = {ERRORS: Utterances(load_corpus(self.size.test.file(self._synthesiser)))}
         if folder() is not None:
             self._tests[ON_RECORDINGS] = Utterances(load_corpus(RECORDED))
         self.metrics = tuple(Metric(name, "lower", percent=True) for name in self._tests)
@@ -151,6 +157,30 @@ class Speech:
         prepare_spoken(cls.sizes[scale].train, synthesiser)
         prepare_spoken(cls.sizes[scale].test, synthesiser)
         prepare_recorded()
+
+    def facts(self) -> dict[str, str]:
+        """What the page says."""
+        size, train, test = self.size, self._train, self._tests[ERRORS]
+        recorded = self._tests.get(ON_RECORDINGS)
+        data = (
+            f"{len(phrases())} words and short phrases, spoken by {self._synthesiser}: {len(train):,} utterances "
+            f"({train.minutes:.0f} minutes) of {len(size.train.voices)} voices to train on, {len(test):,} "
+            f"({test.minutes:.1f} minutes) of {len(size.test.voices)} other voices to test on, each voice in "
+            f"{size.test.accents} accents, at many speeds and pitches, in noise; "
+        )
+        if recorded:
+            data += f"and {len(recorded)} of Asterisk's recorded prompts, a human voice, which nothing is trained on"
+        else:
+            data += f"Asterisk's recorded prompts were not there (Debian's {PACKAGE})"
+        return {
+            "data": data,
+            "model": f"2 bidirectional layers of {size.width} LSTM cells each way over log-mel features ({BANDS} bands, "
+            f"a frame of {STACK} windows every 30 ms), CTC over {CLASSES - 1} letters, dropout {self.dropout:g}; the "
+            "best path is read, without a dictionary",
+            "training": f"SGD with momentum 0.9 at a learning rate of {self.lr:g} that falls to 0 as a cosine, "
+            f"gradients clipped to a norm of {self.clip:g}, {size.batch} utterances a step on all ranks together, some "
+            f"bands hidden in each, {size.epochs} epochs",
+        }
 
     def steps(self, size: int) -> int:
         """Steps of an epoch."""
