@@ -31,8 +31,9 @@ from evidence.speech.synthesiser import MISSING, Synthesiser, find
 from evidence.speech.vocabulary import phrases
 
 ERRORS = "character error rate"
-HIDDEN_BANDS, HIDDEN_FRAMES = 5, 1
 ON_RECORDINGS = f"{ERRORS}, recordings"
+HIDDEN_BANDS, HIDDEN_FRAMES = 5, 1
+"""The most that are hidden from the network in an utterance that it learns from."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class Speech:
             data += f"Asterisk's recorded prompts were not there (Debian's {PACKAGE})"
         return {
             "data": data,
-            "model": f"2 bidirectional layers of {size.width} LSTM cells each way over log-mel features ({BANDS} bands, "
-            f"a frame of {STACK} windows every 30 ms), CTC over {CLASSES - 1} letters, dropout {self.dropout:g}; the "
+            "model": f"2 bidirectional layers of {size.width} LSTM cells each way, log-mel features ({BANDS} bands, a "
+            f"frame of {STACK} windows every 30 ms), CTC over {CLASSES - 1} letters, dropout {self.dropout:g}; the "
             "best path is read, without a dictionary",
             "training": f"SGD with momentum 0.9 at a learning rate of {self.lr:g} that falls to 0 as a cosine, "
             f"gradients clipped to a norm of {self.clip:g}, {size.batch} utterances a step on all ranks together, some "
