@@ -22,7 +22,7 @@ def run(folder, keep_first_to=None):
     def end_of_epoch(epoch, loss):
         record.append({"epoch": epoch + 1, "loss": loss, "metrics": trainer.evaluate()})
         trainer.save(record)
-        hvd.barrier()
+        hvd.allgather_object(0, name="meet")
         if epoch == 0 and keep_first_to is not None and hvd.rank() == 0:
             shutil.copytree(folder, keep_first_to)
 
@@ -32,7 +32,8 @@ def run(folder, keep_first_to=None):
 
 @case
 def a_training_goes_on_bit_for_bit_from_its_first_checkpoint():
-    base = Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="dgc-evidence-") if hvd.rank() == 0 else "", 0))
+    made = tempfile.mkdtemp(prefix="dgc-evidence-") if hvd.rank() == 0 else ""
+    base = Path(hvd.broadcast_object(made, 0, name="folder"))
     try:
         whole, end = run(base / "whole", base / "kept")
         resumed, resumed_end = run(base / "kept")
@@ -41,7 +42,7 @@ def a_training_goes_on_bit_for_bit_from_its_first_checkpoint():
         assert end["replicas_identical"]
         assert end["parameters_sparsified"] > 0
     finally:
-        hvd.barrier()
+        hvd.allgather_object(0, name="meet")
         if hvd.rank() == 0:
             shutil.rmtree(base, ignore_errors=True)
 

@@ -19,14 +19,19 @@ from evidence.variants import variant_of
 
 
 def folder():
-    return Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="dgc-evidence-") if hvd.rank() == 0 else "", 0))
+    made = tempfile.mkdtemp(prefix="dgc-evidence-") if hvd.rank() == 0 else ""
+    return Path(hvd.broadcast_object(made, 0, name="folder"))
+
+
+def meet():
+    """Wait for all ranks."""
+    hvd.allgather_object(0, name="meet")
 
 
 def trained(application, variant, where, name="result.json"):
     task = Task(application_class(application)("tiny", 0), variant_of(variant), where / "run")
     rank.train(task, where / name)
-    hvd.barrier()
-    return json.loads((where / name).read_text())
+    return hvd.broadcast_object(json.loads((where / name).read_text()) if hvd.rank() == 0 else None, 0, name="result")
 
 
 def without_times(result):
@@ -39,7 +44,7 @@ def goes_on_after_its_first_checkpoint(application, variant):
 
     def save_and_keep(self, record):
         save(self, record)
-        hvd.barrier()
+        meet()
         if len(record) == 1 and hvd.rank() == 0:
             shutil.copytree(where / "run", where / "kept")
 
@@ -49,9 +54,10 @@ def goes_on_after_its_first_checkpoint(application, variant):
     finally:
         TorchTrainer.save = save
     assert not (where / "run").exists()
+    meet()
     if hvd.rank() == 0:
         (where / "kept").rename(where / "run")
-    hvd.barrier()
+    meet()
     resumed = trained(application, variant, where, "resumed.json")
     assert without_times(resumed) == without_times(whole)
     assert resumed["digest"] == whole["digest"]
