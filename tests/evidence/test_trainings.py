@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launch_tools import case_names
 
+from evidence.applications import application_class
 from evidence.data.images import prepare_digits
 from evidence.data.text import prepare_words
 
@@ -18,6 +19,7 @@ TORCH, KERAS = WORKERS / "trainings_cases.py", WORKERS / "keras_cases.py"
 def _data():
     prepare_digits()
     prepare_words(500)
+    application_class("speech").prepare("tiny")
 
 
 @pytest.mark.mpi

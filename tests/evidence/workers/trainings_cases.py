@@ -76,6 +76,11 @@ def a_compressed_training_with_normalisation_goes_on_bit_for_bit():
 
 
 @case
+def speech_goes_on_bit_for_bit():
+    goes_on_after_its_first_checkpoint("speech", "dgc")
+
+
+@case
 def bytes_are_those_of_the_compressor():
     where = folder()
     result = trained("transformer", "dgc", where)
