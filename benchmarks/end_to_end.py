@@ -9,7 +9,8 @@ means over the ranks. Where others use the machine too, ``--real-time`` puts the
 
 The methods share a process, and with it Horovod, whose thread takes a little even when idle, and memory: what one
 method's gradients leave free serves the next one's, which alone would ask the kernel for fresh pages in every step
-(MLP: 85 ms instead of 59). ``--apart`` starts every method by itself in every round, which takes longer.
+(MLP: 85 ms instead of 59). ``--apart`` starts every method by itself in every round, which takes longer; only then
+is the peak memory a method's own.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="that count, of each method in each round")
     parser.add_argument("--warm", type=int, default=5, help="steps of each method before the first round")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch in each rank")
+    parser.add_argument("--weight-decay", type=float, help="of all optimizers, instead of the models' own")
     parser.add_argument("--pin", action="store_true", help="cores of its own for each host")
     parser.add_argument("--real-time", action="store_true", help="ranks go before all other processes of the machine")
     parser.add_argument("--apart", action="store_true", help="a process for each method in each round, as users have")
@@ -65,7 +67,7 @@ def rank(given: argparse.Namespace, into: Path) -> None:
     from training.rounds import Rank
 
     torch.set_num_threads(given.threads)
-    measured = Rank(given.models[0], given.methods, given.warm)
+    measured = Rank(given.models[0], given.methods, given.warm, given.weight_decay)
     for number in range(given.pairs):
         measured.round(number, given.steps)
     number = next(int(os.environ[name]) for name in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK") if name in os.environ)
@@ -143,7 +145,7 @@ def main() -> int:
     if given.json:
         settings = {
             name: getattr(given, name)
-            for name in ("pairs", "steps", "warm", "threads", "pin", "real_time", "apart", "launcher")
+            for name in ("pairs", "steps", "warm", "threads", "pin", "real_time", "apart", "launcher", "weight_decay")
         }
         report = {**facts("torch", "horovod", "numpy", "numba", "mpi4py"), **settings, "rows": rows}
         given.json.write_text(json.dumps(report, indent=1) + "\n")

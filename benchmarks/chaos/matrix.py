@@ -2,6 +2,7 @@
 
     python benchmarks/chaos/matrix.py                                   # everything: more than an hour
     python benchmarks/chaos/matrix.py --faults kill,stop --ways A,dense --launchers mpirun --quick
+    python benchmarks/chaos/matrix.py --missing --quick                 # cells without a row, after an interruption
     python benchmarks/chaos/matrix.py --markdown                        # the table of docs/chaos.md from the results
 
 Each cell is a job of its own: a small model on two ranks, to one of which something happens in its sixth step
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--launchers", default=",".join(LAUNCHERS))
     parser.add_argument("--quick", action="store_true", help="stop a rank for 5 s instead of 60")
+    parser.add_argument("--missing", action="store_true", help="only cells that have no row yet")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each cell; the worst is kept")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after the fault until a job counts as hung")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
@@ -86,10 +88,13 @@ def main() -> None:
             write_rows(options.json, rows)
             print(line(row), flush=True)
 
+    cells = list(itertools.product(*asked))
+    if options.missing:
+        cells = [(fault, way, launcher) for fault, way, launcher in cells if (way, launcher, fault) not in rows]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        list(pool.map(run, itertools.product(*asked)))
+        list(pool.map(run, cells))
     except BaseException:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # a second one must not leave jobs behind

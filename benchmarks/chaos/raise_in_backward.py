@@ -96,8 +96,10 @@ def main() -> None:
             try:
                 codes.add(job.wait(options.limit))
                 seconds.append(time.monotonic() - begun)
+                print(f"{way}, run {run + 1}: ended after {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
             except subprocess.TimeoutExpired:
                 hung += 1
+                print(f"{way}, run {run + 1}: HANGS", file=sys.stderr, flush=True)
                 _show_stacks(job.pid)
             finally:
                 kill_tree(job)

@@ -17,7 +17,11 @@ ALONE = ("none", "none-fused")
 FAMILY = ("topk", "qsgd", "onebit")
 CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
 """Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
-METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", *CHOSEN, *FAMILY, "powersgd")
+RESULTS = "dgc-b-results"
+"""Our wrapper with dense results, ``sparse_updates=False``."""
+BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
+"""Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
+METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -30,13 +34,16 @@ class Trained:
     compression: Any = None
 
 
-def make(method: str, task: Task) -> Trained:
+def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
     """Build a method's model, the same on all ranks, and its optimizer. Horovod is initialised, but for those ALONE."""
     torch.manual_seed(1)
     model = task.build()
-    optimizer = task.optimizer(
-        model.parameters(), **task.options, **({"fused": True} if method == "none-fused" else {})
-    )
+    given = dict(task.options)
+    if weight_decay is not None:
+        given["weight_decay"] = weight_decay
+    if method == "none-fused":
+        given["fused"] = True
+    optimizer = task.optimizer(model.parameters(), **given)
     if method in ALONE:
         return Trained(model, optimizer)
     if method == "powersgd":
@@ -57,6 +64,10 @@ def make(method: str, task: Task) -> Trained:
     options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
     if method in CHOSEN:
         options["exchange"] = CHOSEN[method]
+    if method in BUCKETS:
+        options["bucket_bytes"] = BUCKETS[method] * 2**20
+    if method == RESULTS:
+        options["sparse_updates"] = False
     compression = getattr(dgc.Compression, name)(**options)
     return Trained(model, dgc.DistributedOptimizer(optimizer, named, compression=compression), compression)
 

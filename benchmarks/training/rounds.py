@@ -25,9 +25,10 @@ class Rank:
         model: a name of ``TASKS``.
         methods: names of ``METHODS``.
         warm: steps of each method that do not count.
+        weight_decay: of all optimizers; None leaves the task's own.
     """
 
-    def __init__(self, model: str, methods: Sequence[str], warm: int) -> None:
+    def __init__(self, model: str, methods: Sequence[str], warm: int, weight_decay: float | None = None) -> None:
         self.task = TASKS[model]
         self.threads = Threads()
         self.rank, self.size = 0, 1
@@ -44,7 +45,7 @@ class Rank:
         self._batches = [self.task.draw(generator) for _ in range(4)]
         self._trained = {}
         for method in methods:
-            self._trained[method] = make(method, self.task)
+            self._trained[method] = make(method, self.task, weight_decay)
             if method == "powersgd":
                 self.threads.new("gloo", "gloo")
         self.parameters = sum(p.numel() for p in self._trained[methods[0]].model.parameters())
@@ -76,6 +77,7 @@ class Rank:
                     group: {k: (after[group][k] - before[group].get(k, 0)) / steps for k in after[group]}
                     for group in after
                 },
+                "memory": {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024},
             }
         )
 

@@ -35,7 +35,7 @@ def _method(method: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": mean(statistics.median(sum(s[part] for part in PARTS) for s in own) for own in steps),
         "parts": {part: mean(statistics.median(s[part] for s in own) for own in steps) for part in PARTS},
     }
-    for group in ("bytes", "cpu", "kernel"):
+    for group in ("bytes", "cpu", "kernel", "memory"):
         by_rank = [medians([block[group] for block in rank[method]["blocks"]]) for rank in ranks]
         keys = sorted({key for found in by_rank for key in found})
         row[group] = {key: mean(found.get(key, 0.0) for found in by_rank) for key in keys}
@@ -68,7 +68,7 @@ def _ratio(method: str, yardstick: str, number: int, ranks: list[dict[str, Any]]
 HEAD = (
     "| method | step, ms | zero_grad | forward | backward | step() | x none (spread) | x dense (spread) "
     "| MB sent a step | CPU, ms: main | Horovod | ours | other | page faults | switches, own / forced "
-    "| compress / exchange / apply, ms | of it hidden / exposed |"
+    "| compress / exchange / apply, ms | of it hidden / exposed | peak memory, MB |"
 )
 
 
@@ -100,6 +100,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{kernel['page_faults']:.0f}",
         f"{kernel['switches_voluntary']:.0f} / {kernel['switches_involuntary']:.0f}",
         *_phases(row),
+        f"{row['memory']['peak'] / 1e6:.0f}" if row.get("memory") else "",
     ]
     return f"| {' | '.join(cells)} |"
 

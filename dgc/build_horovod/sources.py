@@ -56,6 +56,47 @@ static int PatientAllreduce(const void* sent, void* received, int count, MPI_Dat
 }
 #define MPI_Allreduce PatientAllreduce"""
 
+_OPERATIONS = "horovod/common/operations.cc"
+
+_IS_WAITING = """\
+void RemoveJoinTensor();
+
+  // Whether this rank has handed in something that is not done yet.
+  bool IsWaiting() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return !tensor_table_.empty() || !message_queue_.empty();
+  }"""
+
+_IDLE_CYCLES = """\
+// Cycles since a collective was last performed, the same on all ranks: they perform the same ones.
+static int idle_cycles = 0;
+
+// Whether a longer cycle of this rank would delay nobody: it has nothing to do, and all others have to wait for it
+// anyway until it has. Ranks that have joined, or are outside of a process set, take part in what others hand in.
+static bool DelaysNobody(HorovodGlobalState& state) {
+  if (state.shut_down || state.dynamic_process_sets || state.parameter_manager.IsAutoTuning()) {
+    return false;
+  }
+  auto ids = state.process_set_table.Ids();
+  if (ids.size() != 1) {
+    return false;
+  }
+  auto& process_set = state.process_set_table.Get(ids[0]);
+  return !process_set.joined && !process_set.tensor_queue.IsWaiting();
+}
+
+bool RunLoopOnce(HorovodGlobalState& state) {"""
+
+_IDLE_SLEEP = """\
+std::this_thread::sleep_for(sleep_duration);
+    // After twenty cycles without a collective one takes five times as long, until this rank has something to do.
+    auto cycle = std::chrono::microseconds(long(state.parameter_manager.CycleTimeMs() * 1000.));
+    for (int more = ++idle_cycles > 20 ? 4 : 0; more > 0 && DelaysNobody(state); --more) {
+      std::this_thread::sleep_for(cycle);
+    }"""
+
+_IDLE_WHY = "the background thread asks all ranks a thousand times a second whether there is something to do"
+
 EDITS = (
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "PyTorch >= 2.1 refuses C++14"),
     Edit(
@@ -75,6 +116,15 @@ EDITS = (
         '#include "../logging.h"',
         _PATIENT_ALLREDUCE,
         "the background thread spins where ranks wait for each other's cycles",
+    ),
+    Edit("horovod/common/tensor_queue.h", "void RemoveJoinTensor();", _IS_WAITING, _IDLE_WHY),
+    Edit(_OPERATIONS, "bool RunLoopOnce(HorovodGlobalState& state) {", _IDLE_CYCLES, _IDLE_WHY),
+    Edit(_OPERATIONS, "std::this_thread::sleep_for(sleep_duration);", _IDLE_SLEEP, _IDLE_WHY),
+    Edit(
+        _OPERATIONS,
+        "for (auto& response : response_list.responses()) {",
+        "for (auto& response : response_list.responses()) {\n        idle_cycles = 0;",
+        _IDLE_WHY,
     ),
 )
 

@@ -13,7 +13,13 @@ def write_sources(root, **replaced):
     for edit in sources.EDITS:
         path = root / edit.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(replaced.get(path.name, f"first\n    {edit.old}\nlast\n"))
+        path.write_text(replaced.get(path.name, around(edit.path, "old")))
+
+
+def around(path, what):
+    """Text of a file with all lines that are edited in it, ``old`` or ``new``."""
+    lines = [f"    {getattr(edit, what)}\n" for edit in sources.EDITS if edit.path == path]
+    return "".join(["first\n", *lines, "last\n"])
 
 
 def test_substitute_replaces_one_line_and_keeps_the_rest():
@@ -31,7 +37,7 @@ def test_apply_edits_changes_every_file(tmp_path):
     write_sources(tmp_path)
     sources.apply_edits(tmp_path)
     for edit in sources.EDITS:
-        assert (tmp_path / edit.path).read_text() == f"first\n    {edit.new}\nlast\n"
+        assert (tmp_path / edit.path).read_text() == around(edit.path, "new")
 
 
 def test_two_edits_of_one_file_both_hold(tmp_path):

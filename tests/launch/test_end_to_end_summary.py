@@ -15,6 +15,7 @@ def of_a_rank(seconds: list[list[float]], sent: float, **more) -> dict:
     steps = [{**dict.fromkeys(PARTS, 0.0), "backward": s, **more} for block in seconds for s in block]
     kernel = {"page_faults": 1, "switches_voluntary": 2, "switches_involuntary": 3}
     counted = {"bytes": {"eth0_sent": sent}, "cpu": {"main": 0.5, "horovod": 0.25}, "kernel": kernel}
+    counted["memory"] = {"peak": 123_456_789}
     return {"steps": steps, "blocks": [{"seconds": sorted(b)[len(b) // 2], **counted} for b in seconds]}
 
 
@@ -41,3 +42,4 @@ def test_ratios_are_those_of_pairs_and_hidden_is_what_was_not_waited_for():
     assert lines[2] == HEAD
     assert {line.count("|") for line in lines[2:]} == {HEAD.count("|")}
     assert "2.50 (2.00 to 3.00)" in lines[-1]
+    assert lines[-1].endswith("| 123 |")

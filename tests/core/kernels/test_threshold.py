@@ -182,6 +182,26 @@ def test_a_tensor_that_wakes_up(kernels):
         assert len(trainee.step(gradients.draw())) == 100
 
 
+@pytest.mark.parametrize("cycle", [1, 4, 60], ids=["the same batch", "four batches", "new batches"])
+def test_residuals_that_pile_up_are_foreseen(kernels, monkeypatch, cycle):
+    """At the start and after each change of density all residuals grow, for hundreds of steps, ever more slowly."""
+    calls = histogram_steps(monkeypatch, kernels)
+    n, k = 500_000, 500
+    rng = np.random.default_rng(9)
+    gradients = [rng.standard_normal(n, dtype=np.float32) for _ in range(cycle)]
+    u, v, control = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_control(1)
+    candidates = []
+    for t in range(60):
+        reached = control[0, rules.NEXT]
+        work = [SegmentWork(gradients[t % cycle], None, 0, n, k, 0.9)]
+        found = kernels.accumulate_and_select(work, u, v, control)
+        assert len(found.positions) >= 0.9 * k
+        candidates.append(np.count_nonzero(np.abs(v) >= reached) / k)
+        kernels.mask(u, v, found.positions, found.values, masking=True)
+    assert len(calls) <= 5, "of 60; each reads all residuals once more"
+    assert np.mean(candidates[10:]) <= 5, "times k are looked at, where k are sent"
+
+
 @pytest.mark.parametrize("hot", [slice(0, 3000), slice(60_000, 63_000)])
 def test_entries_that_crowd_in_one_place(kernels, hot):
     """The rows of an embedding that a batch has met."""
