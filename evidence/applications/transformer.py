@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,7 @@ class TransformerLanguage(WordsTraining):
     dropout: ClassVar[float] = 0.1
     clip: float | None = None
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(2000, 128, 2, 32, 16, 8, 2, 14, 1, 22_000),
+        "full": Size(1000, 96, 2, 16, 16, 8, 4, 16, 1, 22_000),
         "quick": Size(2000, 64, 2, 16, 32, 40, 1, 4, 1, 6000),
         "tiny": Size(500, 32, 1, 8, 8, 800, 1, 3, 1, 600),
     }
@@ -56,7 +55,8 @@ class TransformerLanguage(WordsTraining):
             "data": self.text_facts(),
             "model": f"{size.layers} Transformer layers of width {size.width} with {self.heads} heads, tied "
             f"embeddings, dropout {self.dropout:g}",
-            "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 as a cosine, {size.streams} pieces "
+            "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 from three fifths of the "
+            f"steps on, {size.streams} pieces "
             f"of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC corrects no momentum "
             "here, it is plain error feedback before AdamW",
         }
@@ -70,5 +70,5 @@ class TransformerLanguage(WordsTraining):
         return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.01)
 
     def rate(self, progress: float) -> float:
-        """A rise over a twentieth, then a cosine."""
-        return min(1.0, 0.05 + 20 * progress) * 0.5 * (1 + math.cos(math.pi * progress))
+        """A short rise, and a straight fall from three fifths on."""
+        return min(1.0, 0.05 + 20 * progress) * min(1.0, (1 - progress) / 0.4)
