@@ -154,8 +154,8 @@ class Language(WordsTraining):
             "data": self.text_facts(),
             "model": f"{size.layers} layers of {size.width} LSTM cells, tied embeddings, dropout {self.dropout:g}",
             "training": f"SGD with momentum 0.9 at a learning rate of {self.lr:g} that falls to 0 from three fifths of "
-            f"the steps on, gradients clipped to a norm of {self.clip:g}, {size.streams} streams of {size.length} words "
-            f"a step on all ranks together, {size.epochs} epochs",
+            f"the steps on, gradients clipped to a norm of {self.clip:g}, {size.streams} streams of {size.length} "
+            f"words a step on all ranks together, {size.epochs} epochs",
         }
 
     def make_model(self) -> nn.Module:

@@ -56,8 +56,7 @@ class TransformerLanguage(WordsTraining):
             "model": f"{size.layers} Transformer layers of width {size.width} with {self.heads} heads, tied "
             f"embeddings, dropout {self.dropout:g}",
             "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 from three fifths of the "
-            f"steps on, {size.streams} pieces "
-            f"of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC corrects no momentum "
+            f"steps on, {size.streams} pieces of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC corrects no momentum "
             "here, it is plain error feedback before AdamW",
         }
 
