@@ -55,9 +55,9 @@ class TransformerLanguage(WordsTraining):
             "data": self.text_facts(),
             "model": f"{size.layers} Transformer layers of width {size.width} with {self.heads} heads, tied "
             f"embeddings, dropout {self.dropout:g}",
-            "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 from three fifths of the "
-            f"steps on, {size.streams} pieces of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC corrects no momentum "
-            "here, it is plain error feedback before AdamW",
+            "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 from three fifths of the steps on, "
+            f"{size.streams} pieces of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC "
+            "corrects no momentum here, it is plain error feedback before AdamW",
         }
 
     def make_model(self) -> nn.Module:
