@@ -29,4 +29,4 @@ def application_class(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise EvidenceError(f"the application {name!r} cannot be loaded: {error}") from error
+        raise EvidenceError(f"{name!r} needs {error.name}: install it (make setup installs everything)") from error

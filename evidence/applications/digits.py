@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -104,11 +103,3 @@ class DigitsTraining:
             start = step * self._size.batch + rank * own
             chosen = order[start : start + own]
             yield shifted(self.train_images[chosen], random), self.train_labels[chosen]
-
-
-def lacks(*packages: str) -> str | None:
-    """One sentence about the first of some packages that is not installed; None if all are."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            return f"the package {package} is missing: install it (make setup installs everything)"
-    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-import keras
 import numpy as np
 
 from evidence.applications.digits import SIZES, DigitsTraining
@@ -13,13 +13,13 @@ from evidence.applications.digits import SIZES, DigitsTraining
 
 def resnet(width: int, blocks: int) -> Any:
     """Logits (n, 10) of images (n, 28, 28, 1)."""
-    layers = keras.layers
+    from keras import Input, Model, layers
 
     def convolution(x: Any, outside: int, size: int, stride: int) -> Any:
         x = layers.Conv2D(outside, size, stride, padding="same", use_bias=False, kernel_initializer="he_uniform")(x)
         return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(x)
 
-    given = keras.Input((28, 28, 1))
+    given = Input((28, 28, 1))
     x = layers.ReLU()(convolution(given, width, 3, 2))
     for stage in range(3):
         outside = width << stage
@@ -28,7 +28,7 @@ def resnet(width: int, blocks: int) -> Any:
             inner = convolution(layers.ReLU()(convolution(x, outside, 3, stride)), outside, 3, 1)
             shortcut = x if stride == 1 and x.shape[-1] == outside else convolution(x, outside, 1, stride)
             x = layers.ReLU()(layers.add([inner, shortcut]))
-    return keras.Model(given, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    return Model(given, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
 class ImageKeras(DigitsTraining):
@@ -38,6 +38,13 @@ class ImageKeras(DigitsTraining):
     title: ClassVar[str] = "Image classification, Keras 3"
     framework: ClassVar[Literal["torch", "keras"]] = "keras"
 
+    @classmethod
+    def missing(cls) -> str | None:
+        """What has to be installed. Keras is imported where it is used: the launcher does without it."""
+        if importlib.util.find_spec("tensorflow") is None:
+            return "TensorFlow is missing: install it (make setup installs everything)"
+        return None
+
     def make_model(self) -> Any:
         """A new network."""
         size = SIZES[self.scale]
@@ -45,7 +52,9 @@ class ImageKeras(DigitsTraining):
 
     def make_optimizer(self, model: Any) -> Any:
         """Momentum SGD. Keras' weight decay has no momentum: ten times as large it is as strong as PyTorch's."""
-        return keras.optimizers.SGD(self.lr, momentum=0.9, weight_decay=5e-3)
+        from keras.optimizers import SGD
+
+        return SGD(self.lr, momentum=0.9, weight_decay=5e-3)
 
     def batches(self, epoch: int, rank: int, size: int) -> Iterator[tuple[Any, ...]]:
         """This rank's share of the epoch's batches: images (b, 28, 28, 1), labels (b,)."""
@@ -54,8 +63,10 @@ class ImageKeras(DigitsTraining):
 
     def loss(self, model: Any, batch: tuple[Any, ...]) -> Any:
         """Mean cross entropy."""
+        from keras import losses, ops
+
         targets, outputs = batch
-        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True))
+        return ops.mean(losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True))
 
     def evaluate(self, model: Any, rank: int, size: int) -> dict[str, tuple[float, float]]:
         """Right answers among this rank's test images, and the sum of their losses."""

