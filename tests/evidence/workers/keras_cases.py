@@ -20,6 +20,8 @@ def run(folder, keep_first_to=None):
     record = trainer.resume()
 
     def end_of_epoch(epoch, loss):
+        # Rank 0 writes the record for all.
+        loss = trainer.sums([loss])[0]
         record.append({"epoch": epoch + 1, "loss": loss, "metrics": trainer.evaluate()})
         trainer.save(record)
         hvd.allgather_object(0, name="meet")
