@@ -132,7 +132,7 @@ def _result(task: Task, trainer: Trainer, record: Record, summary: dict[str, Any
 def _packages(framework: str) -> list[str]:
     """Those whose versions the page gives."""
     candidates = ("torch",) if framework == "torch" else ("tensorflow", "tensorflow-cpu", "keras")
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    installed = {distribution.name.replace("_", "-") for distribution in importlib.metadata.distributions()}
     return ["numpy", "horovod", *(name for name in candidates if name in installed)]
 
 
