@@ -5,16 +5,14 @@ A worker is a script of its own, by convention in ``tests/**/workers/``. It impo
 hands them to ranks that live as long as the session::
 
     # workers/sums.py                                   # test_sums.py
-    from worker_tools import case, run_cases            from launch_tools import case_names
-                                                        WORKER = Path(__file__).parent / "workers" / "sums.py"
-    @case
-    def two_and_two():                                  @pytest.fixture(scope="module")
-        assert ...                                      def cases(ranks):
-                                                            return ranks(WORKER, 2)
+    from worker_tools import case, run_cases            from pathlib import Path
+
+    @case                                               from rank_jobs import SIZES, each_case
+    def two_and_two():
+        assert ...                                      workers = Path(__file__).parent / "workers"
+                                                        test_sums = each_case(workers / "sums.py", SIZES)
     if __name__ == "__main__":
-        run_cases()                                     @pytest.mark.parametrize("name", case_names(WORKER))
-                                                        def test_sums(cases, name):
-                                                            cases.check(name)
+        run_cases()
 
 What ends a rank, or needs one that nothing has touched, is launched by itself: :func:`run_cases` for a worker,
 :func:`run_mpi` for any script. Ranks report through files, not through stdout: launchers cut and mix the lines of

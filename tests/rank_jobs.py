@@ -26,19 +26,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from launch_tools import (
     DEFAULT_TIMEOUT,
     REPOSITORY,
     CaseResults,
     LaunchError,
     Result,
+    case_names,
     environment_for,
     kill_tree,
     launch_command,
@@ -66,6 +68,11 @@ TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "TF_USE_L
 
 FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
 """Environments for Keras 3 and for legacy Keras."""
+
+SIZES = {"2ranks": {"n": 2}, "4ranks": {"n": 4}}
+CARRIERS = {"mpirun": {"launcher": "mpirun"}, "gloo": {"launcher": "gloo"}}
+KERAS = {flavour: {"env": env} for flavour, env in FLAVOURS.items()}
+"""Kinds of ranks for :func:`each_case`."""
 
 
 _LIBC = ctypes.CDLL(None)
@@ -407,6 +414,27 @@ class Ranks:
                 job.kill()
                 # Not an error of the test that needs the place.
                 self._errors.append(str(error))
+
+
+def each_case(worker: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None) -> Callable[..., None]:
+    """A test of each case of a worker, on 2 ranks if nothing else is said.
+
+    Args:
+        worker: the file of cases.
+        kinds: name -> what the fixture ``ranks`` is given beside the worker; every case runs on each of them.
+    """
+    kinds = kinds or {"2ranks": {}}
+    found: dict[str, Cases] = {}
+
+    @pytest.mark.mpi
+    @pytest.mark.parametrize("name", case_names(worker))
+    @pytest.mark.parametrize("kind", kinds)
+    def test(ranks: Ranks, kind: str, name: str) -> None:
+        if kind not in found:  # a worker that gets a launch of its own is started once
+            found[kind] = ranks(worker, **{"n": 2, **kinds[kind]})
+        found[kind].check(name)
+
+    return test
 
 
 def _kind(source: str, n: int, launcher: str, env: Mapping[str, str] | None) -> Kind:

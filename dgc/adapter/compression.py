@@ -12,7 +12,7 @@ from typing import Any
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import Horovod
 from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.config.checks import require_compressor, require_integer, require_number
+from dgc.core.config.checks import plain, require_compressor, require_integer, require_number
 from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError
@@ -222,7 +222,7 @@ def check_passes(passes: Any) -> None:
     Raises:
         ConfigError: it is no whole number >= 1.
     """
-    require_integer("backward_passes_per_step", passes, 1)
+    require_integer("backward_passes_per_step", plain(passes), 1)
 
 
 def check_predivide(factor: Any, op_name: str) -> None:

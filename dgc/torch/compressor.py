@@ -22,6 +22,7 @@ from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
 from dgc.torch.engine.step.saved_state import require_own_options
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
+from dgc.torch.engine.step.untraced import untraced
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -106,6 +107,7 @@ class DGCCompressor(CompressorBase[Engine]):
 
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
+    @untraced
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Start the exchange of a gradient; Horovod reduces a one-element stand-in in the meantime.
 
@@ -120,7 +122,7 @@ class DGCCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # a process set of one rank: Horovod calls, but there is nobody to exchange with
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):  # which takes long to ask
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
@@ -141,6 +143,7 @@ class DGCCompressor(CompressorBase[Engine]):
         engine.count_bytes(stand_in.nbytes)
         return stand_in, result
 
+    @untraced
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
 
@@ -152,7 +155,7 @@ class DGCCompressor(CompressorBase[Engine]):
             return tensor
         assert self._engine is not None
         reduced = float(tensor)
-        self._stand_ins.give_back(tensor)
+        self._stand_ins.give_back(tensor, reduced)
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error

@@ -21,6 +21,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
+from dgc.torch.engine.step.untraced import untraced
 
 
 def DistributedOptimizer(
@@ -52,11 +53,11 @@ def DistributedOptimizer(
     hvd = HOROVOD.module()
     check_compression(compression, DGCCompressor, "dgc.torch")
     _check_optimizer(optimizer, named_parameters)
+    check_passes(backward_passes_per_step)
     ours = compression if isinstance(compression, DGCCompressor) else None
     if ours is not None:
         refuse_adasum(op, HOROVOD)
         refuse_grouping(num_groups, groups)
-        check_passes(backward_passes_per_step)
         op = ours.op_of(op)
         check_predivide(gradient_predivide_factor, op)
         ours.use_op(op)
@@ -106,6 +107,7 @@ def DistributedOptimizer(
     return distributed
 
 
+@untraced
 def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
     """Replaces ``_allreduce_grad_async``: start a gradient's exchange, and return how to wait for its result.
 
@@ -141,6 +143,7 @@ def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Non
     return functools.partial(_wait, engine, engine.submit(index, gradient)), None
 
 
+@untraced
 def _wait(engine: Engine, result: torch.Tensor) -> torch.Tensor:
     engine.finish()
     return result

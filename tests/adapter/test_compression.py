@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 
+import numpy as np
 import pytest
 from fakes import FakeHorovod
 
@@ -92,6 +93,7 @@ def test_compressors_of_another_framework():
 @pytest.mark.parametrize("passes", [0, -1, 1.0, "2", True, None])
 def test_passes(passes):
     shared.check_passes(2)
+    shared.check_passes(np.int64(2))
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
         shared.check_passes(passes)
 

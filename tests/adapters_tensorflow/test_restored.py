@@ -2,15 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
-from rank_jobs import FLAVOURS
+from rank_jobs import KERAS, each_case
 
-WORKER = Path(__file__).parent / "workers" / "restored_cases.py"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_restored(ranks, name, flavour):
-    ranks(WORKER, 2, env=FLAVOURS[flavour]).check(name)
+test_restored = each_case(Path(__file__).parent / "workers" / "restored_cases.py", KERAS)

@@ -2,13 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
-WORKER = Path(__file__).parent / "workers" / "binding_cases.py"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_binding(ranks, name):
-    ranks(WORKER, 2).check(name)
+test_binding = each_case(Path(__file__).parent / "workers" / "binding_cases.py")

@@ -2,18 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import CARRIERS, each_case
 
-WORKER = Path(__file__).parent / "workers" / "habits_cases.py"
-
-
-@pytest.fixture(scope="module", params=["mpirun", "gloo"])
-def cases(ranks, request):
-    return ranks(WORKER, 2, launcher=request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_habits(cases, name):
-    cases.check(name)
+test_habits = each_case(Path(__file__).parent / "workers" / "habits_cases.py", CARRIERS)

@@ -2,18 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
-WORKER = Path(__file__).parent / "workers" / "unusual_use_cases.py"
-
-
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_unusual_use(cases, name):
-    cases.check(name)
+test_unusual_use = each_case(Path(__file__).parent / "workers" / "unusual_use_cases.py")

@@ -86,7 +86,7 @@ class Adoption:
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
         self._config = config
-        self.taken = False
+        self.taken = self._beside_local = False
         self.take()
 
     @property
@@ -137,6 +137,15 @@ class Adoption:
         self._fill(len(self.hyper.momentum))
         self._keep_config()
 
+    def stand_beside_local(self) -> None:
+        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
+
+        Raises:
+            ConfigError: the compressor applies a momentum, which would not act on them.
+        """
+        self._beside_local = True
+        self.refuse_local()
+
     def undo(self) -> None:
         """Give the optimizer back what was taken from it, for a construction that failed."""
         if not self.taken:
@@ -185,6 +194,18 @@ class Adoption:
                 if values.any():
                     absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
+
+    def refuse_local(self) -> None:
+        """Look whether what was taken acts on all variables that are updated.
+
+        Raises:
+            ConfigError: some are local.
+        """
+        if self._beside_local and any(self.hyper.momentum):
+            raise ConfigError(
+                "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to the "
+                "compressor to leave it in the optimizer"
+            )
 
     def _keep_config(self) -> None:
         """Let the optimizer describe itself as the user made it, to whoever saves it."""

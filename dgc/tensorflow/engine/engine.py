@@ -128,6 +128,7 @@ class Engine(EngineBase):
         """
         try:
             self.adoption.take()
+            self.adoption.refuse_local()
             self._absorb_loaded()
             self._refuse_sparse_momentum(self._kinds or ())
         except ConfigError as error:

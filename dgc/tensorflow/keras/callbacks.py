@@ -59,7 +59,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
         In that case residuals and momentum of the compressor are emptied: they belong to the run that was left.
 
         Raises:
-            ConfigError: ``compile(jit_compile=True)``, or a model without variables and ``steps_per_execution``.
+            ConfigError: ``compile(jit_compile=True)``, a model without variables and ``steps_per_execution``, or a rank
+                has loaded a model that lacks options.
+            LayoutError: a rank has loaded a model with which the others' compressors cannot go on.
         """
         _turn_off_xla(self.model)
         was_loaded = self._was_loaded()
@@ -89,9 +91,13 @@ class BroadcastGlobalVariablesCallback(_Callback):
         """Whether a rank's variables have changed since the last ``fit``; all ranks get the same answer."""
         if is_alone():
             return False
-        engine = _engine_of(self.model.optimizer)
-        own = tf.constant([int(engine is not None and engine.was_changed())], tf.int32)
-        return bool(np.asarray(import_horovod().allgather(own, name="dgc.loaded")).any())
+        optimizer = self.model.optimizer
+        engine, members = _engine_of(optimizer), _process_set_of(optimizer)
+        set_id = -1 if members is None else members.process_set_id
+        own = [int(engine is not None and engine.was_changed()), bool(_lacking(optimizer)), engine is not None, set_id]
+        rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
+        _refuse_one_sided(optimizer, rows, set_id)
+        return bool(rows[:, 0].any())
 
     def _broadcast(self, was_loaded: bool = False) -> None:
         if self.broadcast_done or is_alone():
@@ -130,6 +136,45 @@ def _engine_of(optimizer: Any) -> Any:
     """What the optimizer's compressor exchanges with; None without one, or before the first step."""
     owners = (optimizer, without_loss_scale(optimizer))
     return next((c.engine for c in (getattr(o, "compression", None) for o in owners) if c is not None), None)
+
+
+def _lacking(optimizer: Any) -> tuple[str, ...]:
+    """Names of options without which a loaded model's optimizer cannot exchange."""
+    settings = (getattr(o, "_dgc_settings", None) for o in (optimizer, without_loss_scale(optimizer)))
+    found = next((s for s in settings if s is not None), None)
+    return () if found is None or is_alone(found.process_set) is not False else found.lost
+
+
+def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
+    """Say on every rank what some have loaded and cannot train, or cannot train with the others.
+
+    Args:
+        optimizer: this rank's.
+        rows: of each rank whether its variables changed, whether it lacks options, whether its compressor is bound, and
+            the number of its process set.
+        set_id: this rank's number of the process set.
+
+    Raises:
+        ConfigError: a rank lacks options.
+        LayoutError: some ranks of the set have a compressor that is bound, and others have not.
+    """
+    lacking = np.flatnonzero(rows[:, 1]).tolist()
+    if lacking:
+        names = ", ".join(_lacking(optimizer)) or "options of its optimizer"
+        raise ConfigError(
+            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
+            "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
+            "compression=..., process_set=...), loss=...), before you train it further"
+        )
+    together = rows[:, 3] == set_id
+    bound = rows[together, 2].astype(bool)
+    if bound.any() and not bound.all():
+        new = np.flatnonzero(together)[~bound].tolist()
+        raise LayoutError(
+            f"rank {new[0]} has a model whose compressor has exchanged nothing yet, while others go on with theirs: a "
+            "model that takes another one's place, load it on every rank, or load its weights into the one that is "
+            "there (model.load_weights)"
+        )
 
 
 def _process_set_of(optimizer: Any) -> Any:

@@ -60,13 +60,11 @@ class LocalVariables:
             shared = [gradients[i] for i in places], [variables[i] for i in places]
             reduced, verdict = reducer.reduce(*shared, optimizer, **options)
         engine = None if reducer.compression is None else reducer.compression.engine
-        if engine is not None and any(engine.adoption.hyper.momentum):
-            engine.fail(
-                ConfigError(
-                    "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to "
-                    "the compressor to leave it in the optimizer"
-                )
-            )
+        if engine is not None:
+            try:
+                engine.adoption.stand_beside_local()
+            except ConfigError as error:
+                engine.fail(error)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient

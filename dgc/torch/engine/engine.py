@@ -20,11 +20,11 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import HostTensors, tensors_for
-from dgc.torch.engine.horovod.horovod import averages_first_pass
+from dgc.torch.engine.horovod.horovod import averages_first_pass, is_idle
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
 from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
-from dgc.torch.engine.step.last_step import LastStep, refuse_velocity
+from dgc.torch.engine.step.last_step import Carried, LastStep, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.tensors import Places, Result, as_array, describe
@@ -308,7 +308,9 @@ class Engine(EngineBase):
         if self._opened:
             return None
         owner = self.steps.owner
-        carried = self._last.next_begins(index, averages_first_pass(owner))
+        idle = is_idle(owner)
+        carried = self._last.next_begins(None if idle else index, idle or averages_first_pass(owner))
+        unwritten = self.updates.applied
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
@@ -321,8 +323,9 @@ class Engine(EngineBase):
             if owner is not None:
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
-                if any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay):
-                    refuse_velocity(carried)
+                velocity = any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay)
+                self._last.mixed = velocity and carried is Carried.AGAIN
+                refuse_results(carried, idle=idle, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)

@@ -20,6 +20,9 @@ _NAMES = {
     torch.float64: "float64",
 }
 
+_NATIVE = frozenset((torch.float32, torch.float64))
+"""Types of NumPy's that the core writes results in."""
+
 
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
     """A parameter as the core lists it; types that the core refuses keep torch's name."""
@@ -53,10 +56,10 @@ class Result:
     @classmethod
     def for_tensor(cls, tensor: torch.Tensor) -> Result:
         """Let the core write into ``tensor`` itself when it can, else into an array of float32."""
-        flat = tensor.detach()
-        native = flat.dtype in (torch.float32, torch.float64) and flat.device.type == "cpu" and flat.is_contiguous()
-        if native:
-            return cls(tensor, flat.view(-1).numpy(), None, True)
+        # Each call of torch's costs a microsecond, which tells with thousands of small gradients.
+        flat = tensor.detach() if tensor.requires_grad else tensor
+        if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
+            return cls(tensor, flat.numpy().reshape(-1), None, True)
         wide = np.float64 if flat.dtype is torch.float64 else np.float32
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
         return cls(tensor, np.empty(flat.numel(), wide), limit, False)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.fuse.seam import resolve
 from dgc.torch.fuse.step import FuseOptions, FuseRecord
 
@@ -75,6 +76,7 @@ def is_fused_optimizer(optimizer: Optimizer) -> bool:
     return isinstance(getattr(optimizer, _RECORD, None), FuseRecord)
 
 
+@untraced
 def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Step ``optimizer`` with few kernel calls; afterwards parameters and state are as ``step(closure)`` leaves them.
 

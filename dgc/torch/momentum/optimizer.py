@@ -33,6 +33,7 @@ from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.horovod import HOROVOD, member_set
 from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.sparse_updates import refusal_of_rate
+from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.tensors import describe
 from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
@@ -165,6 +166,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     # -- training ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Exchange this step's gradients and update the parameters. Collective.
 
@@ -299,8 +301,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     )
 
     def __repr__(self) -> str:
-        text = super().__repr__()
-        return text if self.options.name is None else f"{self.options.name}: {text}"
+        return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.zero.groups import (
     Recipe,
     RecipeGroups,
@@ -170,6 +171,7 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's share and bring everybody's new values to all ranks. Collective.
 

@@ -299,6 +299,22 @@ def ops_that_do_not_fit():
 
 
 @case
+def no_backward_passes():
+    for passes in (0, -1):
+        for compression in (None, dgc.Compression.fp16, dgc.Compression.dgc()):
+            for wrapper, inner in (
+                (dgc.DistributedOptimizer, keras.optimizers.SGD(0.1, momentum=0.9)),
+                (dgck.DistributedOptimizer, keras.optimizers.SGD(0.1, momentum=0.9)),
+                (dgc.DistributedOptimizer, tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)),
+            ):
+                m.assert_raises(
+                    lambda w=wrapper, i=inner, c=compression, p=passes: w(i, compression=c, backward_passes_per_step=p),
+                    f"backward_passes_per_step is {passes}",
+                    kinds=(dgc.ConfigError,),
+                )
+
+
+@case
 def groups_in_the_wrapper_and_unknown_options():
     model = m.make_model()
     m.assert_raises(lambda: tape_step(model, dgc.Compression.dgc(momentum=0.0), groups=1), "bucket_bytes")

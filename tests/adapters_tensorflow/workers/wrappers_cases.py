@@ -172,6 +172,34 @@ def local_variables_and_what_cannot_go_with_them():
 
 
 @case
+def a_momentum_that_is_assigned_later_is_refused_beside_local_variables():
+    """Also in a graph, which is not traced anew; without a local variable it is followed."""
+    for eager in (False, True):
+        v, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
+        compression = dgc.Compression.dgc(rampup_begin_step=99)
+        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
+        optimizer.register_local_var(own)
+
+        def apply(optimizer=optimizer, v=v, own=own):
+            optimizer.apply_gradients([(tf.ones([64, 2]), v), (tf.ones([3]), own)])
+
+        step = apply if eager else tf.function(apply)
+        step()
+        step()
+        optimizer.momentum = 0.9
+        before = np.asarray(v), np.asarray(own)
+        for _ in range(2):
+            m.assert_raises(step, "local variables", "momentum=0")
+            np.testing.assert_array_equal(np.asarray(v), before[0])
+            np.testing.assert_array_equal(np.asarray(own), before[1])
+            compression.reset()
+        optimizer.momentum = 0.0
+        step()
+        np.testing.assert_allclose(np.asarray(v), -3.0)
+        np.testing.assert_allclose(np.asarray(own), -3.0 / hvd.size())
+
+
+@case
 def a_partial_tape_leaves_layers_on_their_rank():
     model = m.make_model()
     last = model.layers[-1]

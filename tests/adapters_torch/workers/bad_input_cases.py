@@ -48,6 +48,39 @@ def groups_with_way_b():
 
 
 @case
+def no_backward_passes():
+    """With and without our compressor; Horovod itself says so with a ValueError, which ours is."""
+    passes = {"backward_passes_per_step": 0}
+    for kind in ("none", "fp16"):
+        model = make_model()
+        compression = getattr(dgc.Compression, kind)
+        on_every_rank(
+            dgc.ConfigError,
+            "backward_passes_per_step is 0",
+            lambda c=compression, m=model: dgc.DistributedOptimizer(sgd(m), compression=c, **passes),
+            kind,
+        )
+    model = make_model()
+    optimizer = sgd(model)
+    on_every_rank(
+        dgc.ConfigError, "backward_passes_per_step is 0", lambda: wrap("b", model, optimizer, hvd_options=passes), "b"
+    )
+    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer)
+    for options in (passes, {}):
+
+        def wrapped(options=options):
+            return hvd.DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters(), compression=compression, **options
+            )
+
+        if options:
+            on_every_rank(ValueError, "backward_passes_per_step must be > 0", wrapped, "a")
+        else:
+            train(wrapped(), model, 2)
+    compression.close()
+
+
+@case
 def sparse_as_dense_with_way_a():
     model = make_model()
     optimizer, compression = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})

@@ -2,18 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import SIZES, each_case
 
-WORKER = Path(__file__).parent / "workers" / "recovery_cases.py"
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_after_failed_steps(cases, name):
-    cases.check(name)
+test_after_failed_steps = each_case(Path(__file__).parent / "workers" / "recovery_cases.py", SIZES)

@@ -1,4 +1,4 @@
-"""Collectives that find Horovod's thread idle; run by test_idle.py."""
+"""Collectives that find Horovod's thread idle; run by test_idle_collectives.py."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How often Horovod's thread asks the other ranks, with the edits of its sources; run by test_idle.py."""
+"""How often Horovod's thread asks the other ranks, with the edits of its sources; run by test_idle_cycles.py."""
 
 import os
 import time

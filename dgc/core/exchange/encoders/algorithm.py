@@ -14,6 +14,7 @@ import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
+from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout
@@ -162,7 +163,7 @@ class AlgorithmEncoder(Encoder):
             with np.errstate(over="ignore", invalid="ignore"):
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
-        outcome.flagged = not all(_is_finite(result) for result in results)
+        outcome.flagged = not all(is_finite(result) for result in results)
 
     def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
@@ -205,7 +206,7 @@ class AlgorithmEncoder(Encoder):
         nonfinite = self._kernels.accumulate(work, state.u, info.increment)
         with np.errstate(over="ignore"):
             state.v += info.increment
-        if _is_finite(state.v):
+        if is_finite(state.v):
             return nonfinite
         state.v[~np.isfinite(state.v)] = 0
         return True
@@ -263,9 +264,3 @@ class AlgorithmEncoder(Encoder):
 
     def _varies(self, plan: BucketPlan) -> bool:
         return self._algorithm.varying and plan.mode is Mode.SPARSE
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Whether all values are; one read in the ordinary case, where the squares add up to a finite number."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())

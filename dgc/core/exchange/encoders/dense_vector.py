@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import StepContext, Submission
 from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
 from dgc.core.state.layout import Bucket, Segment
@@ -70,7 +71,7 @@ class DenseVector:
                 place[...] = item.gradient
             else:
                 np.multiply(item.gradient, vector.dtype.type(scale), out=place, dtype=vector.dtype)
-        return not _is_finite(vector)
+        return not is_finite(vector)
 
     def settle_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
         """Add to small tensors' gradients what is owed to them, and code them where the plan says so.
@@ -93,7 +94,7 @@ class DenseVector:
         if state.owes:
             with np.errstate(over="ignore", invalid="ignore"):
                 x += state.error
-        finite = _is_finite(x)
+        finite = is_finite(x)
         if plan.small and finite:
             plan.small.encode(x, coded, self._left)
         else:
@@ -130,7 +131,7 @@ class DenseVector:
         """Multiply the sum by 1 / P, or by 1; returns whether it is finite."""
         if share != 1.0:
             self.values *= self.values.dtype.type(share)
-        finite = _is_finite(self.values)
+        finite = is_finite(self.values)
         if plan.mode is Mode.DENSE and self._own_share != 1.0:
             self.values[: self._bucket.sparse_size] *= self.values.dtype.type(self._own_share)
         return finite
@@ -235,9 +236,3 @@ class DenseVector:
             hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i] * share, step.loss_scale / share
         )
         self._kernels.dense_update(result, self._mean_of(plan, segment), u, item.parameter, rule)
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """One pass without temporaries in the ordinary case: a float64 sum of finite float32 values cannot overflow."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return bool(np.isfinite(values.sum(dtype=np.float64)) or np.isfinite(values).all())

@@ -29,11 +29,11 @@ class StandIns:
     def take(self) -> torch.Tensor:
         """A 1.0, (1,) float32, for Horovod to work on in place."""
         if self._free:
-            return self._free.pop().fill_(1.0)
+            return self._free.pop()
         one = torch.ones(1)
         self._holders.append(hold(one))
         return one
 
-    def give_back(self, stand_in: torch.Tensor) -> None:
-        """Horovod is done with it."""
-        self._free.append(stand_in)
+    def give_back(self, stand_in: torch.Tensor, value: float) -> None:
+        """Horovod is done with it, and has left ``value`` in it: mostly 1.0, as the average of ones."""
+        self._free.append(stand_in if value == 1.0 else stand_in.fill_(1.0))

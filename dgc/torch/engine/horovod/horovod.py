@@ -68,6 +68,11 @@ def has_begun(optimizer: Any) -> bool:
     return bool(optimizer._handles) or any(left != passes for left in optimizer._allreduce_delay.values())
 
 
+def is_idle(optimizer: Any) -> bool:
+    """Whether no backward pass has run since the latest step of ``optimizer``; False where it is not Horovod's."""
+    return hasattr(optimizer, "_allreduce_delay") and not has_begun(optimizer)
+
+
 def averages_first_pass(optimizer: Any) -> bool:
     """Whether a Horovod optimizer hands over each gradient in the backward pass that computes it."""
     return getattr(optimizer, "backward_passes_per_step", 0) == 1 and getattr(optimizer, "_groups", None) is None

@@ -15,6 +15,7 @@ from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.step.last_step import LastStep
 from dgc.torch.engine.step.saved_state import SavedState, broadcasting
 from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
+from dgc.torch.engine.step.untraced import untraced
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -110,6 +111,7 @@ class StepWatch:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
         if self._owns(optimizer):
             self._adoption.show()
+            self.last.stepped()
         if self.last.is_open and self._concerns(optimizer) and not broadcasting():
             self.last.applied()
 
@@ -140,11 +142,13 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
     return tuple(float(rate) for rate in at_hand)
 
 
+@untraced
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for watch in list(_watches):
         watch.before_step(optimizer)
 
 
+@untraced
 def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for watch in list(_watches):
         watch.after_step(optimizer)
@@ -155,6 +159,7 @@ def _tell_of_clearing(optimizer: torch.optim.Optimizer, watch: StepWatch) -> Non
     cleared, told = weakref.ref(optimizer), weakref.ref(watch)
     before = optimizer.__dict__.get("zero_grad")
 
+    @untraced
     @functools.wraps(type(optimizer).zero_grad)
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         itself, watching = cleared(), told()

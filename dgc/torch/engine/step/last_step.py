@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +24,27 @@ class Carried(Enum):
     NO = "no"
     PERHAPS = "perhaps"  # they may have been set to 0 in place before gradients were added
     YES = "yes"
+    AGAIN = "again"  # the step was applied, and they were not cleared after it
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A gradient as a step left it."""
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+    beginning: torch.Tensor
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Left:
+        return cls(weakref.ref(gradient), gradient._version, _beginning(gradient).clone())
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        """Whether nobody has changed or cleared it; writing to ``.data`` raises no version."""
+        seen: Any = self.gradient()
+        if gradient is None or gradient is not seen or seen._version != self.version:
+            return False
+        return torch.equal(_beginning(seen), self.beginning) and bool(seen.any())
 
 
 class LastStep:
@@ -32,6 +56,8 @@ class LastStep:
 
     Attributes:
         stands: whether the owner's ``zero_grad()`` has not cleared the latest step's results.
+        mixed: whether gradients of the latest step were added to an earlier one's results, which hold momentum or decay
+            that the compressor applies.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], exchange: Callable[[], Exchange]) -> None:
@@ -39,11 +65,12 @@ class LastStep:
         self._parameters = parameters
         self._exchange = exchange
         self._gradients: dict[int, torch.Tensor] = {}  # of two parameters, by index
+        self._left: dict[int, _Left] = {}  # of two parameters, by index, after a step that was applied
         self._values: list[np.ndarray] | None = None
         self._versions: list[int] = []
         self._seen_stepping = False
-        self._warned = False
-        self.stands = False
+        self._warned = self._told = False
+        self.stands = self.mixed = False
 
     @property
     def is_open(self) -> bool:
@@ -56,9 +83,7 @@ class LastStep:
         if not self._exchange().unapplied.pending:
             self._forget()
             return
-        count = len(self._parameters)
-        ends = [next(filter(self._has_gradient, order), None) for order in (range(count), reversed(range(count)))]
-        self._gradients = {i: self._parameters[i].grad for i in ends if i is not None}
+        self._gradients = self._at_both_ends()
         if not self._seen_stepping:
             # Somebody who never calls step() updates the parameters without an optimizer.
             self._versions = [p._version for p in self._parameters]
@@ -70,7 +95,14 @@ class LastStep:
         if unapplied.pending:
             self._seen_stepping = True
             unapplied.settle()
+        if self.mixed and not self._told:
+            self._told = True
+            warnings.warn(_AGAIN, RuntimeWarning, stacklevel=4)
         self._forget()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped the parameters; the next step looks whether what it leaves was cleared."""
+        self._left = {i: _Left.of(gradient) for i, gradient in self._at_both_ends().items()}
 
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run."""
@@ -86,14 +118,16 @@ class LastStep:
         """The first gradient of the next step is there.
 
         Args:
-            index: the parameter whose gradient that is.
+            index: the parameter whose gradient that is; None if no backward pass has touched any.
             first_pass: whether the other gradients are as they were before this backward pass.
 
         Returns:
             Whether the latest step's results are still in ``.grad``, where they are exchanged again.
         """
+        left, self._left = self._left, {}
         if not self._exchange().unapplied.pending:
-            return Carried.NO
+            kept = (each.is_still(self._parameters[i].grad) for i, each in left.items() if i != index)
+            return Carried.AGAIN if first_pass and any(kept) else Carried.NO
         others = {i: gradient for i, gradient in self._gradients.items() if i != index}
         if self._were_cleared(others or self._gradients):
             self._drop()
@@ -134,9 +168,15 @@ class LastStep:
             )
         self._forget()
 
+    def _at_both_ends(self) -> dict[int, torch.Tensor]:
+        """The gradients of the first and the last parameter that has one, by index."""
+        count = len(self._parameters)
+        ends = [next(filter(self._has_gradient, order), None) for order in (range(count), reversed(range(count)))]
+        return {i: self._parameters[i].grad for i in ends if i is not None}
+
     def _has_gradient(self, index: int) -> bool:
         gradient = self._parameters[index].grad
-        return gradient is not None and not gradient.is_sparse
+        return gradient is not None and not gradient.is_sparse and gradient.numel() > 0
 
     def _were_cleared(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         """Whether one of the gradients that were kept in mind is gone, or all have been set to 0."""
@@ -157,12 +197,37 @@ class LastStep:
         self._values = None
 
 
-def refuse_velocity(carried: Carried) -> None:
-    """Gradients are added to results that hold momentum or decay, which would be taken for a gradient.
+_AGAIN = (
+    "call optimizer.zero_grad() between steps, also between two step() of one backward(): .grad still held what the "
+    "last step() applied, with the momentum and weight decay that the compressor applies, which cannot be taken for a "
+    "gradient. With momentum=0 in the compressor both stay in the optimizer"
+)
+
+
+def refuse_results(carried: Carried, *, idle: bool, velocity: bool, unwritten: bool) -> None:
+    """Results of the latest step would be taken for gradients, or those that dense training takes again are not there.
+
+    Args:
+        carried: whether results are still in ``.grad``.
+        idle: whether no backward pass has run since.
+        velocity: whether they hold momentum or decay that the compressor applies.
+        unwritten: whether they were applied without being written.
 
     Raises:
-        ConfigError: they certainly are.
+        ConfigError: they certainly would be.
     """
+    if carried is Carried.AGAIN and not (idle and any(map(stepping, frames()))):
+        return  # who does not step may drop them again; a warning comes with the step
+    if carried is Carried.AGAIN and velocity:
+        raise ConfigError(_AGAIN)
+    if carried is Carried.AGAIN and unwritten:
+        raise ConfigError(
+            "call optimizer.zero_grad() between two step() of one backward(), or give the compressor "
+            "sparse_updates=False: the last one has applied its results without writing them to .grad, where dense "
+            "training finds and applies them again"
+        )
+    if not velocity:
+        return
     advice = (
         "backward() ran after synchronize() without step() or zero_grad(): .grad holds the step's result, with the "
         "momentum and weight decay that the compressor applies, and cannot take in another gradient; accumulate with "
@@ -173,3 +238,11 @@ def refuse_velocity(carried: Carried) -> None:
         raise ConfigError(advice)
     if carried is Carried.PERHAPS:
         warnings.warn(f"unless gradients were set to 0 in place: {advice}", RuntimeWarning, stacklevel=2)
+
+
+def _beginning(gradient: torch.Tensor) -> torch.Tensor:
+    """A few values, without a copy and without waiting for a device."""
+    row = gradient.detach()
+    while row.dim() > 1:
+        row = row[0]
+    return row[:8] if row.dim() else row

@@ -36,6 +36,7 @@ class SparseUpdates:
     Attributes:
         reason: why results are dense; None where updates are sparse.
         pending: whether sums of the latest step wait for :meth:`apply`.
+        applied: whether they were applied, until the next step begins.
         obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
 
@@ -54,7 +55,7 @@ class SparseUpdates:
         self._by_size = sorted(parameters, key=torch.Tensor.numel)
         self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []  # gradients after a step, by parameter
         self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
-        self._applied = False  # whether sums were, since the latest step began
+        self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
         self.pending = False
         self.obstacle: Obstacle | None = None
@@ -101,7 +102,7 @@ class SparseUpdates:
             for _, run in itertools.groupby(tensors, lambda each: id(groups[id(each[0])])):
                 pieces = list(run)
                 _update(pieces, groups[id(pieces[0][0])])
-        self._applied = bool(held)
+        self.applied = bool(held)
         self._remember_gradients()
 
     def _remember_gradients(self) -> None:
@@ -112,7 +113,7 @@ class SparseUpdates:
     def _see_clearing(self) -> None:
         """Whether the gradients that the latest step left are still where they were."""
         left, self._left = self._left, []
-        applied, self._applied = self._applied, False
+        applied, self.applied = self.applied, False
         if not left:
             return
         kept = any(p.grad is not None and p.grad is gradient() for p, gradient in left)

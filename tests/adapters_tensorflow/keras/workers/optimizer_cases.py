@@ -229,6 +229,28 @@ def only_one_rank_loads_the_model():
 
 
 @case
+def only_one_rank_loads_a_model_that_the_others_cannot_go_on_with():
+    """One that lacks options, and one while the others go on with a compressor that has made steps."""
+    folder = shared_folder()
+    options = {} if hvd.rank() else {"loss_scale": lambda: 1.0}
+    saved = m.compile_model(dgc.Compression.dgc(**options), run_eagerly=True)
+    whole = m.compile_model(dgc.Compression.dgc(**m.SPARSE))
+    for model in (saved, whole):
+        m.fit(model, 1)
+    if hvd.rank() == 0:
+        saved.save(os.path.join(folder, "lacks.keras"))
+        whole.save(os.path.join(folder, "whole.keras"))
+    barrier()
+    fresh = m.compile_model(dgc.Compression.dgc(), model=m.make_model())
+    for name, others, text in (("lacks", fresh, "which cannot be saved"), ("whole", whole, "load it on every rank")):
+        model = others if hvd.rank() else keras.models.load_model(os.path.join(folder, f"{name}.keras"))
+        told = m.assert_raises(lambda: m.fit(model, 1, callbacks=[ROOT(0)]), text)  # noqa: B023
+        assert "rank 0" in told or hvd.rank() == 0
+    m.fit(whole, 1)
+    m.assert_replicas(m.values(whole))
+
+
+@case
 def a_checkpoint_added_in_a_second_fit_and_one_every_few_steps():
     folder = shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)

@@ -41,10 +41,11 @@ def test_stand_ins_are_used_again_and_are_1():
     first = stand_ins.take()
     other = stand_ins.take()
     assert first is not other
-    first.fill_(5)
-    stand_ins.give_back(first)
-    assert stand_ins.take() is first
-    assert first.item() == 1
+    for value in (5.0, 1.0):
+        first.fill_(value)
+        stand_ins.give_back(first, value)
+        assert stand_ins.take() is first
+        assert first.item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])

@@ -1,0 +1,120 @@
+"""Steps within ``torch.compile``, on 2 real ranks: the same bits as without it, for all that exchange gradients."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from models import assert_replicas_identical, batch, flat, sgd, wrap
+from torch import nn
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+from dgc.torch.engine.step.untraced import untraced
+
+STEPS = 3
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def trained(make, compiled):
+    """Train a small model, each step by a function that ``compiled`` makes of one; returns the parameters.
+
+    Args:
+        make: returns the optimizer and what is to be closed afterwards, for a model.
+        compiled: is given the model, the optimizer and a whole step, and returns that step's stand-in.
+    """
+    model = small_model()
+    optimizer, closed = make(model)
+
+    def whole(x, y):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step = compiled(model, optimizer, whole)
+    for number in range(STEPS):
+        step(*batch(number))
+    assert_replicas_identical(model, "compiled")
+    if closed is not None:
+        closed.close()
+    return flat(model)
+
+
+def as_it_is(model, optimizer, whole):
+    return whole
+
+
+def whole_step(model, optimizer, whole):
+    return torch.compile(whole, backend="eager")
+
+
+def update_alone(model, optimizer, whole):
+    update = torch.compile(lambda: optimizer.step(), backend="eager")
+
+    def step(x, y):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        update()
+
+    return step
+
+
+def require_same(make, *ways):
+    expected = trained(make, as_it_is)
+    for way in ways:
+        torch._dynamo.reset()
+        actual = trained(make, way)
+        assert torch.equal(actual, expected), f"{way.__name__}: {(actual - expected).abs().max()}"
+
+
+@case
+def a_compiled_step_of_way_a():
+    require_same(lambda model: wrap("a", model, sgd(model), sparsity=0.9), whole_step)
+
+
+@case
+def a_compiled_step_of_way_b():
+    require_same(lambda model: wrap("b", model, sgd(model), sparsity=0.9), whole_step, update_alone)
+
+
+@case
+def a_compiled_step_of_momentum():
+    def make(model):
+        optimizer = dgc.DGCMomentum(model.parameters(), 0.1, 0.9, rampup_begin_step=0, sparsity=[0.9])
+        return optimizer, optimizer
+
+    require_same(make, update_alone)
+
+
+@case
+def a_compiled_step_of_a_sharded_optimizer():
+    def make(model):
+        shared = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        return wrap("b", model, shared, sparsity=0.9)
+
+    require_same(make, update_alone)
+
+
+@case
+def what_is_untraced_runs_as_it_is():
+    seen = []
+
+    @untraced
+    def copied(values):
+        seen.append(torch.compiler.is_compiling())
+        out = np.empty(2, np.float32)
+        np.copyto(out, values.numpy())  # which a compiled function cannot
+        return torch.from_numpy(out)
+
+    doubled = torch.compile(lambda values: copied(values * 2) + 1, backend="eager")
+    assert doubled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert seen == [False]
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()

@@ -1,0 +1,163 @@
+"""Gradients that a step finds where the one before left them, on 2 real ranks: as in dense training, or an error."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import horovod.torch as hvd
+import torch
+from models import flat, loss_of, make_model, on_every_rank, sgd, wrap
+from worker_tools import case, run_cases
+
+from dgc.errors import ConfigError
+
+EXACT = dict(sparsity=0.0, momentum_masking=False, values="float32", small="float32")
+SPARSE = dict(sparsity=0.99, bucket_bytes=40_000)
+VELOCITY = r"zero_grad\(\).*still held what the last step\(\) applied"
+UNWRITTEN = r"zero_grad\(\).*sparse_updates=False.*without writing"
+
+
+def wrapped(way, optimizers=0.9, **options):
+    model = make_model(width=128)
+    optimizer = sgd(model, momentum=optimizers, lr=0.01)
+    if way == "dense":
+        return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()), None
+    return model, *wrap(way, model, optimizer, **options)
+
+
+def trained(way, step, steps=6, **options):
+    """The parameters after every ``step``, which is given (model, optimizer, number)."""
+    model, optimizer, compression = wrapped(way, **options)
+    seen = []
+    for number in range(steps):
+        step(model, optimizer, number)
+        seen.append(flat(model).clone())
+    if compression is not None:
+        compression.close()
+    return torch.stack(seen)
+
+
+def plain(model, optimizer, number):
+    optimizer.zero_grad()
+    loss_of(model, number).backward()
+    optimizer.step()
+
+
+def twice(model, optimizer, number):
+    plain(model, optimizer, number)
+    if number >= 2:
+        optimizer.step()
+
+
+def never_cleared(model, optimizer, number):
+    loss_of(model, number).backward()
+    optimizer.step()
+
+
+def twice_cleared_between(model, optimizer, number):
+    plain(model, optimizer, number)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def zeroed_through_data(model, optimizer, number):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.zero_()
+    never_cleared(model, optimizer, number)
+
+
+def set_by_hand(model, optimizer, number):
+    """Gradients of one's own making in the place of a backward pass; through ``.data``, whose version nobody counts."""
+    if number == 0:
+        plain(model, optimizer, number)
+        return
+    for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
+        p.grad.data.copy_(torch.full_like(p, 0.01 * (number + i)))
+    optimizer.step()
+
+
+def require_dense(step):
+    for momentum, own in ((0.0, {}), (0.9, {"momentum": 0})):
+        expected = trained("dense", step, optimizers=momentum)
+        for way in "ab":
+            actual = trained(way, step, optimizers=momentum, **EXACT, **own)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@case
+def what_is_found_again_is_applied_again():
+    for step in (twice, never_cleared, set_by_hand):
+        require_dense(step)
+
+
+def require_error(way, match, again, steps=1, **options):
+    """``again`` after some plain steps must be an error on both ranks that has not moved anything."""
+    model, optimizer, compression = wrapped(way, **options)
+    for number in range(steps):
+        plain(model, optimizer, number)
+    before = flat(model).clone()
+    on_every_rank(ConfigError, match, lambda: again(model, optimizer), f"{way} {match} {again.__name__}")
+    assert torch.equal(flat(model), before)
+    compression.reset()
+    plain(model, optimizer, steps)
+    assert not torch.equal(flat(model), before)
+    compression.close()
+
+
+def step_again(model, optimizer):
+    optimizer.step()
+
+
+def step_again_on_rank_0(model, optimizer):
+    """The other rank has gradients."""
+    if hvd.rank() != 0:
+        optimizer.zero_grad()
+        loss_of(model, 7).backward()
+    optimizer.step()
+
+
+@case
+def a_velocity_is_never_taken_for_a_gradient():
+    for way in "ab":
+        for again in (step_again, step_again_on_rank_0):
+            require_error(way, VELOCITY, again, **EXACT)
+
+
+@case
+def gradients_added_to_a_velocity_are_told_once_they_are_applied():
+    for way in "ab":
+        model, optimizer, compression = wrapped(way, discardable=True, **EXACT)
+        plain(model, optimizer, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model, 1).backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()  # a by-product that nobody wanted
+            plain(model, optimizer, 2)
+            assert not [w for w in caught if "still held" in str(w.message)]
+            never_cleared(model, optimizer, 3)
+            never_cleared(model, optimizer, 4)
+        assert len([w for w in caught if re.search(VELOCITY, str(w.message))]) == 1
+        compression.close()
+
+
+@case
+def entries_that_were_not_written_cannot_be_found_again():
+    for way in "ab":
+        require_error(way, UNWRITTEN, step_again, steps=4, optimizers=0.0, **SPARSE)
+        require_error(way, VELOCITY, step_again, steps=4, **SPARSE)
+
+
+@case
+def what_was_cleared_is_no_error():
+    for step in (twice_cleared_between, zeroed_through_data, set_by_hand):
+        for way in "ab":
+            expected = trained(way, step, sparse_updates=False, **SPARSE)
+            assert torch.equal(trained(way, step, **SPARSE), expected)
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()
