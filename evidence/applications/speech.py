@@ -125,11 +125,11 @@ class Speech:
     title: ClassVar[str] = "Speech recognition"
     framework: ClassVar[Literal["torch", "keras"]] = "torch"
     ranks: ClassVar[int] = 4
-    lr: ClassVar[float] = 0.3
+    lr: ClassVar[float] = 0.2
     dropout: ClassVar[float] = 0.2
     clip: float | None = 1.0
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(train_part(32, 60), test_part(8, 30), 128, 64, 32, 4),
+        "full": Size(train_part(32, 60), test_part(8, 30), 128, 32, 30, 5),
         "quick": Size(train_part(8, 40), test_part(2, 20), 96, 32, 12, 2),
         "tiny": Size(train_part(1, 8), test_part(1, 4), 32, 8, 2, 1),
     }
