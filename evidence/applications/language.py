@@ -74,7 +74,7 @@ class WordsTraining:
         return (
             f"{self._source}: {self._train.numel() * self.size.used // self.size.parts:,} words and marks to train on, "
             f"{len(self._test):,} of other chapters to test on, {self.size.vocabulary:,} of them told apart; "
-            f"{self.size.used} epochs are one pass over the text"
+            f"an epoch is {'all' if self.size.used == 1 else f'1/{self.size.used}'} of it"
         )
 
     def steps(self, size: int) -> int:
