@@ -3,9 +3,10 @@
 A pass collects the entries of ``|v|`` at or above a threshold, and the k largest are picked among them. Too low a
 threshold costs time, too high a one leaves fewer than k. After a pass the k-th largest magnitude is known exactly. Near
 it the number of entries above t falls like ``t ** -slope``, and the slope is known from the number of candidates. The
-next threshold is the last k-th largest magnitude, raised by half of a growth that has lasted two steps (residuals pile
-up), and lowered by what it has lately fallen from step to step, but at least so far that a few entries more than k
-are to be expected, and at most so far that five times k are.
+next threshold is the last k-th largest magnitude, raised by the growth to be expected (residuals pile up, for hundreds
+of steps after a change of density, by less from step to step), and lowered by what such expectations have lately been
+wrong by, but at least so far that a few entries more than k are to be expected, and at most so far that five times k
+are.
 
 Every backend calls these functions, or a copy of them. They only add, multiply, divide, compare and take square roots,
 all exactly rounded in float64 (logarithms included, see :func:`log2`), so all backends keep the same numbers. The rows
@@ -27,12 +28,15 @@ LEVEL = 1
 CHANGE = 2
 """By how much that had changed from the step before."""
 SPREAD = 3
-"""Smoothed size of the changes: rises fast, falls slowly; a fall of the magnitude counts twice as much as a rise."""
+"""Smoothed size of errors of the growth expected: rises fast, falls slowly; magnitudes that turn out to be smaller than
+expected count twice as much as larger ones."""
 SLOPE = 4
 """How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold."""
 ENTRIES = 5
 """The k that the row belongs to."""
-COLUMNS = 6
+GROWTH = 6
+"""By how much the logarithm is expected to grow in the coming step; never below 0."""
+COLUMNS = 7
 
 SMALL = 4096
 """Segments up to this length need no threshold: all their entries are candidates."""
@@ -45,9 +49,9 @@ there is is sent, and the rest at the next step."""
 FIRST_SPREAD = 0.1
 FIRST_SLOPE = 4.0
 LOWEST_SLOPE, HIGHEST_SLOPE = 0.5, 64.0
-RISE, FALL = 0.5, 0.1
-LARGEST_CHANGE = 0.35
-"""Changes beyond this (a factor of 1.27) are jumps: they leave no wider margin behind."""
+RISE, FALL = 0.5, 0.25
+LARGEST_ERROR = 0.35
+"""Errors beyond this (a factor of 1.27) are jumps: they leave no wider margin behind."""
 SAFETY = 2.5
 """The threshold lies below the predicted magnitude by this many times SPREAD."""
 SHARE = 0.08
@@ -140,6 +144,7 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
     row[ENTRIES] = k
     if kth == 0.0:
         row[NEXT], row[LEVEL], row[CHANGE], row[SPREAD], row[SLOPE] = 0.0, 0.0, 0.0, FIRST_SPREAD, FIRST_SLOPE
+        row[GROWTH] = 0.0
         return
     level = log2(kth)
     slope = 0.0
@@ -147,16 +152,21 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
         slope = min(max(log2(count / k) / (level - log2(used)), LOWEST_SLOPE), HIGHEST_SLOPE)
     growth = 0.0
     if known:
-        change = level - row[LEVEL]
-        size = min(max(-change, 0.5 * change), LARGEST_CHANGE)
-        row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
+        change, before = level - row[LEVEL], row[CHANGE]
+        error = change - row[GROWTH]
+        # A first growth could not be expected: it says nothing about how good expectations are.
+        if before != 0.0 or error < 0.0:
+            size = min(max(-error, 0.5 * error), LARGEST_ERROR)
+            row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
         if slope > 0.0:
             row[SLOPE] += 0.3 * (slope - row[SLOPE])
-        growth = 0.5 * max(0.0, min(change, row[CHANGE], 1.0))
+        if change > 0.0 and before > 0.0:
+            growth = min(change, change * change / before, before, 1.0)
         row[CHANGE] = change
     else:
         row[CHANGE], row[SPREAD] = 0.0, FIRST_SPREAD
         row[SLOPE] = slope if slope > 0.0 else FIRST_SLOPE
+    row[GROWTH] = growth
     row[LEVEL] = level
     least = log2(1.0 + SHARE + 3.0 / math.sqrt(k) + 8.0 / k)
     margin = min(max(least / row[SLOPE], SAFETY * row[SPREAD]), max(least, log2(1.0 + MOST)) / row[SLOPE])
