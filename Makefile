@@ -31,7 +31,7 @@ export OMPI_MCA_mpi_yield_when_idle := 1
 export OMPI_MCA_btl_vader_single_copy_mechanism := none
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo demo-tensorflow test test-quick lint format clean
+.PHONY: help setup demo demo-tensorflow evidence evidence-quick test test-quick lint format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,12 @@ demo: setup ## the demonstration on PyTorch
 
 demo-tensorflow: setup ## the demonstration on TensorFlow
 	$(BIN)/python examples/demo_tensorflow.py
+
+evidence: setup ## train the paper's kinds of application, dense beside DGC; goes on where it stopped (about two hours)
+	$(BIN)/python -m evidence
+
+evidence-quick: setup ## the same, everything once and small (about five minutes)
+	$(BIN)/python -m evidence --quick
 
 test: setup ## the whole test suite in runs side by side, with the slowest tests listed
 	$(BIN)/python tools/run_tests.py --durations=25

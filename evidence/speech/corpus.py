@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from scipy.signal import resample_poly
 
 from evidence.data.cache import build_once, load
 from evidence.speech.decoding import numbers_of
@@ -19,20 +17,23 @@ from evidence.speech.recordings import folder, recordings
 from evidence.speech.synthesiser import Synthesiser, Utterance
 from evidence.speech.vocabulary import phrases
 
-VERSION = 1
+VERSION = 3
 """Of all that the arrays depend on beside the synthesiser: it goes up with each change."""
 ACCENTS = "en-US en en-US-nyc en-GB-scotland en-GB-x-rp en-029 en-GB-x-gbclan en-GB-x-gbcwmd".split()
 TRAINING = (
-    "m1 f1 m2 f2 Mike anika m3 f3 Alex Andrea m4 f5 Gene Annie Denis grandma m6 Alicia m7 Hugo Marco Mario adam antonio "
-    "edward max pablo paul pedro robert sandro victor"
+    "m1 f1 m2 f2 Mike anika m3 f3 Alex Andrea m4 f5 Gene Annie Denis grandma m6 Alicia m7 Hugo Marco Mario adam "
+    "antonio edward max pablo paul pedro robert sandro victor"
 ).split()
 HELD_OUT = "m8 f4 Michael linda benjamin steph norbert quincy".split()
 """Voices that nothing is trained on."""
 SPEEDS, PITCHES = (130, 210), (30, 70)
 """Words a minute; a voice's own pitch is 50. Each utterance's are drawn from between."""
+WARPS = (0.9, 1.12)
+"""A voice to train on is played so much slower or faster, which makes a larger or smaller speaker of it: there are few
+voices, and others are to be understood."""
 PAIRS = 0.25
 """So many utterances have two phrases."""
-SIGNAL_TO_NOISE = (8.0, 30.0)
+SIGNAL_TO_NOISE = (15.0, 35.0)
 """Decibels; the recordings, which are clean, get the last."""
 LOUDNESS = 0.1
 """Root of the mean square of an utterance before noise is added."""
@@ -53,6 +54,8 @@ class Part:
     each: int
     """Utterances of a voice in an accent."""
     seed: int
+    warps: tuple[float, float] = (1.0, 1.0)
+    """Each utterance's is drawn from between."""
 
     def file(self, synthesiser: Synthesiser) -> str:
         """Its name in the cache: with all that its content depends on."""
@@ -62,7 +65,7 @@ class Part:
 
 def train_part(voices: int, each: int) -> Part:
     """What to train on: the first ``voices`` of the voices."""
-    return Part("train", tuple(TRAINING[:voices]), 2, each, 1)
+    return Part("train", tuple(TRAINING[:voices]), 2, each, 1, WARPS)
 
 
 def test_part(voices: int, each: int) -> Part:
@@ -136,8 +139,7 @@ def spoken(part: Part, synthesiser: Synthesiser) -> list[tuple[str, np.ndarray]]
         random = np.random.default_rng([part.seed, number])
         utterances = _utterances(part.each, random)
         rate, sounds = synthesiser.speak(f"gmw/{accent}+{voice}", utterances)
-        common = math.gcd(RATE, rate)
-        heard = (resample_poly(sound / 32768, RATE // common, rate // common) for sound in sounds)
+        heard = (resampled(sound / 32768, RATE / rate * random.uniform(*part.warps)) for sound in sounds)
         return [
             (u.text, frames(in_noise(sound, random.uniform(*SIGNAL_TO_NOISE), random)))
             for u, sound in zip(utterances, heard, strict=True)
@@ -167,6 +169,13 @@ def _utterances(count: int, random: np.random.Generator) -> list[Utterance]:
         speed, pitch = int(random.integers(*SPEEDS)), int(random.integers(*PITCHES))
         said.append(Utterance(" ".join(words), speed, pitch))
     return said
+
+
+def resampled(samples: np.ndarray, ratio: float) -> np.ndarray:
+    """The same sound in ``ratio`` times as many samples, without the frequencies that these cannot have."""
+    count = max(1, round(len(samples) * ratio))
+    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
+    return np.fft.irfft(spectrum, count) * (count / len(samples))
 
 
 def in_noise(samples: np.ndarray, decibels: float, random: np.random.Generator) -> np.ndarray:

@@ -50,8 +50,8 @@ def log_mel(samples: np.ndarray) -> np.ndarray:
 def frames(samples: np.ndarray) -> np.ndarray:
     """What the network gets of an utterance.
 
-    Each band has mean 0 and, over all bands, variance 1 within the utterance: neither loudness nor a microphone's colour
-    matters.
+    Each band has mean 0 and, over all bands, variance 1 within the utterance: neither loudness nor a microphone's
+    colour matters.
 
     Args:
         samples: as of :func:`log_mel`, ``frame_count`` of which are used.

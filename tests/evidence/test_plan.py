@@ -1,0 +1,80 @@
+"""Which trainings there are, and what is expected of their durations."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from dgc.core.compressors.build import make_config
+from evidence.application import EvidenceError
+from evidence.applications import CLASSES, application_class
+from evidence.estimate import EXPECTED, Estimate
+from evidence.plan import Run, plan
+from evidence.variants import VARIANTS, compressor_options, variant_of
+
+
+def test_every_run_is_one_of_a_known_variant_and_stands_once():
+    runs = plan([0, 1, 2])
+    assert len({run.id for run in runs}) == len(runs)
+    assert {run.variant for run in runs} == set(VARIANTS)
+    assert {run.application for run in runs} == set(CLASSES)
+
+
+def test_the_first_seed_of_everything_comes_first_and_dense_and_dgc_before_the_rest():
+    runs = plan([4, 7])
+    assert [run.seed for run in runs] == [4] * (len(runs) // 2) + [7] * (len(runs) // 2)
+    assert [run.variant for run in runs[: 2 * len(CLASSES)]] == ["dense", "dgc"] * len(CLASSES)
+
+
+def test_chosen_applications_alone():
+    assert {run.application for run in plan([0], ["speech", "image"])} == {"speech", "image"}
+
+
+def test_an_estimate_learns_from_what_runs_took():
+    runs = plan([0], ["language", "image"])
+    estimate = Estimate("full", {})
+    assert estimate.left(None, 0, {}, runs) == sum(EXPECTED["full"][run.application] for run in runs)
+    estimate.add(Run("language", "dense", 0), {"seconds": 10}, 2 * EXPECTED["full"]["language"])
+    # The machine is half as fast: so it will be with the others.
+    assert estimate.of("image") == 2 * EXPECTED["full"]["image"]
+    # A run that was resumed took longer than this part of it.
+    estimate.add(Run("image", "dense", 0), {"seconds": 500}, 3)
+    assert estimate.of("image") == 500
+
+
+def test_an_estimate_of_the_run_under_way_follows_its_epochs():
+    estimate, run = Estimate("full", {}), Run("language", "dgc", 0)
+    assert estimate.left(run, 30, {"epoch": 2, "epochs": 6, "resumed_at": 0}, []) == 60
+    assert estimate.left(run, 30, {"epoch": 5, "epochs": 6, "resumed_at": 4}, []) == 30
+
+
+def test_an_application_whose_framework_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "evidence.applications.language", None)
+    with pytest.raises(EvidenceError, match=r"'language' needs .*: install it \(make setup"):
+        application_class("language")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sentence = application_class("image_keras").missing()
+    assert sentence is not None
+    assert sentence.startswith("TensorFlow is missing: install it")
+
+
+def test_a_name_that_nothing_has_lists_those_there_are():
+    with pytest.raises(EvidenceError, match="no application 'chess'; there are image, "):
+        application_class("chess")
+    with pytest.raises(EvidenceError, match="no variant 'chess'; there are dense, "):
+        variant_of("chess")
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.compressor])
+def test_the_compressor_of_each_variant_takes_its_options(name):
+    class Task:
+        rampup_epochs, clip = 2, 0.5
+
+    variant = variant_of(name)
+    options = compressor_options(variant, Task(), 100, None)
+    config = make_config(options, algorithm=variant.compressor)
+    assert config.algorithm == variant.compressor
+    assert (config.local_grad_clip_norm == 0.5) == (variant.clips == "local")
+    assert (config.rampup_step == 200) == variant.rampup
