@@ -76,8 +76,8 @@ class Places:
     """Where results may be written: where their gradients are, except where two gradients share memory.
 
     Autograd gives two parameters views of one tensor in ``a.view(s) + b.view(s)``, say: the first result would
-    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own until
-    the step ends.
+    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own
+    until the step ends.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
