@@ -76,7 +76,8 @@ class Places:
     """Where results may be written: where their gradients are, except where two gradients share memory.
 
     Autograd gives two parameters views of one tensor in ``a.view(s) + b.view(s)``, say: the first result would
-    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own.
+    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own
+    until the step ends.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -86,14 +87,24 @@ class Places:
         self._first = True
         self._owners: dict[int, int] = {}  # address -> index, of this step
         self._sharing: set[int] = set()
+        self._apart: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # index, gradient and result of the first step
 
     def begin(self) -> None:
         """A step begins."""
         self._owners.clear()
+        self._apart.clear()
 
     def end(self) -> None:
-        """A step has ended well."""
+        """A step has ended well: results that need no memory of their own move to where their gradients are.
+
+        Gradients may be views of one buffer, which their owner clears as a whole.
+        """
         self._first = False
+        for index, gradient, result in self._apart:
+            if index not in self._sharing:
+                gradient.copy_(result)
+                result.set_(gradient)  # type: ignore[call-overload]
+        self._apart.clear()
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
         """A tensor of the gradient's shape for its result, or the error, for all ranks, that it cannot be used."""
@@ -110,7 +121,10 @@ class Places:
                 )
             self._sharing |= {owner, index}
         if self._first or index in self._sharing:
-            return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            result = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            if self._first:
+                self._apart.append((index, gradient.detach(), result))
+            return result
         return gradient
 
 

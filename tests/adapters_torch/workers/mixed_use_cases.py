@@ -144,6 +144,24 @@ def averaged_and_copied_models_beside_the_trained_one():
 
 
 @case
+def gradients_in_one_buffer_stay_there():
+    """Their owner clears them as a whole, without the optimizer."""
+    for way in "ab":
+        model = make_model()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        buffer = torch.zeros(sum(p.numel() for p in trained))
+        for p, part in zip(trained, buffer.split([p.numel() for p in trained]), strict=True):
+            p.grad = part.view_as(p)
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        for step in range(3):
+            buffer.zero_()
+            assert not any(p.grad.any() for p in trained)
+            loss_of(model, step).backward()
+            optimizer.step()
+        compression.close()
+
+
+@case
 def tied_weights():
     class Tied(nn.Module):
         def __init__(self):
