@@ -68,7 +68,7 @@ void RemoveJoinTensor();
   }"""
 
 _IDLE_CYCLES = """\
-// Cycles since a collective was last performed, the same on all ranks: they perform the same ones.
+// Cycles since a collective was last performed.
 static int idle_cycles = 0;
 
 // Whether a longer cycle of this rank would delay nobody: it has nothing to do, and all others have to wait for it
@@ -88,12 +88,15 @@ static bool DelaysNobody(HorovodGlobalState& state) {
 bool RunLoopOnce(HorovodGlobalState& state) {"""
 
 _IDLE_SLEEP = """\
-std::this_thread::sleep_for(sleep_duration);
-    // After twenty cycles without a collective one takes five times as long, until this rank has something to do.
+start_time;
+  if (++idle_cycles > 20) {
+    // From now on, not from the last cycle's beginning: ranks that have met sleep side by side and meet again in time.
     auto cycle = std::chrono::microseconds(long(state.parameter_manager.CycleTimeMs() * 1000.));
-    for (int more = ++idle_cycles > 20 ? 4 : 0; more > 0 && DelaysNobody(state); --more) {
+    for (int part = 0; part < 5 && DelaysNobody(state); ++part) {
       std::this_thread::sleep_for(cycle);
-    }"""
+      sleep_duration = std::chrono::steady_clock::duration::zero();
+    }
+  }"""
 
 _IDLE_WHY = "the background thread asks all ranks a thousand times a second whether there is something to do"
 
@@ -119,7 +122,7 @@ EDITS = (
     ),
     Edit("horovod/common/tensor_queue.h", "void RemoveJoinTensor();", _IS_WAITING, _IDLE_WHY),
     Edit(_OPERATIONS, "bool RunLoopOnce(HorovodGlobalState& state) {", _IDLE_CYCLES, _IDLE_WHY),
-    Edit(_OPERATIONS, "std::this_thread::sleep_for(sleep_duration);", _IDLE_SLEEP, _IDLE_WHY),
+    Edit(_OPERATIONS, "start_time;", _IDLE_SLEEP, _IDLE_WHY),
     Edit(
         _OPERATIONS,
         "for (auto& response : response_list.responses()) {",
