@@ -58,13 +58,21 @@ static int PatientAllreduce(const void* sent, void* received, int count, MPI_Dat
 
 _OPERATIONS = "horovod/common/operations.cc"
 
-_IS_WAITING = """\
+_TENSOR_QUEUE = "horovod/common/tensor_queue.h"
+
+_WAITING = """\
 void RemoveJoinTensor();
 
   // Whether this rank has handed in something that is not done yet.
   bool IsWaiting() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return !tensor_table_.empty() || !message_queue_.empty();
+  }
+
+  // Return as soon as this rank has handed in something, at the latest after a time.
+  void AwaitTensor(std::chrono::microseconds at_most) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    arrived_.wait_for(lock, at_most, [this] { return !tensor_table_.empty() || !message_queue_.empty(); });
   }"""
 
 _IDLE_CYCLES = """\
@@ -77,11 +85,10 @@ static bool DelaysNobody(HorovodGlobalState& state) {
   if (state.shut_down || state.dynamic_process_sets || state.parameter_manager.IsAutoTuning()) {
     return false;
   }
-  auto ids = state.process_set_table.Ids();
-  if (ids.size() != 1) {
+  if (state.process_set_table.Ids().size() != 1) {
     return false;
   }
-  auto& process_set = state.process_set_table.Get(ids[0]);
+  auto& process_set = state.process_set_table.Get(0);
   return !process_set.joined && !process_set.tensor_queue.IsWaiting();
 }
 
@@ -89,13 +96,11 @@ bool RunLoopOnce(HorovodGlobalState& state) {"""
 
 _IDLE_SLEEP = """\
 start_time;
-  if (++idle_cycles > 20) {
+  if (++idle_cycles > 20 && DelaysNobody(state)) {
     // From now on, not from the last cycle's beginning: ranks that have met sleep side by side and meet again in time.
-    auto cycle = std::chrono::microseconds(long(state.parameter_manager.CycleTimeMs() * 1000.));
-    for (int part = 0; part < 5 && DelaysNobody(state); ++part) {
-      std::this_thread::sleep_for(cycle);
-      sleep_duration = std::chrono::steady_clock::duration::zero();
-    }
+    state.process_set_table.Get(0).tensor_queue.AwaitTensor(
+        std::chrono::microseconds(long(std::max(20., state.parameter_manager.CycleTimeMs()) * 1000.)));
+    sleep_duration = std::chrono::steady_clock::duration::zero();
   }"""
 
 _IDLE_WHY = "the background thread asks all ranks a thousand times a second whether there is something to do"
@@ -120,7 +125,26 @@ EDITS = (
         _PATIENT_ALLREDUCE,
         "the background thread spins where ranks wait for each other's cycles",
     ),
-    Edit("horovod/common/tensor_queue.h", "void RemoveJoinTensor();", _IS_WAITING, _IDLE_WHY),
+    Edit(
+        _TENSOR_QUEUE,
+        "#include <queue>",
+        "#include <chrono>\n#include <condition_variable>\n#include <queue>",
+        _IDLE_WHY,
+    ),
+    Edit(_TENSOR_QUEUE, "void RemoveJoinTensor();", _WAITING, _IDLE_WHY),
+    Edit(
+        _TENSOR_QUEUE,
+        "mutable std::mutex mutex_;",
+        "mutable std::mutex mutex_;\n  std::condition_variable arrived_;",
+        _IDLE_WHY,
+    ),
+    *(
+        Edit("horovod/common/tensor_queue.cc", line, f"{line}\n  arrived_.notify_all();", _IDLE_WHY)
+        for line in (
+            "tensor_table_.emplace(e.tensor_name, std::move(e));",
+            "tensor_table_.emplace(entries[i].tensor_name, std::move(entries[i]));",
+        )
+    ),
     Edit(_OPERATIONS, "bool RunLoopOnce(HorovodGlobalState& state) {", _IDLE_CYCLES, _IDLE_WHY),
     Edit(_OPERATIONS, "start_time;", _IDLE_SLEEP, _IDLE_WHY),
     Edit(
