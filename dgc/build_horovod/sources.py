@@ -75,6 +75,12 @@ void RemoveJoinTensor();
     arrived_.wait_for(lock, at_most, [this] { return !tensor_table_.empty() || !message_queue_.empty(); });
   }"""
 
+_ARRIVED = """\
+mutable std::mutex mutex_;
+
+  // Never destroyed: in a forked child that would wait for the parent's thread, which waits in it.
+  std::condition_variable& arrived_ = *new std::condition_variable;"""
+
 _IDLE_CYCLES = """\
 // Cycles since a collective was last performed.
 static int idle_cycles = 0;
@@ -135,7 +141,7 @@ EDITS = (
     Edit(
         _TENSOR_QUEUE,
         "mutable std::mutex mutex_;",
-        "mutable std::mutex mutex_;\n  std::condition_variable arrived_;",
+        _ARRIVED,
         _IDLE_WHY,
     ),
     *(

@@ -23,11 +23,13 @@ LACKING = requirements.missing()
 needs_lab = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 SUM = """
+import sys
 import numpy as np
 from mpi4py import MPI
 array = np.ones(500_000)
 MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
-print(MPI.Get_processor_name(), "of", MPI.COMM_WORLD.size, "got", set(array.tolist()), flush=True)
+# In one piece: ranks share the output, and print() writes several where it is not buffered.
+sys.stdout.write(f"{MPI.Get_processor_name()} of {MPI.COMM_WORLD.size} got {set(array.tolist())}\\n")
 """
 
 
