@@ -51,7 +51,7 @@ class FixedMomentum(Adoption):
             optimizer: the Keras optimizer whose learning rate counts.
         """
         self.optimizer = optimizer
-        self.active = self.taken = False
+        self.active = self.taken = self._beside_local = False
         self.left_for = None
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
