@@ -51,7 +51,7 @@ def speak(request: dict[str, Any], out: BinaryIO) -> None:
     """Write what was asked for: the sample rate (uint32), then of each utterance its length (uint32) and int16 samples.
 
     Args:
-        request: "library": a path; "data": the folder of its voices, or None for its own; "voice": "gmw/en-US+m1";
+        request: "path": of the library; "data": the folder of its voices, or None for its own; "voice": "gmw/en-US+m1";
             "utterances": (text, words a minute, pitch from 0 to 99) of each.
         out: where to.
 
@@ -59,7 +59,7 @@ def speak(request: dict[str, Any], out: BinaryIO) -> None:
         SpeakingError: there is no such voice, or the library fails.
         OSError: it cannot be loaded.
     """
-    library = ctypes.CDLL(request["library"])
+    library = ctypes.CDLL(request["path"])
     data = request["data"].encode() if request["data"] else None
     rate = library.espeak_Initialize(SYNCHRONOUS, 0, data, DO_NOT_EXIT)
     if rate <= 0:

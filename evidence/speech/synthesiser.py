@@ -42,7 +42,8 @@ class Synthesiser:
 
     source: str
     """Where from: "espeakng-loader", "the system"."""
-    library: str
+    path: str
+    """Of the shared object, or a name by which the loader finds it."""
     data: str | None
     """The folder of its voices; None: it knows."""
     version: str
@@ -64,7 +65,7 @@ class Synthesiser:
             EvidenceError: the synthesiser fails; the message says of what.
         """
         request = {
-            "library": self.library,
+            "path": self.path,
             "data": self.data,
             "voice": voice,
             "utterances": [(u.text, u.speed, u.pitch) for u in utterances],
