@@ -36,20 +36,24 @@ _MPI_CONTROLLER = "horovod/common/mpi/mpi_controller.cc"
 _PATIENT_ALLREDUCE = """\
 #include "../logging.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
 // All ranks meet in an allreduce of some bits in every cycle, a thousand times a second. A blocking one spins until the
-// last rank has come, on a core that computes something else: this one lets go of the core after 20 us.
+// last rank has come, on a core that computes something else: this one lets go of the core after 20 us, and sleeps for
+// longer the longer it has waited.
 static int PatientAllreduce(const void* sent, void* received, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
   MPI_Request request;
   int done = 0;
   int code = MPI_Iallreduce(sent, received, count, type, op, comm, &request);
   auto begin = std::chrono::steady_clock::now();
+  auto pause = std::chrono::microseconds(50);
   while (code == MPI_SUCCESS && !done) {
     code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
     if (!done && std::chrono::steady_clock::now() - begin > std::chrono::microseconds(20)) {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::microseconds(500));
     }
   }
   return code;
@@ -105,7 +109,7 @@ start_time;
   if (++idle_cycles > 20 && DelaysNobody(state)) {
     // From now on, not from the last cycle's beginning: ranks that have met sleep side by side and meet again in time.
     state.process_set_table.Get(0).tensor_queue.AwaitTensor(
-        std::chrono::microseconds(long(std::max(20., state.parameter_manager.CycleTimeMs()) * 1000.)));
+        std::chrono::microseconds(long(std::max(50., state.parameter_manager.CycleTimeMs()) * 1000.)));
     sleep_duration = std::chrono::steady_clock::duration::zero();
   }"""
 
