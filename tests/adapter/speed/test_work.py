@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dgc.adapter.speed import work
-from dgc.adapter.speed.work import STEPS, WARM_STEPS, Echo, Work, last_level, measure_work, time_work
+from dgc.adapter.speed.work import ROUNDS, STEPS, WARM_STEPS, Echo, Work, last_level, measure_work, time_work
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_names
 from dgc.core.kernels.choose import choose_kernels
@@ -25,11 +25,29 @@ def test_every_compressor_can_be_tried(name, entries_alone):
     assert found.dense > 0
 
 
+def clock_of(durations):
+    """Seconds that pass in one step after the other."""
+    seconds = itertools.accumulate(itertools.chain.from_iterable((0, d) for d in durations))
+    return lambda: next(seconds)
+
+
+WARM = [100] * (3 * WARM_STEPS)
+
+
 def test_further_ranks_cost_what_the_difference_says():
     """Steps of 2 and of 4 ranks take 10 and 14, dense ones 3: so each rank costs 2 and 5 ranks 16."""
-    durations = itertools.chain(*([[0, d] * (WARM_STEPS + STEPS) for d in (10, 14, 3)]))
-    seconds = itertools.accumulate(durations)
-    found = time_work(make_config({}), 5, True, choose_kernels("cpu"), lambda: next(seconds))
+    durations = [d for d in (10, 14, 3) for _ in range(STEPS)] * ROUNDS
+    found = time_work(make_config({}), 5, True, choose_kernels("cpu"), clock_of(WARM + durations))
+    assert (found.sparse, found.dense) == pytest.approx((16 / 64**2, 3 / 64**2))
+
+
+@pytest.mark.parametrize("first", range(0, 3 * ROUNDS * STEPS, 2))
+def test_what_else_runs_for_a_while_does_not_favour_one_way(first):
+    """As long as it does not last for nearly all rounds."""
+    durations = [d for d in (10, 14, 3) for _ in range(STEPS)] * ROUNDS
+    slowed = range(first, first + 2 * 3 * STEPS)
+    durations = [10 * d if i in slowed else d for i, d in enumerate(durations)]
+    found = time_work(make_config({}), 5, True, choose_kernels("cpu"), clock_of(WARM + durations))
     assert (found.sparse, found.dense) == pytest.approx((16 / 64**2, 3 / 64**2))
 
 
