@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from training.models import Task
 
 ALONE = ("none", "none-fused")
 """Exchange nothing: what a step costs without a network."""
+MEETING = "none-meeting"
+"""Plain SGD whose ranks wait for each other before each update, and send nothing: what any exchange costs at least."""
 FAMILY = ("topk", "qsgd", "onebit")
 CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
 """Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
@@ -21,7 +24,7 @@ RESULTS = "dgc-b-results"
 """Our wrapper with dense results, ``sparse_updates=False``."""
 BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
 """Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
-METHODS = (*ALONE, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
+METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -45,6 +48,9 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
         given["fused"] = True
     optimizer = task.optimizer(model.parameters(), **given)
     if method in ALONE:
+        return Trained(model, optimizer)
+    if method == MEETING:
+        optimizer.register_step_pre_hook(_meet)
         return Trained(model, optimizer)
     if method == "powersgd":
         return Trained(_powersgd(model), optimizer)
@@ -70,6 +76,15 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
         options["sparse_updates"] = False
     compression = getattr(dgc.Compression, name)(**options)
     return Trained(model, dgc.DistributedOptimizer(optimizer, named, compression=compression), compression)
+
+
+def _meet(*_: Any) -> None:
+    """Wait for all ranks without a core."""
+    from mpi4py import MPI
+
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(50e-6)
 
 
 def _powersgd(model: nn.Module) -> nn.Module:
