@@ -28,10 +28,10 @@ class Size:
     """Words that a gradient reaches back."""
     streams: int
     """Pieces of the text that are read beside each other, on all ranks together."""
+    words: int
+    """The most that are trained on: the first of the text."""
     parts: int
-    """An epoch is one of so many parts of the text, taken from each stream."""
-    used: int
-    """How many of the parts are trained on, in turn."""
+    """An epoch is one of so many parts of the words, taken from each stream, in turn."""
     epochs: int
     rampup_epochs: int
     tested: int
@@ -55,7 +55,7 @@ class WordsTraining:
         self.epochs, self.rampup_epochs = self.size.epochs, self.size.rampup_epochs
         found = words(self.size.vocabulary)
         self._source = str(found["source"])
-        self._train = torch.from_numpy(streams(found["train"], self.size.streams))
+        self._train = torch.from_numpy(streams(found["train"][: self.size.words], self.size.streams))
         self._test = torch.from_numpy(found["test"][: self.size.tested])
         self._state: Any = None
 
@@ -72,9 +72,9 @@ class WordsTraining:
     def text_facts(self) -> str:
         """What the page says of the data."""
         return (
-            f"{self._source}: {self._train.numel() * self.size.used // self.size.parts:,} words and marks to train on, "
+            f"{self._source}: {self._train.numel():,} words and marks to train on, "
             f"{len(self._test):,} of other chapters to test on, {self.size.vocabulary:,} of them told apart; "
-            f"an epoch is {'all' if self.size.used == 1 else f'1/{self.size.used}'} of it"
+            f"an epoch is {'all' if self.size.parts == 1 else f'1/{self.size.parts}'} of them"
         )
 
     def steps(self, size: int) -> int:
@@ -85,11 +85,11 @@ class WordsTraining:
         """This rank's streams of one part of the text: words (length, b), and those that follow them."""
         self._state = None
         # Which stream lies on which rank changes with each pass over the text, and with the seed.
-        generator = torch.Generator().manual_seed(1000 * self.seed + epoch // self.size.used)
+        generator = torch.Generator().manual_seed(1000 * self.seed + epoch // self.size.parts)
         order = torch.randperm(self.size.streams, generator=generator)
         own = self._train[order[rank * self.size.streams // size : (rank + 1) * self.size.streams // size]].T
         length, steps = self.size.length, self.steps(size)
-        begin = epoch % self.size.used * steps * length
+        begin = epoch % self.size.parts * steps * length
         # Those that carry no state read their pieces in any order.
         places = range(steps) if self.carries else torch.randperm(steps, generator=generator).tolist()
         for place in places:
@@ -145,12 +145,12 @@ class Language(WordsTraining):
     title: ClassVar[str] = "Language model, LSTM"
     carries: ClassVar[bool] = True
     lr: ClassVar[float] = 0.5
-    dropout: ClassVar[float] = 0.1
+    dropout: ClassVar[float] = 0.5
     clip: float | None = 1.0
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(1000, 64, 2, 16, 16, 8, 4, 16, 1, 22_000),
-        "quick": Size(2000, 96, 2, 16, 32, 40, 1, 4, 1, 6000),
-        "tiny": Size(500, 32, 2, 8, 8, 800, 1, 4, 1, 600),
+        "full": Size(1000, 96, 2, 16, 16, 50_000, 1, 40, 2, 22_000),
+        "quick": Size(2000, 96, 2, 16, 32, 22_500, 1, 4, 1, 6000),
+        "tiny": Size(500, 32, 2, 8, 8, 1100, 1, 4, 1, 600),
     }
 
     def facts(self) -> dict[str, str]:

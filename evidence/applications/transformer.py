@@ -43,9 +43,9 @@ class TransformerLanguage(WordsTraining):
     dropout: ClassVar[float] = 0.1
     clip: float | None = None
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(1000, 96, 2, 16, 16, 8, 4, 16, 1, 22_000),
-        "quick": Size(2000, 64, 2, 16, 32, 40, 1, 4, 1, 6000),
-        "tiny": Size(500, 32, 1, 8, 8, 800, 1, 3, 1, 600),
+        "full": Size(1000, 96, 2, 16, 16, 450_000, 4, 16, 1, 22_000),
+        "quick": Size(2000, 64, 2, 16, 32, 22_500, 1, 4, 1, 6000),
+        "tiny": Size(500, 32, 1, 8, 8, 1100, 1, 3, 1, 600),
     }
 
     def facts(self) -> dict[str, str]:
