@@ -19,6 +19,7 @@ from dgc.adapter.states import (
     require_states,
     warn_of_dropped,
 )
+from dgc.adapter.uncopied import Uncopied
 from dgc.core.compressors.build import make_config, make_wrapper_config
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.composite import WRAPPERS
@@ -36,7 +37,7 @@ ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase(Generic[EngineT]):
+class CompressorBase(Uncopied, Generic[EngineT]):
     """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
@@ -133,6 +134,17 @@ class CompressorBase(Generic[EngineT]):
     def is_bound(self) -> bool:
         """Whether the compressor belongs to a model already."""
         return self._is_bound
+
+    @property
+    def uncopied(self) -> str | None:
+        """Why it cannot be copied or pickled; None before ``bind``, while it is nothing but options."""
+        if self._engine is None:
+            return None
+        return (
+            "a compressor that exchanges a model's gradients cannot be copied or pickled, as it holds this rank's "
+            "residuals and a connection to the other ranks: copy it before it is bound, or build a new one and hand "
+            "it this one's state with load_state_dict(compression.state_dict())"
+        )
 
     def process_set(self, other: Any = None) -> Any:
         """The process set of the exchange: the option's or ``other``; all ranks when neither is given.

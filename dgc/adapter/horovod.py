@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import atexit
+import ctypes
 import itertools
 import json
 import os
@@ -245,15 +246,43 @@ _children_end: set[str] = set()
 
 
 def _let_children_end(hvd: ModuleType) -> None:
-    """Take Horovod's exit handler out of forked children: it would wait for a thread that only their parent has."""
+    """Take out of forked children what would wait for, or take away, what only their parent has.
+
+    That is Horovod's exit handler, which joins a thread, and C++ destructors of what lives as long as a process: those
+    of Gloo take the parent's sockets out of the set that the kernel watches for both.
+    """
     init = getattr(hvd, "init", None)
     basics = getattr(init, "__self__", None) or getattr(
         sys.modules.get(getattr(init, "__module__", "")), "_basics", None
     )
     handler = getattr(basics, "shutdown", None)
     if handler is not None and hvd.__name__ not in _children_end and hasattr(os, "register_at_fork"):
+        if not _children_end and (end := _plain_end()) is not None:
+            os.register_at_fork(after_in_child=end)
         _children_end.add(hvd.__name__)
         os.register_at_fork(after_in_child=lambda: atexit.unregister(handler))
+
+
+def _plain_end() -> Callable[[], None] | None:
+    """What a child calls to end without destructors of its parent's; None where the C library has no ``on_exit``.
+
+    Handlers of ``exit()`` run last in, first out, destructors among them. So what is there at the fork comes after
+    what the child registers: closing the C library's files, as ``exit()`` does at its very end, and ``_exit()``. Both
+    are functions of C, since no Python is left by then; they ignore what a handler is given beyond their arguments.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        register, functions = libc.on_exit, (libc._exit, libc.fcloseall)
+    except (AttributeError, OSError, TypeError):
+        return None
+    register.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
+
+    def end() -> None:
+        for address in addresses:  # the last one runs first
+            register(address, None)
+
+    return end
 
 
 def same_set(one: Any, other: Any) -> bool:

@@ -6,15 +6,20 @@ from typing import Any
 
 
 class Uncopied:
-    """Mixed into such an optimizer, before the framework's own class."""
+    """Mixed into such an optimizer or compressor, before the framework's own class.
 
-    uncopied: str
-    """What cannot be done, why, and what to do instead."""
+    Attributes:
+        uncopied: what cannot be done, why, and what to do instead; None while it can be done.
+    """
+
+    uncopied: Any = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither ``copy`` nor ``pickle``.
+        """``copy`` and ``pickle`` ask for this.
 
         Raises:
-            TypeError: always.
+            TypeError: it cannot be done.
         """
-        raise TypeError(self.uncopied)
+        if self.uncopied is not None:
+            raise TypeError(self.uncopied)
+        return super().__reduce_ex__(protocol)

@@ -22,7 +22,7 @@ from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
 from dgc.torch.engine.step.saved_state import require_own_options
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
-from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.untraced import leave_hooks_untraced, untraced
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -77,6 +77,7 @@ class DGCCompressor(CompressorBase[Engine]):
                 "each model and optimizer"
             )
         named = list(named_parameters)
+        leave_hooks_untraced()
 
         def open_engine(transport: Transport, members: Any) -> Engine:
             engine = Engine(

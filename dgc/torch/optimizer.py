@@ -21,7 +21,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
-from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.untraced import leave_hooks_untraced, untraced
 
 
 def DistributedOptimizer(
@@ -86,6 +86,7 @@ def DistributedOptimizer(
     else:
         pairs = list(named_parameters)
     arguments["named_parameters"] = pairs
+    leave_hooks_untraced()
     # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
     distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
     try:

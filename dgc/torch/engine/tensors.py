@@ -23,6 +23,9 @@ _NAMES = {
 _NATIVE = frozenset((torch.float32, torch.float64))
 """Types of NumPy's that the core writes results in."""
 
+_SPREAD = 1024
+_GOLDEN = (5**0.5 - 1) / 2
+
 
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
     """A parameter as the core lists it; types that the core refuses keep torch's name."""
@@ -152,10 +155,36 @@ def refusal_of(name: str, parameter: torch.Tensor, gradient: torch.Tensor, built
     return None
 
 
-def samples(tensor: torch.Tensor) -> np.ndarray:
-    """(at most 8,) float64: a few values of a tensor, to compare it between ranks."""
-    places = torch.from_numpy(sample_places(tensor.numel())).to(tensor.device)
-    return tensor.detach().take(places).to(torch.float64).cpu().numpy()
+def places(tensor: torch.Tensor, largest_of: torch.Tensor | None = None) -> torch.Tensor:
+    """(at most 9,) int64: places of a few values, spread over a tensor.
+
+    Args:
+        tensor: any.
+        largest_of: of the same shape; one of the places is where it has its largest magnitude.
+    """
+    spread_over = torch.from_numpy(sample_places(tensor.numel())).to(tensor.device)
+    if largest_of is None or largest_of.is_sparse or not largest_of.numel():
+        return spread_over
+    largest = largest_of.detach().abs().reshape(-1).argmax()
+    return torch.cat([spread_over, largest.to(tensor.device).reshape(1)])
+
+
+def samples(tensor: torch.Tensor, at: torch.Tensor | None = None) -> np.ndarray:
+    """float64: a few values of a tensor, to compare it between ranks; at most 8, or those at some :func:`places`."""
+    chosen = places(tensor) if at is None else at
+    return tensor.detach().take(chosen).to(torch.float64).cpu().numpy()
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """(at most 1024,) A copy of values from all over a tensor, made without waiting for its device.
+
+    Their places keep to no rhythm, as rows, columns and pruned weights do: multiples of the golden ratio, modulo 1.
+    """
+    count = tensor.numel()
+    chosen = torch.arange(min(count, _SPREAD), device=tensor.device)
+    if count > _SPREAD:
+        chosen = (chosen.double() * _GOLDEN).frac_().mul_(count).long()
+    return tensor.detach().take(chosen)
 
 
 def fingerprint(tensor: torch.Tensor) -> np.ndarray:

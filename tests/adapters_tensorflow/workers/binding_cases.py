@@ -1,5 +1,6 @@
 """What is done before a compressor knows its model, what remains when binding fails, and what binding refuses."""
 
+import copy
 import gc
 import threading
 import time
@@ -293,6 +294,22 @@ def arguments_of_the_compressor():
     for value, text in ((0.999, "trainable_variables"), ([], "nothing to compress")):
         m.assert_raises(lambda v=value: dgc.Compression.dgc(v, momentum=0.0), text, kinds=(dgc.ConfigError,))
     m.assert_raises(lambda: dgc.Compression.dgc(loss_scale="much"), "loss_scale", kinds=(dgc.ConfigError,))
+
+
+@case
+def a_model_is_copied_without_its_compressor():
+    """As scripts do that keep averaged weights; a compressor itself cannot be copied once it is bound."""
+    model, compression = trained(2, exclude=["bias"])
+    for copied in (copy.deepcopy(model), keras.models.clone_model(model)):
+        copied.set_weights(model.get_weights())
+        tape_step(model, compression, 2)
+        other = dgc.Compression.dgc(momentum=0.9, sparsity=0.9)
+        m.assert_replicas([np.asarray(g) for g in tape_step(copied, other)])
+        other.close()
+    m.assert_raises(lambda: copy.deepcopy([compression]), "load_state_dict", kinds=(TypeError,))
+    settings = copy.deepcopy(dgc.Compression.dgc(momentum=0.9, sparsity=0.9))
+    assert not settings.is_bound
+    compression.close()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
+import pickle
 
 import horovod.torch as hvd
 import torch
-from models import make_model, on_every_rank, sgd, train, wrap
+from models import flat, make_model, on_every_rank, raises, sgd, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -168,6 +171,24 @@ def elastic_horovod_everywhere():
         )
     finally:
         del os.environ["HOROVOD_ELASTIC"]
+
+
+@case
+def a_compressor_can_be_copied_until_it_is_bound():
+    """As it is by a script that copies its settings, or hands them to a process that it spawns."""
+    given = dgc.Compression.dgc(sparsity=0.9, exclude=["bias"])
+    each = [given, copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given))]
+    ends = []
+    for compression in each:
+        model = make_model()
+        optimizer = dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
+        train(optimizer, model, 2)
+        ends.append(flat(model))
+        for copied in (copy.copy, lambda c: copy.deepcopy({"settings": c}), lambda c: pickle.dumps([c])):
+            raises(TypeError, r"load_state_dict\(compression.state_dict", functools.partial(copied, compression))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+    for compression in each:
+        compression.close()
 
 
 if __name__ == "__main__":

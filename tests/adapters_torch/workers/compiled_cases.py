@@ -63,6 +63,44 @@ def update_alone(model, optimizer, whole):
     return step
 
 
+def deep_model():
+    """More parameters than the compiler keeps traces of one function for."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 16), *[nn.Linear(16, 16) for _ in range(6)], nn.Linear(16, 10))
+
+
+def passes_alone(passes, way, compiled, whole=False):
+    """Train a deep model; forward and backward pass are one function, with ``whole`` the step is in it, too."""
+    torch._dynamo.reset()
+    model = deep_model()
+    options = {"backward_passes_per_step": passes}
+    optimizer, compression = wrap(way, model, sgd(model), hvd_options=options, sparsity=0.9)
+
+    def added_up(x, y):
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    def step(batches):
+        optimizer.zero_grad()
+        for x, y in batches:
+            added_up(x, y)
+        optimizer.step()
+
+    if compiled and whole:
+        step = torch.compile(step, backend="eager")
+    elif compiled:
+        added_up = torch.compile(added_up, backend="eager")
+    for number in range(STEPS):
+        step([batch(number * passes + each) for each in range(passes)])
+    assert_replicas_identical(model, "compiled passes")
+    compression.close()
+    return flat(model)
+
+
+def require_same_passes(passes, way, whole=False):
+    eager, compiled = (passes_alone(passes, way, how, whole) for how in (False, True))
+    assert torch.equal(compiled, eager), f"way {way}, {passes} passes: {(compiled - eager).abs().max()}"
+
+
 def require_same(make, *ways):
     expected = trained(make, as_it_is)
     for way in ways:
@@ -79,6 +117,55 @@ def a_compiled_step_of_way_a():
 @case
 def a_compiled_step_of_way_b():
     require_same(lambda model: wrap("b", model, sgd(model), sparsity=0.9), whole_step, update_alone)
+
+
+@case
+def compiled_passes_of_way_a():
+    require_same_passes(1, "a")
+
+
+@case
+def compiled_passes_of_way_b():
+    require_same_passes(1, "b")
+
+
+@case
+def compiled_passes_that_are_added_up():
+    require_same_passes(2, "a")
+    require_same_passes(2, "b")
+
+
+@case
+def compiled_steps_of_passes_that_are_added_up():
+    require_same_passes(2, "a", whole=True)
+    require_same_passes(2, "b", whole=True)
+
+
+@case
+def hooks_of_horovod_are_untraced():
+    for way in ("a", "b"):
+        model = small_model()
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        hook = optimizer._make_hook(model[0].weight)
+        assert getattr(hook, "_torchdynamo_disable", False), way
+        seen = []
+        optimizer._allreduce_delay = Seen(seen, optimizer._allreduce_delay)
+        torch.compile(lambda x, m=model: m(x).sum().backward(), backend="eager")(torch.ones(2, 20))
+        assert seen == [False] * len(seen) != [], way
+        optimizer.synchronize()
+        compression.close()
+
+
+class Seen(dict):
+    """Looked at by each hook; notes whether the compiler runs it."""
+
+    def __init__(self, seen, values):
+        super().__init__(values)
+        self._seen = seen
+
+    def __getitem__(self, key):
+        self._seen.append(torch.compiler.is_compiling())
+        return super().__getitem__(key)
 
 
 @case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from dgc.core.exchange.exchange import Exchange
 from dgc.errors import ConfigError
 from dgc.torch.engine.step.callers import frames, stepping
-from dgc.torch.engine.tensors import samples
+from dgc.torch.engine.tensors import places, samples, spread
 
 
 class Carried(Enum):
@@ -33,18 +33,14 @@ class _Left:
 
     gradient: weakref.ref[torch.Tensor]
     version: int
-    beginning: torch.Tensor
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Left:
-        return cls(weakref.ref(gradient), gradient._version, _beginning(gradient).clone())
+    values: torch.Tensor
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether nobody has changed or cleared it; writing to ``.data`` raises no version."""
         seen: Any = self.gradient()
         if gradient is None or gradient is not seen or seen._version != self.version:
             return False
-        return torch.equal(_beginning(seen), self.beginning) and bool(seen.any())
+        return torch.equal(spread(seen), self.values) and bool(seen.any())
 
 
 class LastStep:
@@ -68,6 +64,7 @@ class LastStep:
         self._left: dict[int, _Left] = {}  # of two parameters, by index, after a step that was applied
         self._values: list[np.ndarray] | None = None
         self._versions: list[int] = []
+        self._places: list[torch.Tensor] = []
         self._seen_stepping = False
         self._warned = self._told = False
         self.stands = self.mixed = False
@@ -83,11 +80,13 @@ class LastStep:
         if not self._exchange().unapplied.pending:
             self._forget()
             return
-        self._gradients = self._at_both_ends()
+        self._gradients = {i: gradient for i, (gradient, _) in self._at_both_ends().items()}
         if not self._seen_stepping:
             # Somebody who never calls step() updates the parameters without an optimizer.
             self._versions = [p._version for p in self._parameters]
-            self._values = [samples(p) for p in self._parameters]
+            # Nearly all of a sparse result is 0: one place of each parameter is where an update changes it most.
+            self._places = [places(p, p.grad) for p in self._parameters]
+            self._values = list(map(samples, self._parameters, self._places))
 
     def applied(self) -> None:
         """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
@@ -102,7 +101,8 @@ class LastStep:
 
     def stepped(self) -> None:
         """An optimizer has stepped the parameters; the next step looks whether what it leaves was cleared."""
-        self._left = {i: _Left.of(gradient) for i, gradient in self._at_both_ends().items()}
+        ends = self._at_both_ends().items()
+        self._left = {i: _Left(weakref.ref(gradient), gradient._version, values) for i, (gradient, values) in ends}
 
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run."""
@@ -168,11 +168,22 @@ class LastStep:
             )
         self._forget()
 
-    def _at_both_ends(self) -> dict[int, torch.Tensor]:
-        """The gradients of the first and the last parameter that has one, by index."""
+    def _at_both_ends(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Of the first and the last parameter that has a gradient, by index: that, and values from all over it."""
         count = len(self._parameters)
-        ends = [next(filter(self._has_gradient, order), None) for order in (range(count), reversed(range(count)))]
-        return {i: self._parameters[i].grad for i in ends if i is not None}
+        ends = (self._first_with_values(order) for order in (range(count), reversed(range(count))))
+        return {i: (gradient, values) for i, gradient, values in filter(None, ends)}
+
+    def _first_with_values(self, order: Iterable[int]) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+        """If possible of one that is not 0, as those of unused parameters are; a device is not waited for."""
+        first = None
+        for i in filter(self._has_gradient, order):
+            gradient: Any = self._parameters[i].grad
+            found = i, gradient, spread(gradient)
+            if not gradient.is_cpu or found[2].any():
+                return found
+            first = first or found
+        return first
 
     def _has_gradient(self, index: int) -> bool:
         gradient = self._parameters[index].grad
@@ -189,7 +200,7 @@ class LastStep:
             return False
         if self._versions != [p._version for p in self._parameters]:
             return True
-        now = [samples(p) for p in self._parameters]
+        now = map(samples, self._parameters, self._places)
         return not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(self._values, now, strict=True))
 
     def _forget(self) -> None:
@@ -238,11 +249,3 @@ def refuse_results(carried: Carried, *, idle: bool, velocity: bool, unwritten: b
         raise ConfigError(advice)
     if carried is Carried.PERHAPS:
         warnings.warn(f"unless gradients were set to 0 in place: {advice}", RuntimeWarning, stacklevel=2)
-
-
-def _beginning(gradient: torch.Tensor) -> torch.Tensor:
-    """A few values, without a copy and without waiting for a device."""
-    row = gradient.detach()
-    while row.dim() > 1:
-        row = row[0]
-    return row[:8] if row.dim() else row

@@ -7,6 +7,7 @@ step is kept out of that, with all that it calls in turn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,3 +30,22 @@ def untraced(function: Function) -> Function:
         return torch.compiler.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def leave_hooks_untraced() -> None:
+    """Let ``torch.compile`` leave the hooks alone that Horovod's optimizers give their parameters from now on.
+
+    A compiled function that holds ``backward()`` has them traced, once for each parameter until the compiler has had
+    enough. Horovod's own collectives are called from these traces.
+    """
+    from horovod.torch import optimizer
+
+    make = optimizer._DistributedOptimizer._make_hook
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def make_untraced(self: Any, p: torch.Tensor) -> Any:
+        return untraced(make(self, p))
+
+    optimizer._DistributedOptimizer._make_hook = make_untraced

@@ -1,6 +1,7 @@
 """Whether a step was applied or dropped, as the torch engine sees it; ranks are threads of this process."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from dgc.core.compressors.build import make_config
 from dgc.errors import ConfigError
 from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.step.last_step import Carried, LastStep
 from dgc.transport.local import run_ranks
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
@@ -18,19 +20,21 @@ SHAPES = {"weight": (48, 40), "bias": (48,)}
 class Training:
     """A model of two tensors, an optimizer whose momentum is adopted, and the engine in between."""
 
-    def __init__(self, transport, momentum=0.9, owned=True, **options):
+    def __init__(self, transport, momentum=0.9, owned=True, shapes=None, **options):
         generator = torch.Generator().manual_seed(0)
         self.rank = transport.rank
-        self.parameters = [torch.randn(s, generator=generator).requires_grad_() for s in SHAPES.values()]
+        self.shapes = SHAPES if shapes is None else shapes
+        self.parameters = [torch.randn(s, generator=generator).requires_grad_() for s in self.shapes.values()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=momentum)
-        named = list(zip(SHAPES, self.parameters, strict=True))
+        named = list(zip(self.shapes, self.parameters, strict=True))
         self.engine = Engine(named, make_config(options), transport, optimizer=self.optimizer)
         if owned:
             self.engine.steps.owner = self.optimizer
 
     def gradients(self, call, scale=1.0):
         generator = torch.Generator().manual_seed(10 * call + self.rank)
-        return [scale * torch.randn(s, generator=generator) for s in SHAPES.values()]
+        used = {name: 0.0 if name.startswith("unused") else scale for name in self.shapes}
+        return [used[name] * torch.randn(shape, generator=generator) for name, shape in self.shapes.items()]
 
     def exchange(self, call, scale=1.0):
         """What a backward pass and ``synchronize()`` do."""
@@ -174,6 +178,33 @@ def test_what_was_applied_is_never_taken_back(apply, discardable):
         on_two_ranks(one_rank)
 
 
+def test_an_update_by_hand_of_a_few_entries_is_seen():
+    """Nearly all of a sparse result is 0, and so is what it changes; writing to ``.data`` raises no version."""
+
+    def one_rank(transport):
+        t = Training(transport, sparsity=0.999, discardable=True, shapes={"weight": (48, 40)})
+        for call in range(4):
+            t.exchange(call)
+            after = t.state()
+            by_hand_through_data(t)
+            t.optimizer.zero_grad()
+            assert t.state() == after
+        assert t.step == 4
+
+    on_two_ranks(one_rank)
+
+
+def test_unused_parameters_do_not_make_a_step_one_that_was_dropped():
+    def one_rank(transport):
+        shapes = {"unused first": (30,), "weight": (48, 40), "unused last": (30,)}
+        t = Training(transport, momentum=0.0, discardable=True, shapes=shapes, **EXACT)
+        for call in range(3):
+            t.exchange(call)  # without step() or zero_grad(): each adds to the results of the one before
+        assert t.step == 3
+
+    on_two_ranks(one_rank)
+
+
 @pytest.mark.parametrize("discardable", [True, False])
 def test_what_a_closure_exchanged_is_applied(discardable):
     """The step begins before its gradients are exchanged; a line search may evaluate its closure several times."""
@@ -239,3 +270,58 @@ def test_an_optimizer_is_not_kept_alive_by_its_zero_grad():
             gc.enable()
 
     assert run_ranks(1, one_rank) == [True]
+
+
+def zeros_but(shape, *places):
+    """A gradient as an embedding or a pruned matrix has it: 0 nearly everywhere, at its beginning and end, too."""
+    gradient = torch.zeros(shape)
+    for i, place in enumerate(places):
+        gradient.view(-1)[place] = 1.0 + i
+    return gradient
+
+
+def applied_step(*gradients):
+    """Watched parameters whose latest step was applied, and left these gradients."""
+    parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    exchange = SimpleNamespace(unapplied=SimpleNamespace(pending=False))
+    last = LastStep(parameters, lambda: exchange)
+    last.stepped()
+    return last
+
+
+MOSTLY_ZERO = {
+    "embedding": ((1000, 8), slice(4000, 4032)),
+    "pruned": ((100, 80), slice(3, None, 7)),
+    "one column": ((64, 64), slice(63, None, 64)),
+    "a kernel": ((20, 6, 3, 3), slice(54, None, 5)),
+}
+
+
+@pytest.mark.parametrize(("shape", "places"), MOSTLY_ZERO.values(), ids=MOSTLY_ZERO)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_fresh_gradients_are_known_wherever_their_values_are(shape, places, layout):
+    def laid(gradient):
+        return gradient if layout == "contiguous" else gradient.mT.contiguous().mT
+
+    gradient = laid(zeros_but(shape, places))
+    last = applied_step(gradient)
+    gradient.data.mul_(3.0)  # a script's own average, say, which raises no version
+    assert last.next_begins(None, True) is Carried.NO
+    assert applied_step(laid(zeros_but(shape, places))).next_begins(None, True) is Carried.AGAIN
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_results_that_are_zero_hide_no_others(unused):
+    """Parameters without part in the loss, the first or the last of the model, have results of 0."""
+    there = [torch.zeros(4), torch.ones(6), torch.zeros(4)][unused:]
+    assert applied_step(*there).next_begins(None, True) is Carried.AGAIN
+    last = applied_step(*there)
+    there[1 - unused].data.zero_()
+    assert last.next_begins(None, True) is Carried.NO
+
+
+def test_results_of_nothing_but_zeros_are_nothing_that_could_be_applied_again():
+    assert applied_step(torch.zeros(4), torch.zeros(3)).next_begins(None, True) is Carried.NO
+    assert applied_step(torch.zeros(0)).next_begins(None, True) is Carried.NO
