@@ -101,6 +101,21 @@ class DGCCompressor(CompressorBase[Engine]):
         self._bound_to = ours
         keep_with(ours, self)
 
+    def stand_beside_local(self) -> None:
+        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
+
+        Raises:
+            ConfigError: a momentum is applied here, which would not act on them. On all ranks that are in the step.
+        """
+        if self.adoption is None:
+            return
+        try:
+            self.adoption.stand_beside_local()
+        except ConfigError as error:
+            if self._engine is not None:
+                self._engine.fail_in_step(error)
+            raise
+
     def _make_transport(self, choice: Any, members: Any) -> Transport:
         return make_transport(choice, members)
 

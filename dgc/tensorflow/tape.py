@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
 from dgc.tensorflow.engine.tensors import raw_variable
-from dgc.tensorflow.reduce.local import LocalVariables
+from dgc.tensorflow.reduce.local import LocalVariables, after
 from dgc.tensorflow.reduce.options import ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.settings import check_compression
@@ -45,7 +46,7 @@ def DistributedGradientTape(
     hvd = import_horovod()
     check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
     if not isinstance(compression, DGCCompressor):
-        return hvd.DistributedGradientTape(
+        stock = hvd.DistributedGradientTape(
             gradtape,
             device_dense=device_dense,
             device_sparse=device_sparse,
@@ -58,6 +59,9 @@ def DistributedGradientTape(
             process_set=process_set or hvd.global_process_set,
             scale_local_gradients=scale_local_gradients,
         )
+        # Horovod makes a class for each tape, whose methods take the one above it for the user's.
+        _hand_local_over_last(type(stock))
+        return stock
     refuse_grouping(num_groups, groups)
     refuse_adasum(op, HOROVOD)
     check_predivide(gradient_predivide_factor, compression.op_of(op))
@@ -126,6 +130,21 @@ def PartialDistributedGradientTape(
     return tape
 
 
+def _hand_local_over_last(stock: Any) -> None:
+    """Let a class of Horovod's tapes, in graphs, hand over local gradients after the exchange."""
+    reduced = stock.gradient
+
+    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(reduced)
+    def gradient(tape: Any, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+        results = reduced(tape, target, sources, *args, **options)
+        local = [source.ref() in tape._local_sources for source in sources]
+        others = [getattr(g, "values", g) for g, own in zip(results, local, strict=True) if not own and g is not None]
+        return [after(others, g) if own else g for g, own in zip(results, local, strict=True)]
+
+    stock.gradient = gradient
+
+
 def _check_optimizer(compression: DGCCompressor) -> None:
     """What a wrapped optimizer takes over itself, and a tape cannot.
 
@@ -192,7 +211,7 @@ class _DistributedTape:
         again, engine = chosen & self._dgc_seen, compression.engine
         self._dgc_seen |= chosen
         if again and engine is not None and any(engine.adoption.hyper.momentum):
-            engine.fail(
+            engine.fail_in_step(
                 ConfigError(
                     "gradient() was called twice on one tape, and the momentum that was taken into the compressor "
                     "would be applied in each call: compute the gradient of the sum of the losses in one call, or pass "

@@ -103,15 +103,25 @@ def agree_or_raise(
         with working:
             description = build()
     except Exception as own_error:
-        try:
-            gather_if_different(transport, {ERROR_KEY: [type(own_error).__name__, str(own_error)]})
-        except TransportError as lost:
-            # What add_note does, which Python 3.10 lacks.
-            note = f"and the other ranks could not be told: {lost}"
-            own_error.__notes__ = [*getattr(own_error, "__notes__", []), note]  # type: ignore[attr-defined]
+        tell_error(transport, own_error)
         raise
     require_agreement(transport, description, what, error, advice)
     return description
+
+
+def tell_error(transport: Transport, error: Exception) -> None:
+    """Tell the others, who compare descriptions now, why this rank has none. Collective, as their comparison is.
+
+    Args:
+        transport: connects the ranks.
+        error: gets a note where they could not be told.
+    """
+    try:
+        gather_if_different(transport, {ERROR_KEY: [type(error).__name__, str(error)]})
+    except TransportError as lost:
+        # What add_note does, which Python 3.10 lacks.
+        note = f"and the other ranks could not be told: {lost}"
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
 
 def busy(transport: Transport) -> AbstractContextManager[None]:

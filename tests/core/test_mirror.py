@@ -61,7 +61,6 @@ ELSEWHERE = {
     # One behaviour in two Kerases: each test runs in both.
     "tensorflow/keras/accumulation.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
-    "tensorflow/reduce/local.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/options.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/callbacks.py": "adapters_tensorflow/keras/test_optimizer.py",

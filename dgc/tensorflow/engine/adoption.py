@@ -52,6 +52,11 @@ class Adoption:
         momentum, nesterov: what was adopted; 0 and False if nothing.
     """
 
+    _refusal_of_local = (
+        "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to the "
+        "compressor to leave it in the optimizer"
+    )
+
     def __init__(self, optimizer: Any, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
@@ -69,13 +74,9 @@ class Adoption:
         self.optimizer = optimizer = without_loss_scale(optimizer)
         self.active = is_sgd(optimizer) and config.momentum is None
         self.left_for: str | None = None
+        self._config = config
+        self._refuse_clipped_velocity()
         clips = clipping(optimizer)
-        if clips and config.momentum:
-            raise ConfigError(
-                f"the optimizer's {clips} would clip the velocity that momentum={config.momentum} of the compressor "
-                "makes, not the gradient: leave momentum to the optimizer (momentum=0 in the compressor), or clip with "
-                "the compressor's local_grad_clip_norm instead"
-            )
         if self.active and clips and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, clips
         if self.active and is_cleared(optimizer):
@@ -85,7 +86,6 @@ class Adoption:
             )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
-        self._config = config
         self.taken = self._beside_local = False
         self.take()
 
@@ -99,6 +99,11 @@ class Adoption:
         """Whether :func:`learning_rate` works for the optimizer."""
         return self.optimizer is not None and family(self.optimizer) not in (None, V1)
 
+    @property
+    def applies_momentum(self) -> bool:
+        """Whether the compressor does, or will once it is bound."""
+        return bool(self.momentum if self.active else self._config.momentum)
+
     def take(self) -> None:
         """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
 
@@ -107,6 +112,7 @@ class Adoption:
         Raises:
             ConfigError: momentum both given and in the optimizer, or it clips what is a velocity now.
         """
+        self._refuse_clipped_velocity()
         if not is_sgd(self.optimizer):
             return
         momentum, nesterov = get_momentum(self.optimizer)
@@ -201,10 +207,17 @@ class Adoption:
         Raises:
             ConfigError: some are local.
         """
-        if self._beside_local and any(self.hyper.momentum):
+        if self._beside_local and self.applies_momentum:
+            raise ConfigError(self._refusal_of_local)
+
+    def _refuse_clipped_velocity(self) -> None:
+        """Whether the optimizer clips, now or since a step ago, what the compressor's own momentum makes."""
+        clips = clipping(self.optimizer)
+        if clips and self._config.momentum:
             raise ConfigError(
-                "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to the "
-                "compressor to leave it in the optimizer"
+                f"the optimizer's {clips} would clip the velocity that momentum={self._config.momentum} of the "
+                "compressor makes, not the gradient: leave momentum to the optimizer (momentum=0 in the compressor), "
+                "or clip with the compressor's local_grad_clip_norm instead"
             )
 
     def _keep_config(self) -> None:

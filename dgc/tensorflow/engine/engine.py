@@ -22,7 +22,7 @@ from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.names import CommonNames
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
-from dgc.transport.agreement import require_agreement
+from dgc.transport.agreement import require_agreement, tell_error
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
 """The kinds of gradient that a variable may have."""
@@ -132,7 +132,7 @@ class Engine(EngineBase):
             self._absorb_loaded()
             self._refuse_sparse_momentum(self._kinds or ())
         except ConfigError as error:
-            self.fail(error)
+            self.fail_in_step(error)
 
     def group(self, indices: Sequence[int]) -> Group:
         """The group of exactly these variables; made when it is asked for the first time.
@@ -184,6 +184,17 @@ class Engine(EngineBase):
         if len(self._groups) == 1:
             self._groups[0].fail(error)
         raise error
+
+    def fail_in_step(self, error: DGCError) -> NoReturn:
+        """:meth:`fail` within a step, of which the others are told in the first one, too.
+
+        Raises:
+            DGCError: always.
+        """
+        if self._kinds is None:
+            tell_error(self.transport, error)  # who looks at the kinds of gradients in :meth:`settle`
+            raise error
+        self.fail(error)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -298,11 +309,11 @@ class Engine(EngineBase):
         )
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
-        if SPARSE not in kinds or not self.adoption.momentum:
+        if SPARSE not in kinds or not self.adoption.applies_momentum:
             return
         raise ConfigError(
             f"{self.names[kinds.index(SPARSE)]!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own "
-            "way, but the optimizer's momentum was taken into the compressor; pass sparse_as_dense=True, or momentum=0 "
+            "way, but the compressor applies the momentum; pass sparse_as_dense=True, or momentum=0 "
             "to the compressor to leave momentum in the optimizer"
         )
 

@@ -170,6 +170,12 @@ class Group:
         Raises:
             DGCError: always.
         """
+        if self._runs == 1:  # that is what the others do next
+            try:
+                self._compare_replicas()
+            except DGCError as told:
+                raise error from told
+            self._runs += 1
         self.exchange.fail(error)
 
     def absorb(self, index: int, u: np.ndarray, learning_rate: float | None) -> None:

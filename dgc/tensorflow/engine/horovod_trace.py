@@ -47,6 +47,7 @@ class _Call:
     gradients: list[Any]
     optimizer: Any
     process_set: Any
+    has_local: bool
 
 
 class Stock:
@@ -125,6 +126,8 @@ class Stock:
             if gradient is not None:
                 kinds[index] = SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
         engine.adoption.follow(call.optimizer)
+        if call.has_local:
+            self._compressor.stand_beside_local()
         engine.take_momentum()
         engine.settle(kinds)
 
@@ -188,11 +191,15 @@ def _check(engine: Engine, group: Group, probed: np.ndarray, value: float, op: s
 
 _PROBED = 16
 
+_LOCAL = ("_local_sources", "_local_vars")
+"""Where Horovod's tapes, and its optimizers and what adds up their passes, keep what stays on its rank."""
+
 
 def _horovods_call() -> _Call:
     """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above."""
     frame: FrameType | None = sys._getframe(2)
     variables = gradients = owner = process_set = None
+    has_local = False
     for _ in range(60):
         if frame is None:
             break
@@ -202,6 +209,7 @@ def _horovods_call() -> _Call:
         if variables is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
             variables, gradients = list(found["vars"]), list(found["grads"])
         candidate = found.get("self")
+        has_local = has_local or _has_local(frame, candidate)
         if variables is not None and owner is None and candidate is not None and family(candidate) is not None:
             owner = candidate
         frame = frame.f_back
@@ -210,4 +218,14 @@ def _horovods_call() -> _Call:
             "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
             "those, or the wrappers of dgc.tensorflow"
         )
-    return _Call(variables, gradients, owner, process_set)
+    return _Call(variables, gradients, owner, process_set, has_local)
+
+
+def _has_local(frame: FrameType, owner: Any) -> bool:
+    """Whether one of Horovod's methods is at work for an object of Horovod's that was told of local variables.
+
+    Asked of Horovod's own code only: a script's objects may call something of theirs the same.
+    """
+    if frame.f_globals.get("__name__", "").partition(".")[0] != "horovod":
+        return False
+    return any(vars(owner).get(name) for name in _LOCAL) if hasattr(owner, "__dict__") else False

@@ -62,10 +62,18 @@ def clipping(optimizer: Any) -> str | None:
     """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
     for name in _CLIPPING:
         value = getattr(optimizer, name, None)
-        # Keras takes a threshold of 0 for none.
-        if isinstance(value, (int, float)) and value > 0:
+        # Keras takes a threshold of 0 for none, and any type that it can compare.
+        if value is not None and _is_positive(value):
             return f"{name}={value}"
     return None
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        with tf.init_scope():
+            return float(value) > 0
+    except (TypeError, ValueError):
+        return True  # who knows
 
 
 def is_sgd(optimizer: Any) -> bool:

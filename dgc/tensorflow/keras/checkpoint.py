@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.states import INACTIVE
 from dgc.core.state.checks import require_sound
 from dgc.core.state.file import load_state, save_state
+from dgc.core.state.state import old_ranks_of
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.transport.agreement import agree_or_raise, busy
@@ -29,13 +31,17 @@ class CompressionCheckpoint(_Callback):
     iterations. A model that was not restored begins with empty residuals, and one that goes on training keeps its own.
     """
 
-    def __init__(self, filepath: str, save_freq: str | int = "epoch", restore: bool = True) -> None:
+    def __init__(
+        self, filepath: str, save_freq: str | int = "epoch", restore: bool = True, resize: bool = False
+    ) -> None:
         """Keep the states in files.
 
         Args:
             filepath: may contain ``{epoch}``, as in ``ModelCheckpoint``; each rank adds ``.rank<r>.npz``.
             save_freq: "epoch", or a number of steps.
             restore: take up a saved state when training begins.
+            resize: allow one of another number of ranks, whose files every rank must be able to read; residuals and
+                momentum are redistributed so that their mean is kept. A single process drops them, with a warning.
 
         Raises:
             ConfigError: ``save_freq`` is something else.
@@ -45,7 +51,7 @@ class CompressionCheckpoint(_Callback):
             raise ConfigError(f"save_freq is {save_freq!r}; allowed: 'epoch' or a number of steps >= 1")
         self._filepath = str(filepath)
         self._save_freq = save_freq
-        self._restore = restore
+        self._restore, self._resize = restore, resize
         self._epoch = 0
         self._saved_at = 0
 
@@ -54,7 +60,7 @@ class CompressionCheckpoint(_Callback):
 
         Raises:
             LayoutError: the ranks' models have made different numbers of steps, or a rank's file is missing or belongs
-                to another model or number of ranks.
+                to another model; or it is of another number of ranks, without ``resize``.
         """
         optimizer = self.model.optimizer
         optimizer = optimizer if hasattr(optimizer, "bind") else getattr(optimizer, "inner_optimizer", optimizer)
@@ -95,6 +101,8 @@ class CompressionCheckpoint(_Callback):
         """
         engine = self._engine
         if engine is None:
+            if self._is_alone:  # so that several ranks learn that it was saved by one
+                save_state(self._path(self._filled, 0), {**INACTIVE, ITERATIONS: self._iterations()})
             return
         engine.require_open("CompressionCheckpoint.save()")
         # Here alone: where one rank's step has failed, the others may be in the next.
@@ -112,7 +120,7 @@ class CompressionCheckpoint(_Callback):
             with busy(engine.transport):
                 state = {**engine.state_dict(), ITERATIONS: self._iterations()}
                 require_sound(state)
-                path = self._path(self._filepath.format(epoch=self._epoch + 1))
+                path = self._path(self._filled, engine.transport.rank)
                 save_state(path, state, lambda: ask(lambda: {"iterations": state[ITERATIONS]}))
         except Exception as error:
             if not asked:
@@ -131,8 +139,18 @@ class CompressionCheckpoint(_Callback):
         compression = self._owner.compression
         return None if compression is None else compression.engine
 
-    def _path(self, prefix: str) -> str:
-        return f"{prefix}.rank{self._engine.transport.rank}.npz"
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this process takes part and has nobody to exchange with."""
+        compression = self._owner.compression
+        return compression is not None and compression.is_bound and compression.takes_part and self._engine is None
+
+    @property
+    def _filled(self) -> str:
+        return self._filepath.format(epoch=self._epoch + 1)
+
+    def _path(self, prefix: str, rank: int) -> str:
+        return f"{prefix}.rank{rank}.npz"
 
     def _iterations(self) -> int:
         return int(tf.convert_to_tensor(self.model.optimizer.iterations))
@@ -155,32 +173,86 @@ class CompressionCheckpoint(_Callback):
         return iterations, steps == 0
 
     def _load(self, is_needed: bool) -> None:
-        engine = self._engine
+        engine, compression = self._engine, self._owner.compression
         if engine is None:
+            # One that has just begun: whoever goes on training has dropped it already.
+            if self._is_alone and is_needed:
+                states, _ = self._found(0, 1, is_needed)
+                if len(states) > 1:
+                    compression.load_state_dict(states, resize=True)
             return
-        found: dict[str, Any] = {}
+        found: list[Any] = []
 
         def find() -> dict[str, Any]:
-            pattern = self._path(glob.escape(self._filepath).replace("{epoch", "\0").split("\0")[0] + "*")
-            if "{epoch" not in self._filepath:
-                pattern = self._path(glob.escape(self._filepath))
-            unreadable = ""
-            for path in sorted(glob.glob(pattern), key=lambda p: Path(p).stat().st_mtime, reverse=True):
-                try:
-                    state = load_state(path)
-                except LayoutError as error:
-                    unreadable = unreadable or f". Or it is the one that cannot be read: {error}"
-                    continue
-                if state.get(ITERATIONS) == self._iterations():
-                    found.update(state)
-                    return {"iterations": self._iterations()}
+            states, nearly = self._found(engine.transport.rank, engine.transport.size, is_needed)
+            found.extend(states)
+            if states:
+                return {"iterations": self._iterations(), "ranks that saved it": len(states)}
             if not is_needed:
                 return {"iterations": "no file"}
             raise LayoutError(
-                f"no file {pattern} belongs to a model of {self._iterations()} iterations; restore the model and the "
-                f"compressor from the same moment, or pass restore=False to begin with empty residuals{unreadable}"
+                f"no file {self._pattern(engine.transport.rank)} belongs to a model of {self._iterations()} "
+                "iterations; restore the model and the compressor from the same moment, or pass restore=False to begin "
+                f"with empty residuals{nearly}"
             )
 
         agree_or_raise(engine.transport, find, "checkpoints of the compressor", LayoutError)
-        if found:
-            self._owner.compression.load_state_dict(found)
+        if len(found) == engine.transport.size:
+            compression.load_state_dict(found[engine.transport.rank])
+        elif found:
+            compression.load_state_dict(found, resize=True)
+
+    def _found(self, rank: int, size: int, is_needed: bool) -> tuple[list[Any], str]:
+        """The states that belong to the model, in rank order, None for those that this rank does not need.
+
+        Returns:
+            None of them where there are none, and what to add to the error about that.
+
+        Raises:
+            LayoutError: another number of ranks has saved them, without ``resize``, or a file of theirs cannot be read.
+        """
+        path, own, nearly = self._fitting(rank)
+        if not own and rank:
+            path, own, _ = self._fitting(0)  # of a job with fewer ranks
+            if own.get("size") == size:
+                return [], nearly
+        if not own:
+            return [], nearly
+        old = int(own.get("size", size))
+        if old == size:
+            return [own if r == rank else None for r in range(size)], ""
+        if not is_needed:
+            return [], ""
+        if not self._resize:
+            raise LayoutError(
+                f"{path} was saved by {old} rank{'s' * (old > 1)}, this job has {size}; pass resize=True to "
+                "CompressionCheckpoint, with the files of all old ranks in a folder that every rank can read, or "
+                "restore=False to begin with empty residuals"
+            )
+        prefix = path.rpartition(".rank")[0]
+        states: list[Any] = [None] * old
+        for r in sorted({0, *old_ranks_of(rank, old, size)}):
+            states[r] = load_state(self._path(prefix, r))
+            if states[r].get(ITERATIONS) != self._iterations():
+                raise LayoutError(
+                    f"{self._path(prefix, r)} is of {states[r].get(ITERATIONS)} iterations, the model of "
+                    f"{self._iterations()}; put the files of all {old} ranks there that were saved together"
+                )
+        return states, ""
+
+    def _fitting(self, rank: int) -> tuple[str, dict[str, Any], str]:
+        """The newest of a rank's files with the model's iterations, what is in it, and those that are damaged."""
+        unreadable = ""
+        for path in sorted(glob.glob(self._pattern(rank)), key=lambda p: Path(p).stat().st_mtime, reverse=True):
+            try:
+                state = load_state(path)
+            except LayoutError as error:
+                unreadable = unreadable or f". Or it is the one that cannot be read: {error}"
+                continue
+            if state.get(ITERATIONS) == self._iterations():
+                return path, state, ""
+        return "", {}, unreadable
+
+    def _pattern(self, rank: int) -> str:
+        begin, _, rest = glob.escape(self._filepath).partition("{epoch")
+        return self._path(begin + "*" * bool(rest), rank)

@@ -10,9 +10,9 @@ from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
-from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family
+from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family, without_loss_scale
 from dgc.tensorflow.reduce.options import ReduceOptions
-from dgc.tensorflow.reduce.settings import Settings, check_compression
+from dgc.tensorflow.reduce.settings import HasSettings, Settings, check_compression
 
 
 def DistributedOptimizer(
@@ -101,12 +101,11 @@ def load_model(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return model
-    owner = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(optimizer, "register_local_var") or hasattr(owner, "register_local_var"):
-        settings = getattr(optimizer, "_dgc_settings", None) or owner._dgc_settings
+    ours = next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)
+    if ours is not None:
         if compression is None:
             return model
-        if not settings.lost:
+        if not ours._dgc_settings.lost:
             raise ConfigError(
                 "the model was saved with a distributed optimizer and goes on with its options; leave compression out, "
                 "or compile the model with a new DistributedOptimizer"

@@ -51,6 +51,9 @@ class DenseReducer:
         """Ranks that take part; 1 where there is nobody else."""
         return 1 if is_alone(self._process_set) else HOROVOD.chosen_set(self._process_set).size()
 
+    def stand_beside_local(self, variables: Sequence[Any], optimizer: Any = None) -> None:
+        """The momentum is in the optimizer, which updates local variables, too."""
+
     @tf.autograph.experimental.do_not_convert
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None, dense_for: str | None = None

@@ -53,25 +53,29 @@ class LocalVariables:
                 "backward_passes_per_step > 1 (gradient accumulation) does not add up the gradients of local "
                 "variables; use 1, or another optimizer for them"
             )
+        shared = [gradients[i] for i in places], [variables[i] for i in places]
+        # Before anything is exchanged: an eager step could not be taken back.
+        reducer.stand_beside_local(shared[1], optimizer)
         reduced, verdict = [], tf.constant(APPLY, tf.int32)
         if places:
             if "dense_for" in options:
                 options["dense_for"] = options["dense_for"] or "some variables are local"
-            shared = [gradients[i] for i in places], [variables[i] for i in places]
             reduced, verdict = reducer.reduce(*shared, optimizer, **options)
-        engine = None if reducer.compression is None else reducer.compression.engine
-        if engine is not None:
-            try:
-                engine.adoption.stand_beside_local()
-            except ConfigError as error:
-                engine.fail(error)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient
-        if self._scale:
-            for place in set(range(len(variables))) - set(places):
-                results[place] = _divided(results[place], reducer.size)
+        for place in sorted(set(range(len(variables))) - set(places)):
+            own = _divided(results[place], reducer.size) if self._scale else results[place]
+            results[place] = after([verdict], own)
         return results, verdict
+
+
+def after(others: Sequence[tf.Tensor], gradient: Any) -> Any:
+    """A gradient that a graph hands over when ``others`` are there: not in a step in which they are refused."""
+    if gradient is None or not others or tf.executing_eagerly():
+        return gradient
+    with tf.control_dependencies(list(others)):
+        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _divided(gradient: Any, size: int) -> Any:

@@ -13,6 +13,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.horovod.names import gather_slices
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, ENTRIES, GONE, REFUSED, Entries, Step, cross
 from dgc.tensorflow.engine.optimizers import learning_rate
@@ -111,11 +112,25 @@ class Reducer:
             _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
         return reduced, verdict
 
+    def stand_beside_local(self, variables: Sequence[Any], optimizer: Any = None) -> None:
+        """Some other variables' gradients stay on their rank. Collective in the first step, if there are ``variables``.
+
+        Args:
+            variables: those whose gradients are exchanged.
+            optimizer: as in :meth:`reduce`.
+
+        Raises:
+            ConfigError: the compressor applies a momentum, which would not act on the others.
+        """
+        if variables:
+            self.compression.bind(list(variables), optimizer, self._process_set)
+        self.compression.stand_beside_local()
+
     @property
     def size(self) -> int:
         """Ranks that exchange; 1 where there is nobody to exchange with."""
-        engine = self.compression.engine
-        return 1 if engine is None else engine.transport.size
+        members = self.compression.process_set(self._process_set)
+        return 1 if is_alone(members) else int(members.size())
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -172,9 +187,11 @@ class Reducer:
         """Sparse gradients (place here -> in the engine) travel by allgather: every rank gets all ranks' slices."""
         is_sum = self.compression.config.op == "sum"
         process_set = self.compression.process_set(self._process_set)
-        for i, place in sparse.items():
-            name = engine.sparse_names.of(engine.variables[place], process_set)
-            reduced[i] = gather_slices(reduced[i], name, process_set, is_sum=is_sum)
+        # In a graph too they travel after the exchange, and so not in a step that it refuses with an error.
+        with tf.control_dependencies([verdict]):
+            for i, place in sparse.items():
+                name = engine.sparse_names.of(engine.variables[place], process_set)
+                reduced[i] = gather_slices(reduced[i], name, process_set, is_sum=is_sum)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(reduced[i].values)) for i in sparse])  # type: ignore[union-attr]
         # Who takes entries applies whatever came: there is no dense result to refuse.
         stays = tf.logical_or(finite, tf.equal(verdict, ENTRIES))

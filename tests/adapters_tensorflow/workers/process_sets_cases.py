@@ -79,6 +79,27 @@ def fit_within_a_process_set():
 
 
 @case
+def a_rank_outside_fits_again_with_the_members_wrapper():
+    """One script for all ranks, which names the members' process set on the rank outside, too."""
+    pair, _ = sets()
+    for place in ("wrapper", "compressor"):
+        in_compressor = {"process_set": pair} if place == "compressor" else {}
+        in_wrapper = {"process_set": pair} if place == "wrapper" else {}
+        compression = dgc.Compression.dgc(**m.SPARSE, **in_compressor)
+        model = m.compile_model(compression, model=m.make_model(1 + hvd.rank()), learning_rate=0.05, **in_wrapper)
+        for first in (0, 3, 6):
+            if first == 6:  # another model's weights on one rank, whose broadcast all take part in
+                model.set_weights([w + hvd.rank() for w in model.get_weights()])
+            m.fit(model, 3, first=first, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert compression.stats.steps == (0 if hvd.rank() == 1 else 9)
+        if hvd.rank() != 1:
+            for i, value in enumerate(m.values(model)):
+                first = hvd.broadcast(tf.constant(value), 0, process_set=pair, name=f"again {place} {i}")
+                np.testing.assert_array_equal(first, value)
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+@case
 def stock_horovod_over_another_process_set():
     pair, _ = sets()
     if hvd.rank() != 1:

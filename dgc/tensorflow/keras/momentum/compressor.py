@@ -32,7 +32,7 @@ from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import Entries
-from dgc.tensorflow.engine.optimizers import get_momentum, is_sgd
+from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import describe, raw_variable, unique_names
 from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
 from dgc.tensorflow.reduce.reducer import RETURNED, Gradient, Reducer
@@ -41,6 +41,11 @@ from dgc.transport.agreement import agree_or_raise
 
 class FixedMomentum(Adoption):
     """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
+
+    _refusal_of_local = (
+        "DGCMomentum applies the momentum to the variables that it exchanges, and it would not act on local variables: "
+        "update those by an optimizer of their own"
+    )
 
     def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
         """Hold the options.
@@ -51,14 +56,20 @@ class FixedMomentum(Adoption):
             optimizer: the Keras optimizer whose learning rate counts.
         """
         self.optimizer = optimizer
-        self.active = self.taken = self._beside_local = False
+        self.active = self.taken = self.is_loss_scaled = self._beside_local = False
         self.left_for = None
+        self._config = options.to_config([])
         # What was adopted: nothing. What is applied stands in `hyper`.
         self.momentum, self.nesterov = 0.0, False
         self._kinds = list(regularizers)
         decays = [max(coefficients(r)) for r in regularizers]
         count = len(decays)
         self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
+
+    @property
+    def applies_momentum(self) -> bool:
+        """Whether it is not 0."""
+        return any(self.hyper.momentum)
 
     def undo(self) -> None:
         """Nothing was taken."""
@@ -67,12 +78,21 @@ class FixedMomentum(Adoption):
         """Nothing is taken.
 
         Raises:
-            ConfigError: the optimizer was given a momentum beside the one that the compressor applies.
+            ConfigError: the optimizer was given a momentum beside the one that the compressor applies, or clips.
         """
+        self._refuse_clipped_velocity()
         if is_sgd(self.optimizer) and get_momentum(self.optimizer)[0]:
             raise ConfigError(
                 "DGCMomentum's momentum is its argument and stays; build a new optimizer for another one, and give it "
                 "the old one's state_dict()"
+            )
+
+    def _refuse_clipped_velocity(self) -> None:
+        clips = clipping(self.optimizer)
+        if clips and self.applies_momentum:
+            raise ConfigError(
+                f"the optimizer got {clips}, which would clip DGCMomentum's velocity, not the gradient: leave it out, "
+                "and give DGCMomentum local_grad_clip_norm= (and num_trainers=) instead"
             )
 
     def follow(self, optimizer: Any) -> None:
@@ -137,6 +157,11 @@ class MomentumCompressor(DGCCompressor):
 
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
         """Nothing is adopted: the momentum is this compressor's own argument."""
+
+    def stand_beside_local(self) -> None:  # noqa: D102
+        if self.adoption is None and self.options.momentum:
+            raise ConfigError(FixedMomentum._refusal_of_local)
+        super().stand_beside_local()
 
     def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
         """Attach to a model's variables; collective over the process set.
