@@ -1,4 +1,4 @@
-"""For all tests: hypothesis depends on neither clock nor chance, and no test's time runs while kernels are compiled."""
+"""For all tests: no clock and no chance in hypothesis, kernels compiled beforehand, and what must not skip itself."""
 
 import contextlib
 import os
@@ -38,6 +38,29 @@ def pytest_runtestloop(session):
             timeout=600,
             check=False,
         )
+
+
+REQUIRES_GPU = os.environ.get("DGC_REQUIRE_GPU") == "1"
+"""Whether what cannot run here has failed: for runs of the tests that need a GPU, on a machine that has one."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where a GPU is required, a test that skips itself has failed."""
+    return _required((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """And so has a file that skips itself."""
+    return _required((yield))
+
+
+def _required(report):
+    if REQUIRES_GPU and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"DGC_REQUIRE_GPU=1, and this did not run. {reason}"
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,9 @@ class Pipeline:
 
     def _loop(self) -> None:
         status = self._status
+        adopt = getattr(self._kernels, "adopt_thread", None)
+        if adopt is not None:
+            adopt()
         while True:
             with status.lock:
                 status.lock.wait_for(lambda: status.phase is Phase.RUNNING or status.closed)

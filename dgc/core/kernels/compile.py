@@ -54,14 +54,19 @@ def _user_cache() -> Path:
 
 
 @cache
-def _usable(directory: str) -> bool:
+def usable(directory: str) -> bool:
     """Whether kernels may be kept there. Left to itself, Numba would go on to a folder that knows no versions."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         # What is found there is run: a folder that another user made first, under a common name, is no good.
-        return os.access(directory, os.W_OK) and Path(directory).parent.stat().st_uid in (os.getuid(), 0)
+        return os.access(directory, os.W_OK) and is_trusted(Path(directory).parent)
     except OSError:
         return False
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether this user, or root, owns the folder or file, so that nobody else has put there what it holds."""
+    return path.stat().st_uid in (os.getuid(), 0)
 
 
 def entry(own: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -72,7 +77,7 @@ def entry(own: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        if not _usable(cache_directory(own)):
+        if not usable(cache_directory(own)):
             return numba.njit(nogil=True, error_model="numpy")(function)
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = cache_directory(own)

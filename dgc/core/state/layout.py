@@ -24,6 +24,7 @@ ALIGNMENT = 16
 """Segments start at multiples of this many elements, so that a kernel's vector loads are aligned."""
 
 MAX_BUCKET_ELEMENTS = 2**31 - 1
+"""Positions within a bucket are int32, on a device and in the message; padding between tensors counts."""
 
 FLOAT_TYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -187,20 +188,26 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     _check(parameters)
     capacity = max(1, config.bucket_bytes // 4)
     groups: list[tuple[str, int, list[int]]] = []
-    open_group: dict[tuple[str, int], tuple[list[int], int]] = {}
+    open_group: dict[tuple[str, int], tuple[list[int], int, int]] = {}
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         dtype = "float64" if parameter.dtype == "float64" else "float32"
         kind = dtype, _part(parameter, config) or 0
-        members, filled = open_group.get(kind, ([], 0))
-        if not members or filled + parameter.numel > capacity:
-            members, filled = [], 0
+        members, filled, placed = open_group.get(kind, ([], 0, 0))
+        room = _padded(parameter.numel)
+        # What a user asks for counts elements, what fits at all their padding, too.
+        if not members or filled + parameter.numel > capacity or placed + room > MAX_BUCKET_ELEMENTS:
+            members, filled, placed = [], 0, 0
             groups.append((*kind, members))
         members.append(index)
-        open_group[kind] = (members, filled + parameter.numel)
+        open_group[kind] = (members, filled + parameter.numel, placed + room)
     buckets = tuple(_bucket(i, *group, parameters, config) for i, group in enumerate(groups))
     places = {s.parameter: (b.index, s) for b in buckets for s in b.segments}
     return Layout(parameters, buckets, places)
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def _part(parameter: Parameter, config: DGCConfig) -> int | None:
@@ -222,7 +229,7 @@ def _bucket(
         placed = []
         for i in chosen:
             placed.append(Segment(i, offset, parameters[i].numel))
-            offset += -(-parameters[i].numel // ALIGNMENT) * ALIGNMENT
+            offset += _padded(parameters[i].numel)
         return tuple(placed)
 
     sparse = place([i for i in members if not travels_dense(parameters[i], config)])

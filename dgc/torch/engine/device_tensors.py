@@ -7,6 +7,7 @@ before the results are used. The host waits for neither.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Tensors(Protocol):
         """Let the framework's stream wait for everything that the kernels were given."""
         ...
 
+    def refusal(self) -> ConfigError | None:
+        """Why nothing can be exchanged now, for all ranks; None where it can."""
+        ...
+
 
 class HostTensors:
     """Views of CPU tensors; tensors on other devices are copied to the host, and results back."""
@@ -69,6 +74,9 @@ class HostTensors:
         return None
 
     def release(self) -> None:  # noqa: D102
+        return None
+
+    def refusal(self) -> None:  # noqa: D102
         return None
 
 
@@ -101,6 +109,23 @@ class TorchStreams:
         """The current stream's CUDA handle."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
+    def capturing(self) -> bool:
+        """Whether the current stream is recording a CUDA graph instead of running."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def keep_for(self, tensor: torch.Tensor, stream: int) -> None:
+        """Memory of ours is used by another stream, by handle: it is handed out again when that is through, too."""
+        tensor.record_stream(torch.cuda.ExternalStream(stream, device=self._device))  # type: ignore[arg-type]
+
+    def allocate(self, nbytes: int, stream: int) -> int:
+        """Take memory from torch's pool for a stream; returns its address."""
+        return int(torch.cuda.caching_allocator_alloc(nbytes, self._device, stream))
+
+    def free(self, address: int) -> None:
+        """Give it back."""
+        if not sys.is_finalizing():
+            torch.cuda.caching_allocator_delete(address)
+
 
 class DeviceTensors:
     """Tensors of one GPU, by address."""
@@ -110,13 +135,17 @@ class DeviceTensors:
 
         Args:
             kernels: a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels` on the tensors' device.
-            streams: has ``record()`` and ``current()`` as :class:`TorchStreams`.
+            streams: what :class:`TorchStreams` has.
         """
         self.kernels = kernels
         self._streams = streams
+        # Two pools would keep memory from each other that neither uses.
+        kernels.allocate_with(streams.allocate, streams.free)
 
     def array(self, tensor: torch.Tensor) -> Any:  # noqa: D102
         flat = tensor.detach().reshape(-1)  # a copy, on the framework's stream, only of strided tensors
+        if not tensor.is_contiguous():
+            self._streams.keep_for(flat, self.kernels.runtime.stream_handle)
         return self._view(flat)
 
     def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
@@ -126,13 +155,24 @@ class DeviceTensors:
         wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
         place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
+        # It may be let go on a stream that has not waited for the kernels.
+        self._streams.keep_for(place, self.kernels.runtime.stream_handle)
         return Result(tensor, self._view(place), limit, False, place)
 
     def ready(self) -> Any:  # noqa: D102
         return self._streams.record()
 
     def release(self) -> None:  # noqa: D102
-        self.kernels.runtime.release_to(self._streams.current())
+        if not self._streams.capturing():  # a step that was refused for that: nothing was begun
+            self.kernels.runtime.release_to(self._streams.current())
+
+    def refusal(self) -> ConfigError | None:  # noqa: D102
+        if not self._streams.capturing():
+            return None
+        return ConfigError(
+            "gradients are exchanged while a CUDA graph is captured, and messages cannot be replayed: "
+            "capture forward and backward pass alone (torch.cuda.make_graphed_callables), and exchange outside of them"
+        )
 
     def _view(self, flat: torch.Tensor) -> Any:
         return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)

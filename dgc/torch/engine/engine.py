@@ -283,7 +283,7 @@ class Engine(EngineBase):
         self._error, self._untold, self._opened = None, False, False
 
     def _begin(self, index: int) -> None:
-        if (error := self._open_step(index)) is not None:
+        if (error := self._open_step(index) or self._tensors.refusal()) is not None:
             self._raise_on_all_ranks(error)
 
     def _open_step(self, index: int | None = None) -> DGCError | None:

@@ -1,6 +1,7 @@
 """Tensors on a device through the whole engine, with a stand-in for the device; and when the host is chosen."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from host_runtime import HostRuntime, compiler
 from dgc.core.compressors.build import make_config
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, DGCError
 from dgc.torch.engine import device_tensors
 from dgc.torch.engine import engine as engine_module
 from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for
@@ -25,6 +26,8 @@ class Streams:
 
     def __init__(self):
         self.recorded = 0
+        self.kept = []
+        self.captures = False
 
     def record(self):
         self.recorded += 1
@@ -32,6 +35,17 @@ class Streams:
 
     def current(self):
         return 77
+
+    def capturing(self):
+        return self.captures
+
+    def keep_for(self, tensor, stream):
+        self.kept.append((tensor.data_ptr(), stream))
+
+    def allocate(self, nbytes, stream):
+        raise NotImplementedError
+
+    free = None
 
 
 def on_stand_in(parameters):
@@ -143,8 +157,62 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
 
 
 def test_a_gpu_with_kernels_is_used(monkeypatch):
-    kernels = object()
+    kernels = SimpleNamespace(allocate_with=lambda allocate, free: None)
     monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
     chosen = tensors_for([OnGPU("cuda:2"), OnGPU("cuda:2")])
     assert isinstance(chosen, DeviceTensors)
     assert chosen.kernels is kernels
+
+
+@needs_compiler
+def test_scratch_is_not_handed_out_again_while_the_kernels_use_it():
+    """What is copied or made here belongs to the framework's stream, and the kernels' stream works on it."""
+    tensors = on_stand_in([])
+    kept, stream = tensors._streams.kept, tensors.kernels.runtime.stream_handle
+    x = torch.arange(12.0).view(3, 4)
+    tensors.array(x), tensors.result(x)
+    assert kept == [], "memory of the caller's"
+    copied = tensors.array(x.t())
+    place = tensors.result(x.half())
+    assert kept == [(copied.ctypes.data, stream), (place.place.data_ptr(), stream)]
+    tensors.result(x.t())
+    assert len(kept) == 3
+
+
+@needs_compiler
+def test_device_memory_comes_from_the_frameworks_pool():
+    tensors = on_stand_in([])
+    assert tensors.kernels.runtime.allocators == [(tensors._streams.allocate, tensors._streams.free)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("capturing", [[0], [0, 1]])
+def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
+    """An error on every rank, in the same step; and the engine works again after a reset."""
+    monkeypatch.setattr(engine_module, "tensors_for", on_stand_in)
+    config = make_config({"min_numel": 64, "sparsity": 0.99})
+
+    def one_rank(transport):
+        p = torch.zeros(50, 50, requires_grad=True)
+        engine = Engine([("p", p)], config, transport, optimizer=None)
+        engine.submit(0, torch.ones(50, 50))
+        engine.finish()
+        tensors = engine._tensors
+        tensors._streams.captures = transport.rank in capturing
+        before = list(tensors.kernels.runtime.released_to)
+
+        def step():
+            engine.submit(0, torch.ones(50, 50))
+            engine.finish()
+
+        with pytest.raises(DGCError, match="CUDA graph") as raised:
+            step()
+        if transport.rank in capturing:
+            assert isinstance(raised.value, ConfigError)
+            assert tensors.kernels.runtime.released_to == before, "nothing may be enqueued while a graph is captured"
+        tensors._streams.captures = False
+        engine.reset()
+        step()
+        engine.close()
+
+    run_ranks(2, one_rank, timeout=120)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from kernel_tools import run_script
+
+from dgc.core.kernels import compile
 
 FROM_THE_CACHE = """
     import numpy as np
@@ -81,3 +84,13 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         NUMBA_CACHE_DIR=str(blocked),
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("owner", "trusted"), [(1000, True), (0, True), (1001, False)])
+def test_what_another_user_has_made_is_not_run(owner, trusted, monkeypatch):
+    class Found:
+        def stat(self):
+            return SimpleNamespace(st_uid=owner)
+
+    monkeypatch.setattr(compile.os, "getuid", lambda: 1000)
+    assert compile.is_trusted(Found()) is trusted

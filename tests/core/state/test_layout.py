@@ -52,3 +52,13 @@ def test_buckets_that_are_made_dense_keep_every_place():
     assert dense.chosen == {s.parameter for s in before.sparse + before.small}
     assert dense.fingerprint != layout.fingerprint
     assert layout.with_dense([]) == layout
+
+
+@pytest.mark.parametrize("numel", [2**30, 2**31 - 17, 2**20 + 1])
+def test_positions_in_a_bucket_fit_32_bits_whatever_size_is_asked_for(numel):
+    """Kernels and messages count positions as int32; the padding between tensors counts."""
+    sizes = [Parameter(f"p{i}", (numel // 3, 3), "float32") for i in range(2**32 // numel + 2)]
+    layout = make_layout(sizes, make_config({"bucket_bytes": 2**50}))
+    assert len(layout.buckets) > 1
+    assert all(bucket.size < 2**31 for bucket in layout.buckets)
+    assert sum(len(bucket.segments) for bucket in layout.buckets) == len(sizes)

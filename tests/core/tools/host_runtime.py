@@ -77,6 +77,7 @@ class HostRuntime:
     """
 
     name = "host"
+    stream_handle = 55
 
     def __init__(self, seed=0, *, deferred=False, text=None):
         self.seed = seed
@@ -86,10 +87,19 @@ class HostRuntime:
         self.waited_for = []
         self.released_to = []
         self.owners = []
+        self.kernels = set()
+        self.threads = []
+        self.allocators = []
         self._text = text
         self._queue = collections.deque()
         self._done = 0
         self._lock = threading.RLock()
+
+    def adopt_thread(self):
+        self.threads.append(threading.current_thread().name)
+
+    def allocate_with(self, allocate, free):
+        self.allocators.append((allocate, free))
 
     def empty(self, n, dtype):
         array = np.empty(n, dtype)
@@ -113,6 +123,7 @@ class HostRuntime:
         return np.frombuffer(memory, dtype)
 
     def fill(self, array, value):
+        assert value == 0 or value != value, "memory is filled with 0 or NaN"
         self._enqueue(lambda: array.fill(value))
 
     def upload(self, device, host):
@@ -127,6 +138,7 @@ class HostRuntime:
     def launch(self, name, state_bits, grid, arguments):
         assert grid >= 1
         self.launches.append(name)
+        self.kernels.add((name, state_bits))
         arguments = list(arguments)
         self._enqueue(lambda: self._run(name, state_bits, grid, arguments))
 

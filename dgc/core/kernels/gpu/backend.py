@@ -40,11 +40,15 @@ class DeviceKernels(BucketKernels):
         """One line for a log: what runs where."""
         return f"{self.name} kernels"
 
+    def adopt_thread(self) -> None:
+        """Say that this thread belongs to the exchange; see :class:`~dgc.core.kernels.gpu.memory.Runtime`."""
+        self.runtime.adopt_thread()
+
     def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
         return rules.new_control(segments)
 
     def warm_up(self, dtype: str = "float32") -> None:
-        """Run every kernel of a step on a small bucket: they are compiled and loaded, and memory pools are filled."""
+        """Run every kernel on a small bucket: they are compiled and loaded, and memory pools are filled."""
         n = 8192
         kind = np.dtype(dtype)
         u, v, g, r = (self.runtime.zeros(n, kind) for _ in range(4))
@@ -56,10 +60,19 @@ class DeviceKernels(BucketKernels):
         for _ in range(2):
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
             done = self.compress(work, u, v, control, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
-        self.receive([r], np.array([0, n]), n, form, [(payload, done.count)], 1.0)
+        bounds = np.array([0, n])
+        self.receive([r], bounds, n, form, [(payload, done.count)], 1.0)
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
+        self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)
+        self.sums_of_squares([g])
         assert done.undo is not None
         self.restore(u, v, done.undo)
+        # What the host's codecs need, and a refused step.
+        self.accumulate(work, u, v)
+        chosen = self.accumulate_and_select(work, u, v, control)
+        self.restore(u, v, self.mask(u, v, chosen.positions, chosen.values, masking=True))
+        self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
+        self.memory.fill(r, np.nan)
         self.wait()
 
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:

@@ -8,7 +8,7 @@ numbers to the host, and that once: the methods say so. All work is on one strea
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,13 @@ class BucketKernels:
             (summary,) = self._tables.send(np.zeros(1, SUMMARY))
             self._over_tensors("exceeds", 8 * vector.dtype.itemsize, tensors, means, u, summary)
             return self._flag(summary)
+
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
+        """Take device memory from a framework; see :class:`~dgc.core.kernels.gpu.memory.Runtime`."""
+        with self._lock:
+            self.wait()
+            self._workspace.clear()
+            self.runtime.allocate_with(allocate, free)
 
     def wait(self) -> None:
         """Wait until everything enqueued so far has run."""

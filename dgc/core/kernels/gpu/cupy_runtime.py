@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ import cupy
 import numpy as np
 from cupy.cuda import nvrtc
 
-from dgc.core.kernels.compile import cache_directory
+from dgc.core.kernels.compile import cache_directory, is_trusted, usable
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS, compile_options, kernel_names, source
+
+HIGHEST_PRIORITY = -100
+"""Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network."""
+_ALL_ONES = 0xFF
+"""Four or eight bytes of this are a NaN."""
 
 
 def device_count() -> int:
@@ -48,7 +54,9 @@ def compile_for(capability: int, state_bits: int) -> bytes:
     options = (*compile_options(state_bits), f"-arch={target}")
     key = hashlib.blake2b(f"{nvrtc.getVersion()} {options} {source()}".encode(), digest_size=16).hexdigest()
     kept = Path(cache_directory()) / f"{key}.{target}"
-    if kept.exists():
+    keeps = usable(str(kept.parent))
+    # It is run as it is: like Numba's cache, nothing is taken from a folder or file that another user made.
+    if keeps and kept.exists() and is_trusted(kept):
         return kept.read_bytes()
     program = nvrtc.createProgram(source(), "dgc.cu", (), ())
     try:
@@ -60,14 +68,51 @@ def compile_for(capability: int, state_bits: int) -> bytes:
     finally:
         nvrtc.destroyProgram(program)
     binary = binary if isinstance(binary, bytes) else binary.encode()
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(binary)
-        draft.replace(kept)
-    except OSError:
-        pass  # no directory can be written: compiled anew in each process
+    if keeps:
+        with contextlib.suppress(OSError):  # compiled anew in each process, then
+            draft = kept.with_suffix(f".{os.getpid()}")
+            draft.write_bytes(binary)
+            draft.replace(kept)
     return binary
+
+
+class CurrentDevice:
+    """Makes one device the current one of a thread, where that is needed.
+
+    A thread of ours takes the device once and keeps it. Going back would be to device 0, where a thread begins, and
+    with CUDA 12 that opens a context there: half a gigabyte of the first device's memory for every process of a host.
+    On a caller's thread, ``with`` changes nothing if the device is current, as it is where each process has chosen its
+    own, and else goes back to what was.
+    """
+
+    def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
+        """Take CUDA's ``cudaGetDevice`` and ``cudaSetDevice``."""
+        self._device, self._current, self._choose = device, current, choose
+        self._thread = threading.local()
+
+    def adopt_thread(self) -> None:
+        """This thread is ours: it works on this device and on no other."""
+        self._choose(self._device)
+        self._thread.adopted = True
+
+    def __enter__(self) -> None:
+        """Be current; may be nested."""
+        thread = self._thread
+        if getattr(thread, "adopted", False):
+            return
+        before = self._current()
+        if before != self._device:
+            self._choose(self._device)
+        thread.__dict__.setdefault("before", []).append(before)
+
+    def __exit__(self, *_: object) -> None:
+        """Be what was."""
+        thread = self._thread
+        if getattr(thread, "adopted", False):
+            return
+        before = thread.before.pop()
+        if before != self._device:
+            self._choose(before)
 
 
 class CupyRuntime:
@@ -80,33 +125,54 @@ class CupyRuntime:
 
     def __init__(self, device: int) -> None:
         """Take a device by its number."""
+        cuda = cupy.cuda.runtime
         self.device = device
-        self._device = cupy.cuda.Device(device)
+        self._device = CurrentDevice(device, cuda.getDevice, cuda.setDevice)
         with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            handle = cuda.streamCreateWithPriority(cuda.streamNonBlocking, HIGHEST_PRIORITY)
+            self._stream = cupy.cuda.ExternalStream(handle, device)
         self._functions: dict[tuple[str, int], Any] = {}
         self._compiling = threading.Lock()
+        self._malloc: Callable[[int], Any] = cupy.cuda.alloc
 
     @property
     def stream(self) -> Any:
         """The CuPy stream on which everything runs."""
         return self._stream
 
+    @property
+    def stream_handle(self) -> int:
+        """Its CUDA handle."""
+        return int(self._stream.ptr)
+
+    def adopt_thread(self) -> None:  # noqa: D102
+        self._device.adopt_thread()
+
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:  # noqa: D102
+        stream = self.stream_handle
+        pool = cupy.cuda.PythonFunctionAllocator(
+            lambda nbytes, _: allocate(nbytes, stream), lambda address, _: free(address)
+        )
+        self._malloc = pool.malloc
+
     def empty(self, n: int, dtype: Any) -> Any:  # noqa: D102
-        # CuPy's pool hands memory out per stream: what is freed is used again only by later work of this stream.
+        # Memory is handed out for this stream: what is freed is used again only by later work of it.
         with self._device, self._stream:
-            return cupy.empty(n, dtype)
+            return cupy.ndarray((n,), dtype, self._malloc(max(1, n * np.dtype(dtype).itemsize)))
 
     def zeros(self, n: int, dtype: Any) -> Any:  # noqa: D102
-        with self._device, self._stream:
-            return cupy.zeros(n, dtype)
+        array = self.empty(n, dtype)
+        self.fill(array, 0)
+        return array
 
     def fill(self, array: Any, value: float) -> None:  # noqa: D102
-        with self._device, self._stream:
-            if value == 0:
-                cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, self._stream.ptr)
-            else:
-                array.fill(value)
+        # Not CuPy's own fill, which compiles a kernel when it is first called: in the first refused step, that is.
+        if value != 0 and value == value:
+            raise ValueError(f"memory is filled with 0 or NaN, not {value}")
+        if array.size:
+            with self._device:
+                byte = 0 if value == value else _ALL_ONES
+                cupy.cuda.runtime.memsetAsync(array.data.ptr, byte, array.nbytes, self._stream.ptr)
 
     def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
         nbytes = n * np.dtype(dtype).itemsize
@@ -152,7 +218,8 @@ class CupyRuntime:
 
     def record(self) -> Any:  # noqa: D102
         with self._device:
-            event = cupy.cuda.Event(disable_timing=True)
+            # One that blocks: a thread that spins would take a core from the data loader.
+            event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return event
 
@@ -174,16 +241,19 @@ class CupyRuntime:
             if (kernel_names()[0], state_bits) in self._functions:
                 return
             module = cupy.cuda.function.Module()
-            module.load(compile_for(int(self._device.compute_capability), state_bits))
+            module.load(compile_for(int(cupy.cuda.Device(self.device).compute_capability), state_bits))
             functions = {(name, state_bits): module.get_function(f"dgc_{name}") for name in kernel_names()}
             self._functions.update(functions)
 
 
 class CupyKernels(DeviceKernels):
-    """The device backend on one GPU. Compiled at construction, so that no step waits for the compiler."""
+    """The device backend on one GPU. Compiled at construction, so that no step waits for the compiler.
+
+    Both types of state are: the first bucket of float64 may come late, and a kernel is loaded when it first runs.
+    """
 
     def __init__(self, device: int = 0, *, warm_up: bool = True) -> None:
-        """Compile the kernels for float32 state, and run each once.
+        """Compile the kernels, and run each once.
 
         Args:
             device: number of the device, as CUDA counts.
@@ -196,8 +266,8 @@ class CupyKernels(DeviceKernels):
         super().__init__(runtime)
         self.device = device
         if warm_up:
-            runtime.compile(32)
-            self.warm_up()
+            for dtype in ("float32", "float64"):
+                self.warm_up(dtype)
 
     def describe(self) -> str:
         """One line for a log: what runs where."""

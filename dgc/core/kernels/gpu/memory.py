@@ -7,7 +7,7 @@ stand-in takes for them: 1-D, contiguous, with ``size``, ``dtype``, ``nbytes`` a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,24 @@ class Runtime(Protocol):
 
     name: str
 
+    @property
+    def stream_handle(self) -> int:
+        """The stream's CUDA handle."""
+        ...
+
+    def adopt_thread(self) -> None:
+        """This thread belongs to the exchange: it works on this device alone from now on."""
+        ...
+
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
+        """Take device memory from a framework, so that two pools do not keep it from each other.
+
+        Args:
+            allocate: from bytes and the handle of the stream that will use them to an address.
+            free: takes an address back.
+        """
+        ...
+
     def empty(self, n: int, dtype: Any) -> Any:
         """Return a device array of n elements, not initialised."""
         ...
@@ -27,7 +45,7 @@ class Runtime(Protocol):
         ...
 
     def fill(self, array: Any, value: float) -> None:
-        """Enqueue: set all elements to ``value``."""
+        """Enqueue: set all elements to ``value``, 0 or NaN."""
         ...
 
     def host_array(self, n: int, dtype: Any) -> np.ndarray:
@@ -106,6 +124,10 @@ class Workspace:
             array = self._runtime.zeros(size, dtype) if zeros else self._runtime.empty(size, dtype)
             self._arrays[key] = array
         return array[:n]
+
+    def clear(self) -> None:
+        """Let go of them; what is enqueued keeps its memory, which is used again in the stream's order."""
+        self._arrays.clear()
 
 
 class Tables:

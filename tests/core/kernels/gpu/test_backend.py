@@ -7,6 +7,7 @@ from host_runtime import HostRuntime, compiler
 
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.cuda.source import kernel_names
 from dgc.core.kernels.gpu.tables import Geometry
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
@@ -137,3 +138,27 @@ def test_work_at_given_places():
     for bad in ([-1], [5000]):
         with pytest.raises(LayoutError, match="lie within"):
             kernels.mask(*mine, np.array(bad), np.ones(1, np.float32), masking=True)
+
+
+def test_warming_up_runs_every_kernel():
+    """No step waits for a kernel to be loaded: not the first refused one, and not the first of float64 either."""
+    runtime = HostRuntime()
+    kernels = DeviceKernels(runtime)
+    for dtype in ("float32", "float64"):
+        kernels.warm_up(dtype)
+    # Sums of squares are of one type, whatever the state is.
+    wanted = {(name, bits) for name in kernel_names() for bits in (32, 64)} - {("squares", 64)}
+    assert runtime.kernels == wanted
+
+
+def test_scratch_comes_from_the_new_allocator():
+    """What was kept from the old pool is let go, so that the framework can have it."""
+    runtime = HostRuntime()
+    kernels = DeviceKernels(runtime)
+    kernels.warm_up()
+    before = kernels._workspace.get("vector", np.float32, 1)
+    functions = (lambda nbytes, stream: 0), (lambda address: None)
+    kernels.allocate_with(*functions)
+    assert runtime.allocators == [functions]
+    assert kernels._workspace.get("vector", np.float32, 1) is not before
+    assert kernels._workspace.get("vector", np.float32, 1).base is not before.base

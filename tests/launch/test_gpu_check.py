@@ -1,0 +1,34 @@
+"""The scripts for a machine with a GPU, on one where nobody sees any: they say so, and nothing passes by skipping."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+
+
+def run(command, **environment):
+    return subprocess.run(
+        command, cwd=REPOSITORY, env={**HIDDEN, **environment}, capture_output=True, text=True, timeout=500
+    )
+
+
+def test_no_device_is_said_at_once(tmp_path):
+    done = run(["bash", "benchmarks/gpu_check.sh"], OUT=str(tmp_path))
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("required", ["0", "1"])
+def test_what_skips_itself_has_failed_where_a_gpu_is_required(required):
+    file = "tests/core/kernels/gpu/test_cupy_runtime.py::test_dense_tensors"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
+    done = run(command, DGC_REQUIRE_GPU=required)
+    assert done.returncode == int(required), done.stdout + done.stderr
+    assert ("and this did not run" in done.stdout) == (required == "1")
+    assert ("1 skipped" in done.stdout) == (required == "0")
