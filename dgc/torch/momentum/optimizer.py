@@ -25,7 +25,6 @@ from dgc.adapter.paddle import (
     sparse_refusal,
 )
 from dgc.adapter.states import own_state
-from dgc.adapter.uncopied import Uncopied
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.adapter.uncopied import Uncopied
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero.groups import Group, copy_options, parameters_of
 from dgc.torch.zero.memory import Partition
