@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Horovod, same_set
+from dgc.adapter.inside import ALONE, UNBOUND, SeesInside
 from dgc.adapter.states import (
+    CONNECTED,
     EMPTY,
     INACTIVE,
     dense_by_choice,
@@ -36,7 +38,7 @@ ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase(Generic[EngineT]):
+class CompressorBase(SeesInside, Generic[EngineT]):
     """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
@@ -174,6 +176,7 @@ class CompressorBase(Generic[EngineT]):
             if self.works_alone or (members.included() and members.size() > 1):
                 transport = self._make_transport(choice, self._horovod.member_set(members))
                 self._engine = open_engine(transport, members)
+                self._engine.use_log(self._log)
                 self._load_pending()
             elif self._pending is not None:
                 (state, _), self._pending = self._pending, None
@@ -235,6 +238,18 @@ class CompressorBase(Generic[EngineT]):
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         return self._engine.residual_norm() if self._engine is not None else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle, while it is bound to no model: a log stays behind."""
+        if self._engine is not None:
+            raise TypeError(CONNECTED)
+        return {**self.__dict__, "_log": None}
+
+    def _looked_into(self) -> EngineT | None:
+        return self._engine
+
+    def _unseen(self) -> str:
+        return ALONE if self._is_bound else UNBOUND
 
     def describe(self) -> dict[str, Any]:
         """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.

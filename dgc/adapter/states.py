@@ -126,6 +126,12 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
 
 
+CONNECTED: Final = (
+    "a compressor that is bound to a model cannot be copied or pickled, as it holds a connection to the other ranks: "
+    "build a new one on every rank, and hand it this one's state with load_state_dict(compression.state_dict())"
+)
+
+
 class Uncopied:
     """Mixed into an optimizer, before the framework's own class: it is neither copied nor pickled."""
 
