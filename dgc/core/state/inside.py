@@ -16,9 +16,6 @@ import numpy as np
 from dgc.core.kernels.base import Memory
 from dgc.core.state.layout import Bucket, Layout, Segment
 
-BLOCK = 1 << 16
-"""Elements that are looked at in one go: what that takes stays in a core's cache."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -301,6 +298,8 @@ class Inside:
         return self._layout.parameters[segment.parameter].name
 
     def _look(self, bucket: Bucket, sent: Sent, ages: Ages, waited: np.ndarray | None) -> None:
+        from dgc.core.state import inside_loops as loops  # which loads Numba
+
         for place, segment in enumerate(bucket.sparse):
             found = TensorFigures(segment.length)
             v = sent.v[segment.slice]
@@ -315,25 +314,11 @@ class Inside:
             if found.sent:
                 found.waited, found.waited_max = int(waited[own].sum()), int(waited[own].max())
             last = ages.last[segment.slice]
-            for first in range(0, segment.length, BLOCK):
-                _add_block(found, v[first : first + BLOCK], last[first : first + BLOCK], ages.clock)
+            found.squares_after, found.waiting, found.ages, longest = loops.look(v, last, ages.clock)
+            found.waiting_max = longest if found.waiting else None
             left = _squares(sent.v[sent.positions[own]])
             found.squares_before = max(0.0, found.squares_after - left) + _squares(sent.before[own])
 
 
 def _squares(values: np.ndarray) -> float:
     return float(np.einsum("i,i->", values, values, dtype=np.float64))
-
-
-def _add_block(found: TensorFigures, v: np.ndarray, last: np.ndarray, clock: int) -> None:
-    """Count what waits; an entry that is 0 has nothing to wait with, and begins anew."""
-    found.squares_after += _squares(v)
-    empty = v == 0
-    waits = ~empty
-    waits &= last < clock  # what was sent leaves its codec's error behind
-    ages = clock - last[waits]
-    if ages.size:
-        found.waiting += ages.size
-        found.ages += int(ages.sum(dtype=np.int64))
-        found.waiting_max = max(found.waiting_max or 0, int(ages.max()))
-    last[empty] = clock

@@ -12,7 +12,7 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.inside import BLOCK, FIGURES, Inside, TensorFigures
+from dgc.core.state.inside import FIGURES, Inside, TensorFigures
 from dgc.core.state.layout import make_layout
 from dgc.transport.local import run_ranks
 
@@ -351,24 +351,3 @@ def test_tensors_together():
     }
     assert list(whole.as_dict()) == list(FIGURES)
     assert TensorFigures().as_dict() == {"residual_norm": 0.0, "density": 0.0}
-
-
-def test_tensors_longer_than_what_is_looked_at_at_once():
-    """Counts of all blocks are added up."""
-    n = 2 * BLOCK + 100
-
-    def one_rank(transport):
-        exchange = make_plain(transport, {"long": (2, n // 2)}, sparsity=0.99)
-        seen = Seen()
-        exchange.inside = Inside(exchange.layout, seen)
-        rng = np.random.default_rng(transport.rank)
-        for _ in range(2):
-            run_step(exchange, [rng.standard_normal(n).astype(np.float32)])
-        found = exchange.inside.figures["long"]
-        assert found.waiting == np.count_nonzero(exchange.state.residual(0))
-        norm = np.linalg.norm(exchange.state.residual(0).astype(float))
-        assert found.residual_norm == pytest.approx(norm, rel=1e-9)
-        assert found.ages == int((exchange.inside._ages[0].clock - exchange.inside._ages[0].last[:n]).sum())
-        exchange.close()
-
-    run_ranks(2, one_rank, timeout=60)
