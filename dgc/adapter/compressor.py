@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Horovod, same_set
+from dgc.adapter.inside import ALONE, UNBOUND, SeesInside
 from dgc.adapter.states import (
+    CONNECTED,
     EMPTY,
     INACTIVE,
     dense_by_choice,
@@ -19,7 +21,6 @@ from dgc.adapter.states import (
     require_states,
     warn_of_dropped,
 )
-from dgc.adapter.uncopied import Uncopied
 from dgc.core.compressors.build import make_config, make_wrapper_config
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.composite import WRAPPERS
@@ -37,7 +38,7 @@ ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase(Uncopied, Generic[EngineT]):
+class CompressorBase(SeesInside, Generic[EngineT]):
     """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
@@ -135,17 +136,6 @@ class CompressorBase(Uncopied, Generic[EngineT]):
         """Whether the compressor belongs to a model already."""
         return self._is_bound
 
-    @property
-    def uncopied(self) -> str | None:
-        """Why it cannot be copied or pickled; None before ``bind``, while it is nothing but options."""
-        if self._engine is None:
-            return None
-        return (
-            "a compressor that exchanges a model's gradients cannot be copied or pickled, as it holds this rank's "
-            "residuals and a connection to the other ranks: copy it before it is bound, or build a new one and hand "
-            "it this one's state with load_state_dict(compression.state_dict())"
-        )
-
     def process_set(self, other: Any = None) -> Any:
         """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
 
@@ -186,6 +176,7 @@ class CompressorBase(Uncopied, Generic[EngineT]):
             if self.works_alone or (members.included() and members.size() > 1):
                 transport = self._make_transport(choice, self._horovod.member_set(members))
                 self._engine = open_engine(transport, members)
+                self._engine.use_log(self._log)
                 self._load_pending()
             elif self._pending is not None:
                 (state, _), self._pending = self._pending, None
@@ -247,6 +238,18 @@ class CompressorBase(Uncopied, Generic[EngineT]):
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         return self._engine.residual_norm() if self._engine is not None else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle, while it is bound to no model: a log stays behind."""
+        if self._engine is not None:
+            raise TypeError(CONNECTED)
+        return {**self.__dict__, "_log": None}
+
+    def _looked_into(self) -> EngineT | None:
+        return self._engine
+
+    def _unseen(self) -> str:
+        return ALONE if self._is_bound else UNBOUND
 
     def describe(self) -> dict[str, Any]:
         """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
+from dgc.adapter.inside import LooksInside
 from dgc.adapter.speed.choice import Choice
 from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
@@ -30,7 +31,7 @@ class Adopted(Protocol):
     active: bool
 
 
-class EngineBase(abc.ABC):
+class EngineBase(LooksInside, abc.ABC):
     """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
 
     Attributes:
@@ -91,10 +92,10 @@ class EngineBase(abc.ABC):
         """The state under this model's names, where they may differ from those it was saved under."""
         return saved
 
-    def _leave_step(self) -> None:  # noqa: B027
+    def _leave_step(self) -> None:
         """Forget what belongs to a step that was given up."""
 
-    def _clear(self) -> None:  # noqa: B027
+    def _clear(self) -> None:
         """Forget, after a reset, what outlives a step."""
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -157,6 +158,11 @@ class EngineBase(abc.ABC):
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         return float(np.sqrt(sum(e.state.residual_norm() ** 2 for e in self._exchanges)))
+
+    def _count_extra(self) -> None:
+        """The step is over, and has those bytes."""
+        self._exchanges[0].stats.add_sent(self._extra_bytes)
+        self._extra_bytes = 0
 
     def count_bytes(self, sent: int) -> None:
         """Add bytes that were handed to a collective beside the exchange to this step's statistics."""
@@ -271,6 +277,7 @@ class EngineBase(abc.ABC):
         self.require_loadable(saved)
         self.abandon()
         self._take_state(saved)
+        self._count_anew()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
@@ -288,6 +295,7 @@ class EngineBase(abc.ABC):
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and, unless it shall be kept, the transport."""
         self._is_closed = True
+        self.use_log(None)
         self._at_end.detach()
         close_all(self._exchanges, None if keep_transport else self.transport)
 

@@ -1,4 +1,7 @@
-"""States of a compressor as users hand them over: whether they are any, and what one rank makes of those of others."""
+"""States of a compressor as users hand them over: whether they are any, and what one rank makes of those of others.
+
+And what refuses to be a state: an object that is connected to the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -121,3 +124,25 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
         raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
     return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
+
+
+CONNECTED: Final = (
+    "a compressor that is bound to a model cannot be copied or pickled, as it holds this rank's residuals and a "
+    "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
+    "one's state with load_state_dict(compression.state_dict())"
+)
+
+
+class Uncopied:
+    """Mixed into an optimizer, before the framework's own class: it is neither copied nor pickled."""
+
+    uncopied: str
+    """What cannot be done, why, and what to do instead."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither ``copy`` nor ``pickle``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(self.uncopied)

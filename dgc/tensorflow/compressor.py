@@ -20,6 +20,7 @@ from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
 from dgc.tensorflow.engine.horovod.transport import make_transport
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.summary import as_writer
 
 _LEFT = (
     "the optimizer has {}: its momentum stays in it, so that gradients are clipped before momentum as in dense "
@@ -48,6 +49,9 @@ class DGCCompressor(CompressorBase[Engine]):
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         return loss_scale_of(value)
+
+    def _writer_of(self, writer: Any) -> Any:
+        return as_writer(writer)
 
     # -- binding -------------------------------------------------------------------------------------------------
 

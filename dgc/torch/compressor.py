@@ -36,6 +36,7 @@ class DGCCompressor(CompressorBase[Engine]):
     """
 
     _horovod = HOROVOD
+    _waits = True
     _deferred: DGCError | None = None
     _giving_up = False  # the other ranks' stand-ins of a failed step get theirs, and nothing else
     _last_found = 0

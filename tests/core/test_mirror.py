@@ -18,6 +18,7 @@ ELSEWHERE = {
     # A command that prints the registry's table.
     "__main__.py": "core/compressors/test_registry.py",
     # Compiled loops behind a module of the same place, which is their only caller.
+    "core/state/inside_loops.py": "core/state/test_inside.py",
     "core/compressors/quantizers/numba_loops.py": "core/compressors/quantizers/test_loops.py",
     "core/wire/codecs/numba_loops.py": "core/wire/codecs/test_loops.py",
     # One flow in three files.
@@ -26,7 +27,6 @@ ELSEWHERE = {
     "adapter/paddle/options.py": "adapter/test_paddle.py",
     "adapter/paddle/regularizers.py": "adapter/test_paddle.py",
     "adapter/paddle/state.py": "adapter/test_paddle.py",
-    "adapter/uncopied.py": "adapters_torch/zero/test_bad_input.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
     "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",
@@ -46,6 +46,8 @@ ELSEWHERE = {
     "torch/zero/groups.py": "adapters_torch/zero/test_state.py",
     "torch/zero/ranks.py": "adapters_torch/zero/test_bad_input.py",
     "tensorflow/compression.py": "adapter/test_face.py",
+    "tensorflow/keras/callbacks/log.py": "adapters_tensorflow/test_inside.py",
+    "tensorflow/summary.py": "adapters_tensorflow/test_inside.py",
     "tensorflow/optimizer.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/adoption.py": "adapters_tensorflow/test_habits.py",
     "tensorflow/engine/engine.py": "adapters_tensorflow/test_binding.py",
@@ -63,7 +65,7 @@ ELSEWHERE = {
     "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
     "tensorflow/reduce/options.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
-    "tensorflow/keras/callbacks.py": "adapters_tensorflow/keras/test_optimizer.py",
+    "tensorflow/keras/callbacks/stock.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/legacy.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/momentum/base.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dgc.adapter.inside import Look
 from dgc.core.exchange.records import Stats
 
 
@@ -23,6 +24,19 @@ class ExchangeMethods:
     def describe(self) -> dict[str, Any]:
         """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
         return self._exchanges.describe()
+
+    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
+        """Write what residuals hold back; see :meth:`dgc.adapter.inside.SeesInside.log_to`.
+
+        Raises:
+            ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
+        """
+        self._exchanges.log_to(writer, every, prefix)
+
+    @property
+    def inside(self) -> Look:
+        """The latest step that was looked at, by the tensors' names."""
+        return self._exchanges.inside
 
     def reset(self) -> None:
         """Forget momentum, residuals, the step and the statistics; call it on all ranks."""

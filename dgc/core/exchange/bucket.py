@@ -16,6 +16,7 @@ from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState, State
 from dgc.core.transport import Transport
@@ -127,8 +128,9 @@ class BucketExchange:
         self._exchange_messages(step, plan)
 
     def overflows(self, step: StepContext) -> bool:
-        """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
-        return self._vector.overflows(step, self.plan(step), self._state.u)
+        """Whether a result will not fit the narrower type it is cast to (the same on all ranks): it is flagged then."""
+        self.required_outcome.flagged = self._vector.overflows(step, self.plan(step), self._state.u)
+        return self.required_outcome.flagged
 
     def finish(self, step: StepContext, *, refused: bool) -> None:
         """Write the results of dense tensors, or, in a refused step, take back what was sent.
@@ -170,6 +172,16 @@ class BucketExchange:
     def return_sent(self, step: StepContext) -> None:
         """After a finished step that nobody applied: what was sent in it returns to u and v."""
         self.encoder.return_sent(step, self.plan(step), self._state, self.required_outcome)
+
+    def what_was_sent(self, step: StepContext, look: bool) -> Sent | str:
+        """What a finished step has sent of the residual, on the host; or why there is nothing to see.
+
+        Args:
+            step: the step; it counts.
+            look: whether values are asked for, too.
+        """
+        found = self.encoder.what_was_sent(step, self.plan(step), self._state, self.required_outcome, look)
+        return found if isinstance(found, str) else found.on_host(self._memory, look)
 
     def refusal(self, step: StepContext, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""

@@ -23,6 +23,7 @@ from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_place
+from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
@@ -42,9 +43,11 @@ class Exchange:
         unapplied: takes the latest step back if nobody applies it.
         holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
             :meth:`write_held` after :meth:`finish`.
+        inside: looks into the steps that count, if anybody wants to see them.
     """
 
     holds = False
+    inside: Inside | None = None
 
     def __init__(
         self,
@@ -354,12 +357,9 @@ class Exchange:
         """What :meth:`finish` does once all buckets are through."""
         step = self._step
         assert step is not None, "a step is under way"
-        outcomes = [bucket.required_outcome for bucket in self._buckets]
-        refused = any(outcome.flagged for outcome in outcomes)
+        refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
         if not refused:
-            for bucket, outcome in zip(self._buckets, outcomes, strict=True):
-                outcome.flagged = bucket.overflows(step)
-            refused = any(outcome.flagged for outcome in outcomes)
+            refused = any([bucket.overflows(step) for bucket in self._buckets])
         if refused and not callable(self.loss_scale):
             self._warn_of_refusal(step)
         with step.stats.timed("apply"):
@@ -369,6 +369,8 @@ class Exchange:
         self.unapplied.conclude(step, refused=refused)
         self.stats.record(step.stats, refused=refused)
         self._end()
+        if self.inside is not None and not refused:
+            self.inside.concluded(step, self._buckets, self.unapplied.returned)
         return refused
 
     def _warn_of_refusal(self, step: StepContext) -> None:

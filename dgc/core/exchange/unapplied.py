@@ -31,6 +31,7 @@ class Unapplied:
         exact: whether steps can be taken back wholly.
         keeps_sent: whether to keep what was sent; for an adapter that learns whether a step was applied.
         discarded: steps that were taken back wholly; the ranks must share it.
+        returned: steps of which only what was sent has come back.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Unapplied:
         """
         self.exact = exact
         self.keeps_sent = False
-        self.discarded = 0
+        self.discarded = self.returned = 0
         self._state = state
         self._buckets = buckets
         self._transport = transport
@@ -162,6 +163,7 @@ class Unapplied:
         else:
             for each in self._buckets:
                 each.return_sent(self._sent)
+            self.returned += 1
         self.settle()
         return True
 

@@ -162,6 +162,7 @@ class Engine(EngineBase):
         )
         self._groups.append(made)
         self._exchanges.append(made.exchange)
+        self._watch()
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots(made)
         return made
@@ -229,6 +230,7 @@ class Engine(EngineBase):
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
         self._exchanges[:] = [group.exchange for group in self._groups]
+        self._watch()
         self.layout = self._layout_of(range(len(self.variables)))
 
     def discard_step(self) -> bool:
@@ -254,6 +256,7 @@ class Engine(EngineBase):
             if forget:
                 group.forget()
                 self._has_loaded = True
+                self._count_anew()
             group.compare_again()
 
     def close(self, keep_transport: bool = False) -> None:

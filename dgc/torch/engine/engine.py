@@ -102,7 +102,7 @@ class Engine(EngineBase):
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
-        self.steps.on_step = self.update
+        self.steps.on_step, self.steps.on_stepped = self.update, self._tell_of_log
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -349,8 +349,7 @@ class Engine(EngineBase):
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
         self._opened = False
-        self.exchange.stats.add_sent(self._extra_bytes)
-        self._extra_bytes = 0
+        self._count_extra()
         for result in self._results.values():
             if result is not None:
                 result.deliver()
@@ -396,5 +395,6 @@ class Engine(EngineBase):
         before, self._sparse.found = self.exchange, sparse
         before.close()
         self._exchanges[:] = [self._new_exchange()]
+        self._watch()
         self.layout, self.exchange.stats = self.exchange.layout, before.stats
         return before

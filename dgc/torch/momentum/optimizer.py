@@ -24,8 +24,7 @@ from dgc.adapter.paddle import (
     require_parameters,
     sparse_refusal,
 )
-from dgc.adapter.states import own_state
-from dgc.adapter.uncopied import Uncopied
+from dgc.adapter.states import Uncopied, own_state
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.adapter.uncopied import Uncopied
+from dgc.adapter.states import Uncopied
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero.groups import Group, copy_options, parameters_of
 from dgc.torch.zero.memory import Partition

@@ -13,10 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
+from dgc.core.exchange.encoders.base import (
+    NOTHING_HELD,
+    NOTHING_KEPT,
+    Buffers,
+    Encoder,
+    is_active,
+    masks,
+    put_entries,
+    segment_work,
+    small_codec,
+)
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.base import Kernels, Undo
+from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
@@ -194,6 +205,24 @@ class AlgorithmEncoder(Encoder):
         assert isinstance(decoded, DenseValues)
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] += values
+
+    def what_was_sent(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
+    ) -> Sent | str:
+        if not is_active(plan, self._tensors):
+            return NOTHING_HELD
+        if not (self._algorithm.error_feedback and self._config.error_feedback):
+            return NOTHING_KEPT.format(self._algorithm.name)
+        if outcome.undo is not None:
+            return Sent(outcome.undo.positions, outcome.undo.v, state.v)
+        if not look:
+            return Sent(None, state.v, state.v)
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        assert isinstance(decoded, DenseValues)
+        before = state.v.copy()
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            before[tensor.slice] += values
+        return Sent(None, before, state.v)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, StepContext
 from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
@@ -146,6 +147,20 @@ class Encoder(ABC):
     def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
         """The step counted, but nobody applied it: what was sent returns to u and v, with error feedback."""
 
+    @abstractmethod
+    def what_was_sent(
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
+    ) -> Sent | str:
+        """What has left the residual in a step that counts, after :meth:`commit`; or why there is nothing to see.
+
+        Args:
+            step: the step.
+            plan: of the step.
+            state: as the step has left it; the arrays that come back may be its own.
+            outcome: of the step.
+            look: whether values will be looked at, and not only positions.
+        """
+
 
 def largest(values: np.ndarray) -> float:
     """The largest magnitude, NaN if there is one; two reads without a temporary array."""
@@ -167,6 +182,10 @@ def put_entries(
         outcome.held = total
     else:
         total.write(step, kernels)
+
+
+NOTHING_HELD = "the step was dense: everything was sent"
+NOTHING_KEPT = "{} keeps no residual here: what a step does not send is not sent later"
 
 
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:

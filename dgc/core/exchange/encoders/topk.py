@@ -10,9 +10,20 @@ from typing import Any
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, Encoder, is_active, masks, put_entries, segment_work, small_codec
+from dgc.core.exchange.encoders.base import (
+    NOTHING_HELD,
+    NOTHING_KEPT,
+    Buffers,
+    Encoder,
+    is_active,
+    masks,
+    put_entries,
+    segment_work,
+    small_codec,
+)
 from dgc.core.exchange.records import Outcome, StepContext, bounds_of
 from dgc.core.kernels.base import Kernels, Selection, memory_of
+from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, blaming
@@ -107,3 +118,12 @@ class TopKEncoder(Encoder):
         if self._config.error_feedback and outcome.undo is not None:
             self._kernels.restore(state.u, state.v, outcome.undo)
             outcome.undo = None
+
+    def what_was_sent(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
+    ) -> Sent | str:
+        if not is_active(plan, plan.ks):
+            return NOTHING_HELD
+        if not self._config.error_feedback or outcome.undo is None:
+            return NOTHING_KEPT.format(self._config.algorithm)
+        return Sent(outcome.undo.positions, outcome.undo.v, state.v)

@@ -31,6 +31,7 @@ class StepWatch:
         scale_is_known: whether the compressor knows the scale of a GradScaler, or the user was told that it does not.
         on_step: called with the owner before its ``step()``, and again before that of the class that was wrapped, by
             when the exchange is over; if set.
+        on_stepped: called when an optimizer has stepped the parameters, as the last thing, if set; it may raise.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StepWatch:
         self.saved = SavedState(adoption)
         self.scale_is_known = False
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_stepped: Callable[[], None] | None = None
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
             _hook.append(register_optimizer_step_post_hook(_after_any_step))
@@ -115,6 +117,11 @@ class StepWatch:
         if self.last.is_open and self._concerns(optimizer) and not broadcasting():
             self.last.applied()
 
+    def tell(self, optimizer: torch.optim.Optimizer) -> None:
+        """After all that: the step is whole, and an exception would leave nothing half done."""
+        if self.on_stepped is not None and self._concerns(optimizer) and not broadcasting():
+            self.on_stepped()
+
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
@@ -152,6 +159,8 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for watch in list(_watches):
         watch.after_step(optimizer)
+    for watch in list(_watches):
+        watch.tell(optimizer)
 
 
 def _tell_of_clearing(optimizer: torch.optim.Optimizer, watch: StepWatch) -> None:

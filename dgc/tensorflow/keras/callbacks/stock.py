@@ -1,4 +1,4 @@
-"""Callbacks for both Keras, under Horovod's names; and the one that keeps each rank's residuals."""
+"""Callbacks for both Keras, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 from dgc.tensorflow.engine.tensors import raw_variable
-from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
-
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "CompressionCheckpoint",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+from dgc.tensorflow.keras.callbacks.log import MARK
 
 _Callback: Any = tf.keras.callbacks.Callback
 
@@ -229,7 +221,7 @@ class MetricAverageCallback(_Callback):
         if not logs or is_alone():
             return
         hvd = import_horovod()
-        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and not n.startswith(MARK))
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
         logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})

@@ -1,0 +1,77 @@
+"""What residuals hold back, in the logs of ``fit()`` and in a writer of ``tf.summary``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.adapter.inside import NOWHERE, Log
+from dgc.errors import ConfigError
+from dgc.tensorflow.engine.optimizers import without_loss_scale
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+MARK = "compression_"
+"""What the logs' names begin with; each rank has its own, which nobody averages."""
+
+
+class LogCompression(_Callback):
+    """Looks into the compressor while ``fit()`` runs, every so many steps.
+
+    The total over all compressed variables is added to the logs of each epoch, as ``compression_residual_norm``,
+    ``compression_sent_share`` and so on, of the latest step that was looked at; with a writer, every variable's figures
+    are written as well. Figures are this rank's own: give the callback to rank 0 or to all ranks, after a
+    ``MetricAverageCallback``, and let nothing that all ranks must do alike (``EarlyStopping``) depend on them.
+    """
+
+    def __init__(self, writer: Any = None, every: int = 100, prefix: str = "compression") -> None:
+        """Log from the beginning of ``fit()`` to its end.
+
+        Args:
+            writer: of ``tf.summary.create_file_writer``, or anything with ``add_scalar(tag, value, step)``; None for
+                the logs alone.
+            every: the number of a step that is looked at is a multiple of this.
+            prefix: of the writer's tags.
+
+        Raises:
+            ConfigError: the writer is something else, or ``every`` is no number of steps.
+        """
+        super().__init__()
+        self._arguments = (NOWHERE if writer is None else writer, every, prefix)
+        if not hasattr(writer, "as_default"):
+            Log(*self._arguments, waits=False)
+        else:
+            Log(NOWHERE, every, prefix, waits=False)
+        self._compression: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Turn the log on.
+
+        Raises:
+            ConfigError: the model's optimizer has no compressor of ours.
+        """
+        optimizer = self.model.optimizer
+        owners = (optimizer, without_loss_scale(optimizer))
+        found = next((c for c in (getattr(o, "compression", None) for o in owners) if hasattr(c, "log_to")), None)
+        if found is None:
+            raise ConfigError(
+                "LogCompression needs an optimizer with a compressor in compile(): "
+                "dgc.tensorflow.keras.DistributedOptimizer(..., compression=Compression.dgc(...)), or DGCMomentum"
+            )
+        self._compression = found
+        found.log_to(*self._arguments)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the total of the latest step that was looked at."""
+        if logs is None or self._compression is None:
+            return
+        look = self._compression.inside
+        if len(look):
+            logs.update({MARK + name: value for name, value in look.total.as_dict().items()})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Turn the log off; what was seen last stays in ``compression.inside``."""
+        if self._compression is not None:
+            self._compression.log_to(None)
+            self._compression = None

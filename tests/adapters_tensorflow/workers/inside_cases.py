@@ -1,0 +1,293 @@
+"""Seeing inside, on real ranks and in both Kerases: bits stay, writers write, and one that fails harms nobody."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.errors import ConfigError
+
+keras = m.keras
+OPTIONS = {"sparsity": 0.9, "min_numel": 64, "rampup_begin_step": 2}
+
+
+class Writer:
+    """Anything with ``add_scalar``."""
+
+    def __init__(self, fails_at=None):
+        self.rows, self.fails_at = [], fails_at
+
+    def add_scalar(self, tag, value, step):
+        if self.fails_at is not None and step >= self.fails_at:
+            raise OSError("disk full")
+        self.rows.append((tag, value, step))
+
+    @property
+    def steps(self):
+        return sorted({step for _, _, step in self.rows})
+
+
+def same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def loop(way, writer, *, graph, steps=7, every=1):
+    """A custom loop with a log from its beginning; returns (values, what was seen last)."""
+    model = m.make_model()
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    variables = m.raw(model.trainable_variables)
+    if way == "stock":
+        compression = dgc.Compression.dgc(variables, optimizer=inner, **OPTIONS)
+    else:
+        compression = dgc.Compression.dgc(optimizer=inner, **OPTIONS)
+    if writer is not None:
+        compression.log_to(writer, every=every)
+    library = hvd if way == "stock" else dgc
+
+    def one_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        tape = library.DistributedGradientTape(tape, compression=compression)
+        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+    one_step = tf.function(one_step) if graph else one_step
+    for step in range(steps):
+        x, y = m.batch(step)
+        one_step(tf.constant(x), tf.constant(y))
+    found = m.values(model), compression.inside
+    compression.close()
+    return found
+
+
+@case
+def a_tape_has_the_same_bits():
+    """Way A and B, in a graph and without; logged by all ranks, and by one."""
+    for way, graph, everybody in (("stock", True, True), ("wrapper", True, False), ("wrapper", False, True)):
+        expected, _ = loop(way, None, graph=graph)
+        writer = Writer() if everybody or hvd.rank() == 0 else None
+        found, look = loop(way, writer, graph=graph)
+        same_bits(found, expected)
+        if writer is None:
+            assert len(look) == 0
+            continue
+        assert len(look) == 3, look
+        assert len(look.left_out) == 3, look.left_out
+        assert writer.steps == [2, 3, 4, 5, 6], writer.steps
+        assert look.total.waiting_max == 5
+
+
+def events(folder):
+    """Rows of all event files: (tag, value, step)."""
+    rows = []
+    for path in sorted(Path(folder).glob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                rows.append((value.tag, float(tf.make_ndarray(value.tensor)), event.step))
+    return rows
+
+
+@case
+def a_writer_of_tf_summary_writes():
+    """In a graph and without, on rank 0 alone; with TensorFlow's one thread for operations."""
+    for graph in (True, False):
+        folder = tempfile.mkdtemp(prefix="dgc-inside-")
+        writer = tf.summary.create_file_writer(folder) if hvd.rank() == 0 else None
+        _, look = loop("wrapper", writer, graph=graph, every=3)
+        if writer is not None:
+            writer.close()
+            rows = events(folder)
+            assert {step for _, _, step in rows} == {3, 6}, rows
+            row = {tag: value for tag, value, step in rows if step == 6}
+            for name, figures in look.items():
+                for figure, value in figures.as_dict().items():
+                    assert np.isclose(row.pop(f"compression.{figure}/{name}"), value)
+            for figure, value in look.total.as_dict().items():
+                assert np.isclose(row.pop(f"compression.total/{figure}"), value)
+            assert not row
+        shutil.rmtree(folder)
+
+
+def fitted(optimizer, callbacks=(), steps=8, epochs=2, model=None, **arguments):
+    """A model after ``fit()`` with validation, its history and its compressor."""
+    model = model or m.make_model()
+    model.compile(optimizer=optimizer, loss=m.loss_function, **arguments)
+    x, y = m.dataset(steps)
+    given = [dgck.callbacks.BroadcastGlobalVariablesCallback(0), dgck.callbacks.MetricAverageCallback(), *callbacks]
+    history = model.fit(
+        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=given, validation_data=m.dataset(2, 5)
+    )
+    owner = model.optimizer if hasattr(model.optimizer, "compression") else model.optimizer.inner_optimizer
+    return m.values(model), history.history, owner
+
+
+def wrapped(**options):
+    passes = {"backward_passes_per_step": options.pop("passes", 1)}
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    return dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**OPTIONS, **options), **passes)
+
+
+def momentum():
+    return dgck.DGCMomentum(0.05, 0.9, 2, sparsity=[0.9], min_numel=64)
+
+
+def same_fit(make, count, everybody, **arguments):
+    """``fit()`` with and without the callback, on all ranks or on rank 0 alone; ``count`` exchanges."""
+    expected, _, _ = fitted(make(), **arguments)
+    writer = Writer()
+    logs = [dgck.callbacks.LogCompression(writer, every=1)] if everybody or hvd.rank() == 0 else []
+    found, history, optimizer = fitted(make(), logs, **arguments)
+    same_bits(found, expected)
+    m.assert_replicas(found)
+    if not logs:
+        assert not any("compression" in name for name in history)
+        return
+    assert writer.steps == list(range(2, count)), writer.steps
+    look = optimizer.compression.inside
+    assert look.step == count - 1
+    assert history["compression_density"][-1] == look.total.density
+    assert len(history["compression_residual_norm"]) == 2
+    assert optimizer.compression.engine._exchanges[0].inside is None  # turned off with fit()
+
+
+@case
+def fit_has_the_same_bits():
+    same_fit(wrapped, 16, everybody=True)
+
+
+@case
+def fit_with_the_optimizer_of_paddle_has_the_same_bits():
+    same_fit(momentum, 16, everybody=False)
+
+
+@case
+def fit_with_several_steps_an_execution_has_the_same_bits():
+    same_fit(wrapped, 16, everybody=False, steps_per_execution=4)
+
+
+@case
+def fit_with_several_passes_a_step_has_the_same_bits():
+    same_fit(lambda: wrapped(passes=2, sparse_updates=False), 8, everybody=True)
+
+
+@case
+def averaged_metrics_leave_the_figures_alone():
+    """Whatever the order of callbacks, and on one rank alone: a sum of other names would not end."""
+    logs = [dgck.callbacks.LogCompression(every=1)] if hvd.rank() == 1 else []
+    model = m.make_model()
+    model.compile(optimizer=wrapped(), loss=m.loss_function)
+    x, y = m.dataset(6)
+    callbacks = [dgck.callbacks.BroadcastGlobalVariablesCallback(0), *logs, dgck.callbacks.MetricAverageCallback()]
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    losses = hvd.allgather(tf.constant([history["loss"]]), name="losses").numpy()
+    assert (losses == losses[0]).all()
+    assert ("compression_residual_norm" in history) is bool(logs)
+
+
+@case
+def early_stopping_and_going_on_from_a_checkpoint():
+    """In one script, as users have it: the same bits with the log."""
+    folder = Path(tempfile.mkdtemp(prefix="dgc-inside-"))
+    runs = []
+    for logged in (False, True):
+        own = folder / f"logged {logged}"
+
+        def callbacks(patience, own=own, logged=logged):
+            found = [
+                dgck.callbacks.CompressionCheckpoint(str(own / "state")),
+                keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=100.0),
+            ]
+            return found + [dgck.callbacks.LogCompression(Writer(), every=2)] * logged
+
+        own.mkdir()
+        model = m.make_model()
+        _, history, _ = fitted(wrapped(), callbacks(1), epochs=5, model=model)
+        assert len(history["loss"]) == 2
+        saved = str(own / f"model{hvd.rank()}.keras")
+        model.save(saved)
+        del model
+        resumed = dgck.load_model(saved)
+        x, y = m.dataset(8)
+        resumed.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=1,
+            shuffle=False,
+            verbose=0,
+            callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks(9)],
+        )
+        runs.append(m.values(resumed))
+        look = resumed.optimizer.compression.inside
+        assert (len(look) == 3) is logged
+        if logged:
+            assert look.step == 22
+            assert look.total.waiting_max == 7  # counted from where it went on
+    same_bits(*runs)
+    shutil.rmtree(folder)
+
+
+@case
+def a_writer_that_fails_ends_the_log_alone():
+    """Also where warnings are errors: an exception within the step would leave it half done."""
+    expected, _, _ = fitted(wrapped())
+    looped, _ = loop("wrapper", None, graph=True)
+    for action in ("always", "error"):
+        shown = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter(action, RuntimeWarning)
+            warnings.showwarning = lambda message, *rest: shown.append(str(message))  # noqa: B023
+            writers = [Writer(fails_at=4), Writer(fails_at=4)] if hvd.rank() == 1 else [Writer(), None]
+            found, _, _ = fitted(wrapped(), [dgck.callbacks.LogCompression(writers[0], every=1)])
+            in_loop, _ = loop("wrapper", writers[1], graph=True)
+        same_bits(found, expected)
+        same_bits(in_loop, looped)
+        told = [text for text in shown if "disk full" in text]
+        assert len(told) == 2 * (hvd.rank() == 1), (action, told)
+        if hvd.rank() == 1:
+            assert writers[0].steps == [2, 3]
+
+
+@case
+def what_cannot_be_logged():
+    for wrong in (lambda: dgck.callbacks.LogCompression("runs"), lambda: dgc.Compression.dgc().log_to(object())):
+        m.assert_raises(wrong, "add_scalar", kinds=(ConfigError,))
+    m.assert_raises(lambda: dgck.callbacks.LogCompression(every=0), "every is 0", kinds=(ConfigError,))
+    text = m.assert_raises(
+        lambda: fitted(keras.optimizers.SGD(0.05), [dgck.callbacks.LogCompression()]), "LogCompression needs"
+    )
+    assert "DistributedOptimizer" in text
+    m.assert_raises(
+        lambda: fitted(dgck.DistributedOptimizer(keras.optimizers.SGD(0.05)), [dgck.callbacks.LogCompression()]),
+        "LogCompression needs",
+    )
+
+
+@case
+def nobody_to_exchange_with():
+    """As in a job of one process: there is nothing to log, and it says so."""
+    compression = dgc.Compression.dgc(process_set=m.alone(), **OPTIONS)
+    optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression=compression)
+    writer = Writer()
+    model = m.make_model()
+    model.compile(optimizer=optimizer, loss=m.loss_function)
+    x, y = m.dataset(3)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[dgck.callbacks.LogCompression(writer, every=1)])
+    assert writer.rows == []
+    compression.log_to(writer)
+    assert "nobody to exchange with" in compression.inside.nothing
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,353 @@
+"""What is seen of a residual: figures beside a naive count of every entry, and training that stays as it is."""
+
+import numpy as np
+import pytest
+from contract_tools import CASES as COMPRESSORS
+from contract_tools import Case, gradients, make_exchange
+from exchange_tools import gradient, parameters, run_step
+from exchange_tools import make_exchange as make_plain
+from host_runtime import HostRuntime, compiler
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.state.inside import FIGURES, Inside, TensorFigures
+from dgc.core.state.layout import make_layout
+from dgc.transport.local import run_ranks
+
+STEPS = 9
+
+
+class Seen:
+    """Looks at some steps and keeps what it saw."""
+
+    def __init__(self, every=1):
+        self.every, self.is_off, self.error = every, False, None
+        self.taken, self.left_out, self.reminded = {}, {}, 0
+
+    def looks(self, step):
+        return step % self.every == 0
+
+    def take(self, inside):
+        assert inside.step not in self.taken
+        self.taken[inside.step] = {name: f.as_dict() for name, f in inside.figures.items()}
+        self.left_out[inside.step] = dict(inside.left_out)
+
+    def fail(self, error):
+        self.error, self.is_off = error, True
+
+    def remind(self):
+        self.reminded += 1
+
+
+def grads_of(step, rank):
+    return [gradient(step, rank, i, p.numel) for i, p in enumerate(parameters())]
+
+
+class Naive:
+    """The same, entry by entry: v is added up by hand, and what left it was sent."""
+
+    def __init__(self, exchange, forgets_empty):
+        self.names = {p.name: i for i, p in enumerate(exchange.layout.parameters) if exchange.layout.is_sparsified(i)}
+        self.v = {name: exchange.state.residual(i).copy() for name, i in self.names.items()}
+        self.missed = {name: np.zeros(v.size, int) for name, v in self.v.items()}
+        self.forgets_empty = forgets_empty
+
+    def step(self, exchange, given, whole=False):
+        found = {}
+        for name, i in self.names.items():
+            before = self.v[name] + given[i]
+            after = exchange.state.residual(i).copy()
+            sent = np.ones(before.size, bool) if whole else before != after
+            missed = self.missed[name]
+            waited, missed[sent] = missed[sent].copy(), 0
+            missed[~sent] += 1
+            waiting = missed[~sent & (after != 0)]
+            ages = {"waited_mean": waited, "waiting_mean": waiting}
+            found[name] = {
+                "residual_norm": np.linalg.norm(after.astype(float)),
+                "sent_share": 1 - np.sum(after.astype(float) ** 2) / np.sum(before.astype(float) ** 2),
+                "density": sent.mean(),
+                **{key: values.mean() for key, values in ages.items() if values.size},
+                **{key.replace("mean", "max"): values.max() for key, values in ages.items() if values.size},
+            }
+            if self.forgets_empty:
+                missed[after == 0] = 0
+            self.v[name] = after
+        return found
+
+
+def same_figures(found, expected):
+    assert found.keys() == expected.keys()
+    for name, figures in expected.items():
+        assert found[name] == pytest.approx(figures, rel=1e-6, abs=1e-9), name
+
+
+EXACT = [
+    Case("dgc", {"sparsity": 0.9, "values": "float32"}),
+    Case("dgc", {"sparsity": 0.9, "values": "float16"}),
+    Case("dgc", {"sparsity": 0.9, "values": "float32", "bucket_bytes": 2048}),
+    Case("dgc", {"sparsity": 0.5, "values": "float32"}),
+    Case("dgc", {"sparsity": 0.0, "values": "float32"}),
+    Case("topk", {"threshold": "global", "sparsity": 0.9, "values": "float32"}),
+    Case("strom", {"threshold": 0.05, "max_density": 0.2}),
+    Case("dryden", {"sparsity": 0.8}),
+    Case("onebit"),
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_figures_are_those_of_a_count_by_hand(case):
+    def one_rank(transport):
+        exchange, seen = make_exchange(transport, case), Seen()
+        exchange.inside = Inside(exchange.layout, seen)
+        naive, expected = Naive(exchange, forgets_empty=True), {}
+        for step in range(STEPS):
+            given = gradients(step, transport.rank)
+            for i in naive.names.values():
+                given[i][:3] = 0  # never has anything to send
+            run_step(exchange, [g.copy() for g in given])
+            expected[step] = naive.step(exchange, given, whole=not case.row.sends_entries)
+        exchange.close()
+        assert seen.error is None
+        for step in range(STEPS):
+            same_figures(seen.taken[step], expected[step])
+            assert all("travels dense" in why for why in seen.left_out[step].values())
+        assert set(seen.left_out[0]) | set(seen.taken[0]) == {p.name for p in exchange.layout.parameters}
+        return seen.taken
+
+    first, second = run_ranks(2, one_rank, timeout=120)
+    assert (first == second) is (case.options.get("sparsity") == 0.0)  # a rank's own
+
+
+def test_what_is_sent_between_two_looks_counts():
+    """Ages at looks that are far apart are those of looking at every step."""
+    case = Case("dgc", {"sparsity": 0.9, "values": "float32"})
+
+    def one_rank(transport):
+        often, seldom = Seen(), Seen(every=4)
+        for seen in (often, seldom):
+            exchange = make_exchange(transport, case)
+            exchange.inside = Inside(exchange.layout, seen)
+            for step in range(STEPS):
+                run_step(exchange, gradients(step, transport.rank))
+            exchange.close()
+        assert list(seldom.taken) == [0, 4, 8]
+        for step in seldom.taken:
+            same_figures(seldom.taken[step], often.taken[step])
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
+def test_training_has_the_same_bits(case):
+    """With every compressor; those without a residual say so."""
+
+    def one_rank(transport, every):
+        exchange, seen = make_exchange(transport, case), Seen(every or 1)
+        if every:
+            exchange.inside = Inside(exchange.layout, seen)
+        results = [run_step(exchange, gradients(step, transport.rank))[1] for step in range(STEPS)]
+        saved = exchange.state_dict()["parameters"]
+        state = {f"{n}.{k}": a.tobytes() for n, entry in saved.items() for k, a in entry.items()}
+        exchange.close()
+        assert seen.error is None
+        if every and not case.row.error_feedback:
+            assert seen.taken[0] == {}
+            assert case.name in seen.left_out[0]["fc.weight"]
+        elif every:
+            assert seen.taken[0].keys() == {"conv.weight", "fc.weight", "head.weight"}
+        return state, [[r.tobytes() for r in each] for each in results]
+
+    without = run_ranks(2, lambda t: one_rank(t, 0), timeout=300)
+    assert run_ranks(2, lambda t: one_rank(t, 1), timeout=300) == without
+    assert run_ranks(2, lambda t: one_rank(t, 3), timeout=300) == without
+
+
+def watched(transport, **options):
+    exchange, seen = make_plain(transport, sparsity=0.9, **options), Seen()
+    exchange.inside = Inside(exchange.layout, seen)
+    return exchange, seen
+
+
+def ages_of(seen):
+    return {
+        step: {n: [f.get("waited_max"), f.get("waiting_max")] for n, f in taken.items()}
+        for step, taken in seen.taken.items()
+    }
+
+
+def test_dense_steps_have_nothing_to_show_and_nothing_waits_in_them():
+    def one_rank(transport):
+        exchange, seen = watched(transport, rampup_begin_step=3)
+        for step in range(6):
+            run_step(exchange, grads_of(step, transport.rank))
+        exchange.close()
+        assert [bool(seen.taken[step]) for step in range(6)] == [False] * 3 + [True] * 3
+        assert "dense" in seen.left_out[2]["fc.weight"]
+        assert ages_of(seen)[3]["fc.weight"] == [0, 1]
+        assert ages_of(seen)[5]["fc.weight"] == [2, 3]
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_step_that_is_taken_back_sends_nothing(exact):
+    """Wholly: as if it had never been. In part: what it sent waits on."""
+
+    def exactly(transport):
+        """Three steps with and without a fourth between them, whose number comes twice."""
+        found = []
+        for discards in (False, True):
+            exchange, seen = make_plain(transport, sparsity=0.9, discardable=True), Seen()
+            seen.looks = lambda step: False
+            exchange.inside = Inside(exchange.layout, seen)
+            for number in range(3):
+                if discards:
+                    run_step(exchange, grads_of(90 + number, transport.rank))
+                    assert exchange.unapplied.take_back()
+                run_step(exchange, grads_of(number, transport.rank))
+            found.append(exchange.inside._ages[0].last - exchange.inside._ages[0].clock)
+            exchange.close()
+        np.testing.assert_array_equal(*found)
+
+    def in_part(transport):
+        exchange, _ = watched(transport)
+        exchange.unapplied.keeps_sent = True
+        fc = exchange.state.residual(2)
+        run_step(exchange, grads_of(0, transport.rank))
+        exchange.unapplied.settle()
+        before = fc.copy()
+        run_step(exchange, grads_of(1, transport.rank))
+        sent = np.flatnonzero((before + grads_of(1, transport.rank)[2]) != fc)
+        assert exchange.unapplied.take_back()
+        run_step(exchange, grads_of(2, transport.rank))
+        exchange.close()
+        # Entries that the second step sent in vain have waited since the first; those of the first since that one.
+        ages = exchange.inside._ages[0]
+        segment = exchange.layout.places[2][1]
+        last = ages.last[segment.slice][sent]
+        assert (last != 2).all()
+        assert (last == 3).any()
+
+    run_ranks(2, exactly if exact else in_part, timeout=60)
+
+
+def test_what_waits_in_a_state_that_was_loaded_or_emptied_begins_anew():
+    def one_rank(transport):
+        exchange, seen = watched(transport)
+        for step in range(4):
+            run_step(exchange, grads_of(step, transport.rank))
+        saved = exchange.state_dict()
+        exchange.reset()
+        seen.taken.clear()
+        run_step(exchange, grads_of(4, transport.rank))
+        assert ages_of(seen)[0]["fc.weight"] == [0, 1]
+        exchange.load_state_dict(saved)
+        exchange.inside.begin_anew()
+        seen.taken.clear()
+        run_step(exchange, grads_of(5, transport.rank))
+        assert ages_of(seen)[4]["fc.weight"] == [0, 1]
+        exchange.close()
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+def test_a_refused_step_is_not_looked_at():
+    def one_rank(transport):
+        exchange, seen = watched(transport)
+        exchange.loss_scale = lambda: 1.0
+        for step in range(3):
+            given = grads_of(step, transport.rank)
+            given[2][5] = np.inf if step == 1 else 0
+            assert run_step(exchange, given)[0] == (step == 1)
+        exchange.close()
+        assert list(seen.taken) == [0, 1]
+        assert ages_of(seen)[1]["fc.weight"] == [1, 2]
+
+    run_ranks(2, one_rank, timeout=60)
+
+
+def test_who_cannot_look_goes_on_alone():
+    """One rank's fails; its memory is given back, and every rank trains on."""
+
+    def one_rank(transport):
+        exchange, seen = watched(transport)
+        for step in range(4):
+            if step == 1 and transport.rank == 1:
+                exchange.inside._look = None
+            _, results = run_step(exchange, grads_of(step, transport.rank))
+        exchange.close()
+        if transport.rank == 1:
+            assert isinstance(seen.error, TypeError)
+            assert seen.reminded == 2
+            assert exchange.inside._ages == {}
+        assert len(seen.taken) == (1 if transport.rank else 4)
+        return [r.tobytes() for r in results]
+
+    first, second = run_ranks(2, one_rank, timeout=60)
+    assert first == second
+
+
+def test_compressors_made_of_compressors():
+    def member(name, **options):
+        return CompressorBase(options, name)
+
+    def one_rank(transport, kind, members):
+        config = CompressorBase({"min_numel": 64}, kind, members).config
+        exchange = Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
+        seen = Seen()
+        exchange.inside = Inside(exchange.layout, seen)
+        for step in range(5):
+            run_step(exchange, grads_of(step, transport.rank))
+        exchange.close()
+        assert seen.error is None
+        return seen
+
+    by_name = {"conv*": member("qsgd"), "*": member("topk", sparsity=0.9)}
+    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_name", by_name), timeout=60)
+    assert all(list(taken) == ["fc.weight"] for taken in seen.taken.values())
+    assert "qsgd" in seen.left_out[0]["conv.weight"]
+    by_step = {0: None, 1: member("qsgd"), 3: member("topk", sparsity=0.9)}
+    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_step", by_step), timeout=60)
+    assert [len(seen.taken[step]) for step in range(5)] == [0, 0, 0, 2, 2]
+    assert ages_of(seen)[4]["fc.weight"] == [1, 2]
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_a_device_shows_what_the_host_does(values):
+    """Of codecs that the device writes itself, and of others."""
+
+    def one_rank(transport):
+        found = []
+        for kernels in (ReferenceKernels(), DeviceKernels(HostRuntime(seed=3))):
+            exchange, seen = watched(transport, kernels=kernels, values=values)
+            alive = []  # the device reads them later
+            for step in range(4):
+                given = grads_of(step, transport.rank)
+                alive += [given, run_step(exchange, given)]
+            exchange.close()
+            assert seen.error is None
+            found.append(seen.taken)
+        for step, taken in found[0].items():
+            same_figures(found[1][step], taken)
+
+    run_ranks(2, one_rank, timeout=120)
+
+
+def test_tensors_together():
+    parts = [TensorFigures(10, 2, 4.0, 1.0, 6, 5, 8, 16, 9), TensorFigures(30, 0, 0.0, 0.0), TensorFigures()]
+    whole = TensorFigures.together(parts)
+    assert whole.as_dict() == {
+        "residual_norm": 1.0,
+        "sent_share": 0.75,
+        "density": 0.05,
+        "waited_mean": 3.0,
+        "waited_max": 5,
+        "waiting_mean": 2.0,
+        "waiting_max": 9,
+    }
+    assert list(whole.as_dict()) == list(FIGURES)
+    assert TensorFigures().as_dict() == {"residual_norm": 0.0, "density": 0.0}
