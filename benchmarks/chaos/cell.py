@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from faults import FAULTS, VICTIM, Fault
 from launch_tools import environment_for, launch_command
+from stacks import stacks_of
 
 HERE = Path(__file__).resolve().parent
 MARK = "DGC_CHAOS_JOB"
@@ -128,7 +129,7 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
             found.status = wait(launcher, begun + limit + (stop if fault.name == "stop" else 0))
             found.seconds = round(time.monotonic() - begun, 1)
             if found.status is None:
-                found.stacks = _stacks(processes_of(mark))
+                found.stacks = stacks_of(processes_of(mark))
             _look(found, folder, mark)
         finally:
             if launcher.poll() is None:
@@ -143,13 +144,9 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
 def _hurt(fault: Fault, job: Path, launcher: subprocess.Popen[bytes], stop: float) -> float:
     """Wait until the fault has happened, or let it happen; the time of it."""
     outside = fault.where == "outside"
-    marks = ["ready.0", "ready.1"] if outside or not fault.where else [f"fault.{VICTIM}"]
-    deadline = time.monotonic() + START_SECONDS
-    while not all((job / name).exists() for name in marks):
-        if launcher.poll() is not None or time.monotonic() > deadline:
-            return time.monotonic()  # it ended, or hung, before
-        time.sleep(0.05)
-    begun = float((job / marks[-1]).read_text().split("\n")[0])
+    begun = await_marks(launcher, job, inside=not outside and bool(fault.where))
+    if begun is None:
+        return time.monotonic()
     pids = [int(read_line(job / f"pid.{rank}", 1) or 0) for rank in range(RANKS)]
     if fault.name == "stop":
         time.sleep(stop)
@@ -165,6 +162,21 @@ def _hurt(fault: Fault, job: Path, launcher: subprocess.Popen[bytes], stop: floa
             for pid in pids if fault.name == "save_agreed" else pids[VICTIM:]:
                 _signal(pid, signal.SIGTERM)
     return begun
+
+
+def await_marks(launcher: subprocess.Popen[Any], job: Path, inside: bool) -> float | None:
+    """Wait until the fault has happened on its rank (``inside``), or until all ranks have come to its step.
+
+    Returns:
+        When that was; None if the job has ended, or hangs, before.
+    """
+    marks = [f"fault.{VICTIM}"] if inside else [f"ready.{rank}" for rank in range(RANKS)]
+    deadline = time.monotonic() + START_SECONDS
+    while not all((job / name).exists() for name in marks):
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return float(read_line(job / marks[-1], 0))
 
 
 def _signal(pid: int, number: int) -> None:
@@ -204,21 +216,6 @@ def _look(found: Found, folder: Path, mark: str) -> None:
 
 def _is_partial(path: Path) -> bool:
     return bool(re.search(r"\.(part|partial|tmp|lock|new)", path.name))
-
-
-def _stacks(processes: list[psutil.Process]) -> str:
-    """Where they hang, in C and Python, as far as gdb or py-spy are installed."""
-    text = ""
-    for process in processes:
-        if shutil.which("py-spy") is not None:
-            show = ["py-spy", "dump", "--native", "--pid", str(process.pid)]
-        elif shutil.which("gdb") is not None:
-            show = ["gdb", "-batch", "-ex", "thread apply all bt 14", "-p", str(process.pid)]
-        else:
-            return ""
-        done = subprocess.run(show, capture_output=True, text=True, timeout=60, check=False)
-        text += f"==== {process.pid}\n{done.stdout[-12000:]}\n"
-    return text
 
 
 def _kill(process: psutil.Process) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from cell import RANKS, START_SECONDS, Found, first_error, read_line, shorten, verdict_of, wait
-from faults import VICTIM, Fault
+from cell import RANKS, Found, await_marks, first_error, read_line, shorten, verdict_of, wait
+from faults import Fault
 from launch_tools import environment_for
 from network.lab import Lab
 from network.launch import command
@@ -134,15 +134,10 @@ def _start(lab: Lab, found: Found, fault: Fault, folder: Path, output: Any) -> s
 def _hurt(lab: Lab, fault: Fault, folder: Path, job: subprocess.Popen[str]) -> float:
     """Wait until the fault has happened, or let it happen; the time of it."""
     inside = fault.where not in ("", "network")
-    marks = [f"fault.{VICTIM}"] if inside else [f"ready.{rank}" for rank in range(RANKS)]
-    deadline = time.monotonic() + START_SECONDS
-    while not all((folder / name).exists() for name in marks):
-        if job.poll() is not None or time.monotonic() > deadline:
-            return time.monotonic()  # it ended, or hung, before
-        time.sleep(0.05)
-    if inside:
-        return float(read_line(folder / marks[0], 0))
+    marked = await_marks(job, folder, inside)
     begun = time.monotonic()
+    if inside or marked is None:
+        return marked or begun
     if fault.name == "link_short":
         lab.link_down(HURT, CUT)
     elif fault.name.startswith("link_down"):

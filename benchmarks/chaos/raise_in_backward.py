@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -21,9 +20,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
 
 from launch_tools import environment_for, kill_tree, launch_command  # noqa: E402
+from stacks import stacks_of  # noqa: E402
 
 LAYERS = 300
 
@@ -100,21 +100,13 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 hung += 1
                 print(f"{way}, run {run + 1}: HANGS", file=sys.stderr, flush=True)
-                _show_stacks(job.pid)
+                ranks = psutil.Process(job.pid).children(recursive=True)
+                print(stacks_of(ranks), file=sys.stderr, flush=True)
             finally:
                 kill_tree(job)
         longest = round(max(seconds, default=0.0), 1)
         found = {"way": way, "launcher": options.launcher, "transport": options.transport, "runs": options.runs}
         print(json.dumps({**found, "hung": hung, "longest_seconds": longest, "returned": sorted(codes)}), flush=True)
-
-
-def _show_stacks(pid: int) -> None:
-    """Where the processes of a job hang, by gdb if it is installed: both locks of interest are taken in C++."""
-    if shutil.which("gdb") is None:
-        return
-    for process in psutil.Process(pid).children(recursive=True):
-        show = ["gdb", "-batch", "-ex", "thread apply all bt 14", "-p", str(process.pid)]
-        subprocess.run(show, stdout=sys.stderr, stderr=subprocess.DEVNULL, check=False)
 
 
 if __name__ == "__main__":
