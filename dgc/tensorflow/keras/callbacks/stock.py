@@ -18,6 +18,9 @@ from dgc.tensorflow.keras.callbacks.log import MARK
 
 _Callback: Any = tf.keras.callbacks.Callback
 
+_ALL, _OUTSIDE = -1, -2
+"""In place of a process set's number: all ranks, or a rank that is not in the one that its optimizer names."""
+
 
 class BroadcastGlobalVariablesCallback(_Callback):
     """Gives all ranks the weights and the optimizer's variables of one rank, before the first step if they exist.
@@ -85,7 +88,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
             return False
         optimizer = self.model.optimizer
         engine, members = _engine_of(optimizer), _process_set_of(optimizer)
-        set_id = -1 if members is None else members.process_set_id
+        set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
         own = [int(engine is not None and engine.was_changed()), bool(_lacking(optimizer)), engine is not None, set_id]
         rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
         _refuse_one_sided(optimizer, rows, set_id)
@@ -158,7 +161,7 @@ def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
             "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
             "compression=..., process_set=...), loss=...), before you train it further"
         )
-    together = rows[:, 3] == set_id
+    together = (rows[:, 3] == set_id) & (set_id != _OUTSIDE)
     bound = rows[together, 2].astype(bool)
     if bound.any() and not bound.all():
         new = np.flatnonzero(together)[~bound].tolist()
