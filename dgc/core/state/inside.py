@@ -233,6 +233,8 @@ class Inside:
         self._sink = sink
         self._returned = 0
         self._ages: dict[int, Ages] = {}
+        self._seen: dict[str, TensorFigures] = {}
+        self._unseen: dict[str, str] = {}
 
     def begin_anew(self) -> None:
         """A state was loaded: what waits in it has waited for a time that is not known."""
@@ -253,13 +255,13 @@ class Inside:
             return
         try:
             look = self._sink.looks(step.step)
-            if look:
-                self.figures, self.left_out = {}, {}
+            self._seen, self._unseen = {}, {}
             for each in buckets:
                 self._note(each, step, look, returned != self._returned)
             self._returned = returned
             if look:
-                self.step = step.step
+                # As a whole: another thread may be reading.
+                self.step, self.figures, self.left_out = step.step, self._seen, self._unseen
         except Exception as error:
             self._sink.fail(error)
             return
@@ -292,7 +294,7 @@ class Inside:
             self._look(bucket, sent, ages, waited)
 
     def _leave_out(self, segments: Sequence[Segment], reason: str) -> None:
-        self.left_out.update({self._name(segment): reason for segment in segments})
+        self._unseen.update({self._name(segment): reason for segment in segments})
 
     def _name(self, segment: Segment) -> str:
         return self._layout.parameters[segment.parameter].name
@@ -303,7 +305,7 @@ class Inside:
         for place, segment in enumerate(bucket.sparse):
             found = TensorFigures(segment.length)
             v = sent.v[segment.slice]
-            self.figures[self._name(segment)] = found
+            self._seen[self._name(segment)] = found
             if waited is None or sent.positions is None:
                 found.sent, found.waited_max = segment.length, 0
                 found.squares_after = _squares(v)

@@ -244,6 +244,11 @@ def test_what_waits_in_a_state_that_was_loaded_or_emptied_begins_anew():
         seen.taken.clear()
         run_step(exchange, grads_of(4, transport.rank))
         assert ages_of(seen)[0]["fc.weight"] == [0, 1]
+        run_step(exchange, grads_of(1, transport.rank))
+        exchange.state.reset()
+        exchange.state.step = 2  # the schedule goes on
+        run_step(exchange, grads_of(2, transport.rank))
+        assert ages_of(seen)[2]["fc.weight"] == [0, 1]
         exchange.load_state_dict(saved)
         exchange.inside.begin_anew()
         seen.taken.clear()

@@ -12,7 +12,10 @@ from dgc.core.exchange.encoders.composite import CompositeEncoder, Member
 
 FIRST = (0, 3, 10)
 IN_TURN = {0: 0, 2: 0, 3: 1, 9: 1, 10: 2, 1000: 2}
-OF_A_STEP = ("await_gradients", "begin", "abandon", "compress", "catch_up", "apply", "commit", "refuse", "return_sent")
+OF_A_STEP = (
+    *("await_gradients", "begin", "abandon", "compress", "catch_up", "apply", "commit", "refuse", "return_sent"),
+    "what_was_sent",
+)
 ARGUMENTS = {
     "await_gradients": 0,
     "compress": 4,
@@ -21,6 +24,7 @@ ARGUMENTS = {
     "commit": 3,
     "refuse": 2,
     "return_sent": 3,
+    "what_was_sent": 4,
 }
 """Beside the step."""
 
@@ -51,7 +55,7 @@ def test_the_member_in_turn_gets_the_call(name, number, turn):
     result = getattr(encoder, name)(step, *arguments)
     getattr(members[turn], name).assert_called_once_with(step, *arguments)
     assert all(not member.method_calls for place, member in enumerate(members) if place != turn)
-    if name in ("compress", "catch_up"):
+    if name in ("compress", "catch_up", "what_was_sent"):
         assert result is getattr(members[turn], name).return_value
 
 
