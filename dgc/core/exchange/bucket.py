@@ -7,7 +7,7 @@ buffer must not take in a refused step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class BucketExchange:
 
     def begin(self, step: StepContext) -> None:
         """Let other threads begin to compress, while this one has another bucket to do; :meth:`run` goes on with it."""
-        self.encoder.begin(step, self.plan(step), self._state)
+        self.encoder.begin(step, self.plan(step), self._state, self._buffers)
 
     def run(self, step: StepContext) -> None:
         """Exchange the bucket; all its gradients are in.
@@ -126,8 +126,11 @@ class BucketExchange:
         self._buffers.sender.write_error(step.step, error, parameter)
         self._exchange_messages(step, plan)
 
-    def overflows(self, step: StepContext) -> bool:
-        """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+    def overflows(self, step: StepContext) -> Callable[[], bool]:
+        """Ask whether a result will not fit the narrower type it is cast to (the same answer on every rank).
+
+        What comes back answers: once all buckets have been asked, a device is waited for once.
+        """
         return self._vector.overflows(step, self.plan(step), self._state.u)
 
     def finish(self, step: StepContext, *, refused: bool) -> None:

@@ -18,7 +18,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.pipeline import Pipeline
-from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions
+from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
@@ -26,9 +26,9 @@ from dgc.core.state.checks import require_place
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.errors import DGCError, LayoutError, RemoteError
 
-LossScale = float | Callable[[], float]
+LossScale = float | Callable[[], float | Callable[[], float]]
 
 
 class Exchange:
@@ -38,7 +38,8 @@ class Exchange:
         state: u, v and the step counter of this rank.
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
-        loss_scale: a float or a callable; read once per step.
+        loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
+            turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
         unapplied: takes the latest step back if nobody applies it.
         holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
             :meth:`write_held` after :meth:`finish`.
@@ -332,8 +333,8 @@ class Exchange:
         if self._step is not None:
             return self._step
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-        if not (np.isfinite(scale) and scale > 0):
-            self._status.announce(ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0"))
+        if not callable(scale) and (refused := refused_scale(scale)) is not None:
+            self._status.announce(refused)
             scale = 1.0
         if not self.unapplied.exact:
             self.unapplied.settle()
@@ -342,7 +343,8 @@ class Exchange:
             step=number,
             density=None if self.schedule.is_dense(number) else self.schedule.density(number),
             hyper=self.hyper,
-            loss_scale=float(scale),
+            loss_scale=1.0 if callable(scale) else float(scale),
+            coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             given=Submissions(self.layout),
             holds=self.holds,
@@ -357,8 +359,8 @@ class Exchange:
         outcomes = [bucket.required_outcome for bucket in self._buckets]
         refused = any(outcome.flagged for outcome in outcomes)
         if not refused:
-            for bucket, outcome in zip(self._buckets, outcomes, strict=True):
-                outcome.flagged = bucket.overflows(step)
+            for outcome, answer in zip(outcomes, [bucket.overflows(step) for bucket in self._buckets], strict=True):
+                outcome.flagged = answer()
             refused = any(outcome.flagged for outcome in outcomes)
         if refused and not callable(self.loss_scale):
             self._warn_of_refusal(step)
