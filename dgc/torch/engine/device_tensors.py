@@ -190,14 +190,21 @@ class DeviceTensors:
         return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
 
 
-def tensors_for(parameters: Sequence[torch.Tensor]) -> Tensors:
+def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> Tensors:
     """Work on the GPU when all parameters lie on one and CuPy can use it, else on the host.
 
     Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
     gradient is then copied, and the host waits for it.
+
+    Args:
+        parameters: the model's.
+        algorithm: the compressor's name, if that works in host memory only.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):
+        return HostTensors()
+    if algorithm is not None:
+        _warn_once(f"gradients pass through host memory: compressor {algorithm!r} works there; dgc and topk need not")
         return HostTensors()
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(str(device) for device in devices))

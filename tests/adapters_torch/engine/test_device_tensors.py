@@ -51,11 +51,11 @@ class Streams:
     free = None
 
 
-def on_stand_in(parameters):
+def on_stand_in(parameters, algorithm=None):
     return DeviceTensors(DeviceKernels(HostRuntime(seed=3, deferred=True)), Streams())
 
 
-def on_host(parameters):
+def on_host(parameters, algorithm=None):
     tensors = HostTensors()
     tensors.kernels = NumbaKernels(1)
     return tensors
@@ -220,3 +220,14 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
         engine.close()
 
     run_ranks(2, one_rank, timeout=120)
+
+
+def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
+    monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: NumbaKernels(1))
+    device_tensors._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="through host memory: compressor 'qsgd'"):
+        assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
+        assert isinstance(tensors_for([torch.zeros(3)], "qsgd"), HostTensors)
