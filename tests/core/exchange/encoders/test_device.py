@@ -11,9 +11,13 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime, compiler
 
+from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.encoders.device import DeviceEncoder
+from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.state.layout import make_layout
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.local import run_ranks
 
@@ -119,6 +123,41 @@ def test_equals_the_cpu(case, ranks):
         for mine, theirs in zip(results, expected, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def topk(**options):
+    options = {"sparsity": 0.99, **options}
+    return SimpleNamespace(config=make_config(options, algorithm="topk"), given_options=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "members"),
+    [
+        ("by_size", {0: None, 1000: topk(), 5000: topk(sparsity=0.9, values="int8")}),
+        ("by_name", {"a.*": topk(values="bfloat16", indices="int32")}),
+        ("by_step", {0: topk(sparsity=0.9), 3: topk(values="int8")}),
+    ],
+    ids=str,
+)
+def test_combinators_whose_members_run_on_devices_equal_the_cpu(kind, members):
+    config = make_wrapper_config(kind, members, {"min_numel": 64})
+    assert runs_on_devices(config)
+    layout = make_layout(parameters(SHAPES), config)
+
+    def steps(kernels_of_rank):
+        def one_rank(transport):
+            kernels = kernels_of_rank()
+            exchange = Exchange(layout, config, transport, kernels)
+            results = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(6)]
+            if isinstance(kernels, DeviceKernels):
+                kernels.wait()
+            state, norm = exchange.state_dict(), exchange.state.residual_norm()
+            exchange.close()
+            return [r[0] for r in results], [r[1] for r in results], state, norm, results
+
+        return [outcome[:4] for outcome in run_ranks(2, one_rank, timeout=120)]
+
+    assert_equal(steps(device_kernels), steps(lambda: NumbaKernels(1)))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", None), ("float16", 65504.0), ("float16", 0.001)])

@@ -78,7 +78,7 @@ def operations_of_a_step(options, limit=None):
     ids=str,
 )
 def test_operations_of_resnet50_on_eight_ranks(options, limit, most, waits):
-    """Five buckets. With a launch for each step of a search and for each rank it was 205, and 161 events beside them."""
+    """Five buckets. With a launch for each step of a search and for each rank it was 205, and 161 events besides."""
     operations, buckets = operations_of_a_step(options, limit)
     assert buckets == 5
     assert operations["wait"] == waits
