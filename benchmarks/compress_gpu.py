@@ -75,6 +75,7 @@ class BucketState:
         self.u = kernels.memory.zeros(bucket.size, np.float32)
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
         self.control = kernels.new_control(len(ks))
+        self.scratch = kernels.new_scratch()
         codec = SparseCodec(bucket, sum(ks), "uint16", "float16")
         form = device_format(codec.indices, codec.values)
         assert form is not None
@@ -126,8 +127,11 @@ class Rank:
 
     def step(self) -> None:
         """Accumulate, select, encode, mask, and the message is on the host."""
-        for b in self.buckets:
-            b.sent = self._kernels.compress(b.work, b.u, b.v, b.control, b.form, b.payload).count
+        begun = [
+            self._kernels.begin(b.work, b.u, b.v, b.control, b.form, b.payload, scratch=b.scratch) for b in self.buckets
+        ]
+        for b, each in zip(self.buckets, begun, strict=True):
+            b.sent = each.finish().count
 
     def count(self) -> None:
         """Count the buckets that sent exactly what they were to send (not timed)."""

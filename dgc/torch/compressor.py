@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dgc.torch.engine.horovod.horovod import HOROVOD, give_up_step, has_begun, i
 from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.owner import announce_owner, find_owner
 from dgc.torch.engine.step.saved_state import require_own_options
+from dgc.torch.engine.step.scaler import read_scale
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 from dgc.torch.engine.step.untraced import leave_hooks_untraced, untraced
 
@@ -49,7 +51,7 @@ class DGCCompressor(CompressorBase[Engine]):
     def _read_loss_scale(self, value: Any) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
-        return as_loss_scale(value, "GradScaler") if get_scale is None else get_scale
+        return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
     # -- binding -------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ ELSEWHERE = {
     "torch/engine/replicas.py": "adapters_torch/test_bad_input.py",
     "torch/engine/sparse_gradients.py": "adapters_torch/test_unusual_use.py",
     "torch/engine/step/hook.py": "adapters_torch/test_unapplied.py",
-    "torch/engine/step/scaler.py": "adapters_torch/test_mixed_use.py",
     "torch/engine/step/owner.py": "adapters_torch/test_unapplied.py",
     "torch/engine/step/saved_state.py": "adapters_torch/test_habits.py",
     "torch/momentum/state.py": "adapters_torch/momentum/test_optimizer.py",

@@ -7,7 +7,7 @@ buffer must not take in a refused step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class BucketExchange:
 
     def begin(self, step: StepContext) -> None:
         """Let other threads begin to compress, while this one has another bucket to do; :meth:`run` goes on with it."""
-        self.encoder.begin(step, self.plan(step), self._state)
+        self.encoder.begin(step, self.plan(step), self._state, self._buffers)
 
     def run(self, step: StepContext) -> None:
         """Exchange the bucket; all its gradients are in.
@@ -127,10 +127,18 @@ class BucketExchange:
         self._buffers.sender.write_error(step.step, error, parameter)
         self._exchange_messages(step, plan)
 
-    def overflows(self, step: StepContext) -> bool:
-        """Whether a result will not fit the narrower type it is cast to (the same on all ranks): it is flagged then."""
-        self.required_outcome.flagged = self._vector.overflows(step, self.plan(step), self._state.u)
-        return self.required_outcome.flagged
+    def overflows(self, step: StepContext) -> Callable[[], bool]:
+        """Ask whether a result will not fit the narrower type it is cast to (the same answer on every rank).
+
+        What comes back answers, and flags the outcome: once all buckets have been asked, a device is waited for once.
+        """
+        answer = self._vector.overflows(step, self.plan(step), self._state.u)
+
+        def flagged() -> bool:
+            self.required_outcome.flagged = answer()
+            return self.required_outcome.flagged
+
+        return flagged
 
     def finish(self, step: StepContext, *, refused: bool) -> None:
         """Write the results of dense tensors, or, in a refused step, take back what was sent.

@@ -52,8 +52,8 @@ class Clipping:
         self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
         """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
 
-    def fill_in(self, step: StepContext, bucket: Bucket) -> None:
-        """Set ``step.clip`` for the parameters of ``bucket``; a dense step is clipped globally or not at all."""
+    def fill_in(self, step: StepContext, *buckets: Bucket) -> None:
+        """Set ``step.clip`` for the parameters of ``buckets``; a dense step is clipped globally or not at all."""
         if self._threshold is None:
             return
         if self.needs_all_gradients:
@@ -65,7 +65,7 @@ class Clipping:
             return
         if step.clip is None:
             step.clip = [1.0] * len(step.given)
-        chosen = [s.parameter for s in bucket.sparse]
+        chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
         for i, factor in zip(chosen, self._factors(self._sums_of_squares(step, chosen), step), strict=True):
             step.clip[i] = factor
 

@@ -18,7 +18,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.clipping import Clipping
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.pipeline import Pipeline
-from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions
+from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
@@ -27,9 +27,9 @@ from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.errors import DGCError, LayoutError, RemoteError
 
-LossScale = float | Callable[[], float]
+LossScale = float | Callable[[], float | Callable[[], float]]
 
 
 class Exchange:
@@ -39,7 +39,8 @@ class Exchange:
         state: u, v and the step counter of this rank.
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
-        loss_scale: a float or a callable; read once per step.
+        loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
+            turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
         unapplied: takes the latest step back if nobody applies it.
         holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
             :meth:`write_held` after :meth:`finish`.
@@ -80,7 +81,6 @@ class Exchange:
         end_job = getattr(transport, "end_job", None)
         self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, end_job)
         self._step: StepContext | None = None
-        self._is_whole = False  # whether the state is that from before a step that failed
         self._warned = False
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Exchange:
             LayoutError: a step is under way on this rank, or one has failed.
         """
         self.require_between_steps(what)
-        if self._status.owes_failure or (self._status.phase is Phase.FAILED and not self._is_whole):
+        if self._status.owes_failure or (self._status.phase is Phase.FAILED and not self.unapplied.whole):
             cause = self._status.error or (self._status.announced or ["?"])[0]
             raise LayoutError(
                 f"{what} was called after a step that failed ({cause}), whose gradients are half in this rank's "
@@ -335,8 +335,8 @@ class Exchange:
         if self._step is not None:
             return self._step
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-        if not (np.isfinite(scale) and scale > 0):
-            self._status.announce(ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0"))
+        if not callable(scale) and (refused := refused_scale(scale)) is not None:
+            self._status.announce(refused)
             scale = 1.0
         if not self.unapplied.exact:
             self.unapplied.settle()
@@ -345,7 +345,8 @@ class Exchange:
             step=number,
             density=None if self.schedule.is_dense(number) else self.schedule.density(number),
             hyper=self.hyper,
-            loss_scale=float(scale),
+            loss_scale=1.0 if callable(scale) else float(scale),
+            coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             given=Submissions(self.layout),
             holds=self.holds,
@@ -359,7 +360,8 @@ class Exchange:
         assert step is not None, "a step is under way"
         refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
         if not refused:
-            refused = any([bucket.overflows(step) for bucket in self._buckets])
+            answers = [bucket.overflows(step) for bucket in self._buckets]
+            refused = any([answer() for answer in answers])
         if refused and not callable(self.loss_scale):
             self._warn_of_refusal(step)
         with step.stats.timed("apply"):
@@ -391,10 +393,6 @@ class Exchange:
         """After a failed step: return what was sent to u and v."""
         with contextlib.ExitStack() as stack:  # which goes on when one fails
             stack.callback(self._end)
-            stack.callback(self._rewind)
+            stack.callback(self.unapplied.rewind)
             for bucket in self._buckets:
                 stack.callback(bucket.put_back)
-
-    def _rewind(self) -> None:
-        """After a failed step: the state from before it, where copies of that were made."""
-        self._is_whole = self.unapplied.rewind()

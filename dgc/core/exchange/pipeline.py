@@ -2,7 +2,8 @@
 
 Every rank issues the same collectives in the same order, whatever order its gradients arrive in. Where the kernels have
 several threads, those but one would have nothing to do while this one encodes a bucket, waits for the network and
-applies what came. So the bucket after it is begun first, if its gradients are in.
+applies what came. So the bucket after it is begun first, if its gradients are in. A device is given all buckets whose
+gradients are in before it is waited for.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ class Pipeline:
         self._kernels = kernels
         self._status = status
         self._step: StepContext | None = None
-        self._prepared = 0
+        self._prepared = self._clipped = 0  # buckets before these are
+        self._waits = bool(getattr(kernels, "on_device", False))  # whether kernels run while this thread goes on
         self._thread: threading.Thread | None = None
 
     def start(self, step: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
         self._step = step
-        self._prepared = 0
+        self._prepared = self._clipped = 0
         for bucket in self._buckets:
             bucket.start()
         self._status.begin()
@@ -125,6 +127,8 @@ class Pipeline:
         step = self._step
         assert step is not None, "a step has begun"
         self._unapplied.capture()
+        if (refused := step.await_scale()) is not None:
+            self._status.announce(refused)
         try:
             for index in range(len(self._buckets)):
                 if not self._wait_for_gradients(step, index):
@@ -183,23 +187,40 @@ class Pipeline:
         return index == len(self._buckets) - 1 or self._buckets[index].plan(step).allreduces
 
     def _prepare(self, step: StepContext, index: int) -> None:
-        """Clip a bucket and let threads to spare begin with it, unless that has been done; those before it are."""
+        """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
         if index < self._prepared:
             return
         bucket = self._buckets[index]
-        for each in self._buckets if self._clipping.needs_all_gradients else [bucket]:
-            each.encoder.await_gradients(step)
         with step.stats.timed("compress"):
-            self._clipping.fill_in(step, bucket.bucket)
+            self._clip(step, index)
             if self._kernels.overlaps and bucket.encoder.begins_early:
                 bucket.begin(step)
         self._prepared = index + 1
 
-    def _prepare_following(self, step: StepContext, index: int) -> None:
-        """Prepare the bucket after ``index``, if that is any use and its gradients are there."""
-        following = index + 1
-        if not self._kernels.overlaps or following == len(self._buckets) or not step.given.is_complete(following):
+    def _clip(self, step: StepContext, index: int) -> None:
+        """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
+        if index < self._clipped:
             return
+        stop = self._stop(step, index) if self._waits else index + 1
+        ready = self._buckets[index:stop]
+        for each in self._buckets if self._clipping.needs_all_gradients else ready:
+            each.encoder.await_gradients(step)
+        self._clipping.fill_in(step, *(each.bucket for each in ready))
+        self._clipped = stop
+
+    def _prepare_following(self, step: StepContext, index: int) -> None:
+        """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
+        if not self._kernels.overlaps:
+            return
+        stop = self._stop(step, index)
         # What fails here fails again when it is that bucket's turn, and can be told the other ranks then.
         with contextlib.suppress(Exception):
-            self._prepare(step, following)
+            for following in range(index + 1, stop if self._waits else min(stop, index + 2)):
+                self._prepare(step, following)
+
+    def _stop(self, step: StepContext, index: int) -> int:
+        """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
+        stop = index + 1
+        while stop < len(self._buckets) and step.given.is_complete(stop):
+            stop += 1
+        return stop

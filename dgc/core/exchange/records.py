@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from dgc.core.config.config import DGCConfig
 from dgc.core.kernels.base import Kernels, Undo
 from dgc.core.state.layout import Bucket, Layout, Segment
-from dgc.errors import DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError
 
 
 @dataclass(slots=True)
@@ -23,7 +23,8 @@ class Submission:
 
     ``result`` may be the gradient's own memory: it is written after the gradient was read for the last time.
     ``limit`` is the largest finite value of the type that the result will be cast to, if that is a narrower one.
-    ``ready`` is for arrays on a device: an event after which they may be read, with its CUDA handle as ``handle``.
+    ``ready`` is for arrays on a device: its ``stream`` (comparable) is that on which they are made, its ``record()``
+    returns an event behind everything that this stream has been given, with its CUDA handle as ``handle``.
     """
 
     gradient: np.ndarray
@@ -41,6 +42,7 @@ class Submissions:
         self._layout = layout
         self._items: list[Submission | None] = [None] * len(layout.parameters)
         self._missing = [len(b.segments) for b in layout.buckets]
+        self._events: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
         """Number of parameters."""
@@ -67,7 +69,17 @@ class Submissions:
         self._items[parameter] = item
         bucket, _ = self._layout.places[parameter]
         self._missing[bucket] -= 1
-        return self._missing[bucket] == 0
+        if self._missing[bucket] or item.ready is None:
+            return self._missing[bucket] == 0
+        # One event for each stream: it stands behind all that the stream was given before.
+        members = [self._items[s.parameter] for s in self._layout.buckets[bucket].segments]
+        streams = {m.ready.stream: m.ready for m in members if m is not None and m.ready is not None}
+        self._events[bucket] = [ready.record() for ready in streams.values()]
+        return True
+
+    def events(self, bucket: int) -> Sequence[Any]:
+        """What has to come before the gradients of a complete bucket may be read on a device."""
+        return self._events.get(bucket, ())
 
     def let_go(self, segments: Sequence[Segment]) -> None:
         """Keep nobody's memory alive: all has been read and written."""
@@ -189,6 +201,13 @@ class StepStats:
         }
 
 
+def refused_scale(scale: float) -> ConfigError | None:
+    """What is wrong with a loss scale."""
+    if np.isfinite(scale) and scale > 0:
+        return None
+    return ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
+
+
 @dataclass(slots=True)
 class StepContext:
     """One training step: what all its buckets share. ``density`` is None in a dense step."""
@@ -205,6 +224,17 @@ class StepContext:
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
     holds: bool = False
     """Whether sums of entries may be held for the caller, who applies them to the parameters or has them written."""
+    coming_scale: Callable[[], float] | None = None
+    """Where the loss scale is still on its way: returns it. Waits."""
+
+    def await_scale(self) -> ConfigError | None:
+        """Have the loss scale; returns what is wrong with it, for all ranks."""
+        if self.coming_scale is None:
+            return None
+        scale, self.coming_scale = self.coming_scale(), None
+        if (refused := refused_scale(scale)) is None:
+            self.loss_scale = float(scale)
+        return refused
 
     def gradient_scale(self, parameter: int) -> float:
         """What a gradient is multiplied by before anything else: 1 / loss scale, times its clipping factor."""

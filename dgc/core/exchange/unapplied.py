@@ -32,6 +32,7 @@ class Unapplied:
         keeps_sent: whether to keep what was sent; for an adapter that learns whether a step was applied.
         discarded: steps that were taken back wholly; the ranks must share it.
         returned: steps of which only what was sent has come back.
+        whole: after a step that failed: whether the state is that from before it.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Unapplied:
             exact: see the class.
         """
         self.exact = exact
-        self.keeps_sent = False
+        self.keeps_sent = self.whole = False
         self.discarded = self.returned = 0
         self._state = state
         self._buckets = buckets
@@ -136,18 +137,13 @@ class Unapplied:
             self._sent = step
             self._pending = True
 
-    def rewind(self) -> bool:
-        """After a step that failed: what the state was before it.
-
-        Returns:
-            False where no copies are made, and the state stays as it is.
-        """
-        if not self.exact:
-            return False
-        if self._captured:
+    def rewind(self) -> None:
+        """After a step that failed: what the state was before it; where no copies are made it stays as it is."""
+        self.whole = False
+        if self.exact and self._captured:
             self._restore()
             self._captured = False
-        return True
+        self.whole = self.exact
 
     def take_back(self) -> bool:
         """Put back what the latest step changed, as the class says; only once.

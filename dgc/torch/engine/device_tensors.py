@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +45,7 @@ class Tensors(Protocol):
         ...
 
     def ready(self) -> Any:
-        """What the kernels have to wait for before they read what was made so far; None for nothing."""
+        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``."""
         ...
 
     def release(self) -> None:
@@ -81,7 +81,7 @@ class HostTensors:
 
 
 @dataclass(slots=True)
-class Ready:
+class Recorded:
     """An event of the framework, kept alive until it has been waited for; ``handle`` is CUDA's."""
 
     event: Any
@@ -92,6 +92,14 @@ class Ready:
         return int(self.event.cuda_event)
 
 
+@dataclass(slots=True)
+class Ready:
+    """A stream on which gradients are made, by handle, and what records an event there."""
+
+    stream: int
+    record: Callable[[], Recorded]
+
+
 class TorchStreams:
     """Torch's current stream on one device."""
 
@@ -99,11 +107,15 @@ class TorchStreams:
         """Look at nothing yet: which stream is current may change at any time."""
         self._device = device
 
-    def record(self) -> Ready:
-        """An event behind everything that the current stream was given so far."""
+    def ready(self) -> Ready:
+        """The current stream, for an event that stands behind what it was given so far."""
+        stream = torch.cuda.current_stream(self._device)
+        return Ready(int(stream.cuda_stream), partial(self._record, stream))
+
+    def _record(self, stream: torch.cuda.Stream) -> Recorded:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return Ready(event)
+        event.record(stream)
+        return Recorded(event)
 
     def current(self) -> int:
         """The current stream's CUDA handle."""
@@ -160,7 +172,7 @@ class DeviceTensors:
         return Result(tensor, self._view(place), limit, False, place)
 
     def ready(self) -> Any:  # noqa: D102
-        return self._streams.record()
+        return self._streams.ready()
 
     def release(self) -> None:  # noqa: D102
         if not self._streams.capturing():  # a step that was refused for that: nothing was begun
@@ -178,14 +190,21 @@ class DeviceTensors:
         return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
 
 
-def tensors_for(parameters: Sequence[torch.Tensor]) -> Tensors:
+def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> Tensors:
     """Work on the GPU when all parameters lie on one and CuPy can use it, else on the host.
 
     Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
     gradient is then copied, and the host waits for it.
+
+    Args:
+        parameters: the model's.
+        algorithm: the compressor's name, if that works in host memory only.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):
+        return HostTensors()
+    if algorithm is not None:
+        _warn_once(f"gradients pass through host memory: compressor {algorithm!r} works there; dgc and topk need not")
         return HostTensors()
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(str(device) for device in devices))

@@ -19,7 +19,7 @@ from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
-from dgc.torch.engine.device_tensors import HostTensors, tensors_for
+from dgc.torch.engine.device_tensors import tensors_for
 from dgc.torch.engine.horovod.horovod import averages_first_pass, is_idle
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
@@ -91,7 +91,7 @@ class Engine(EngineBase):
             self._memory = Places(self.names, self.parameters)
             self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = loss_scale
-            self._tensors = tensors_for(self.parameters) if runs_on_devices(config) else HostTensors()
+            self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
             self._exchanges[:] = [self._new_exchange()]
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
             return self.exchange.layout

@@ -14,7 +14,7 @@ from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch.engine import device_tensors
 from dgc.torch.engine import engine as engine_module
-from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, tensors_for
+from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
 from dgc.torch.engine.engine import Engine
 from dgc.transport.local import run_ranks
 
@@ -29,9 +29,12 @@ class Streams:
         self.kept = []
         self.captures = False
 
-    def record(self):
+    def ready(self):
+        return Ready(77, self._record)
+
+    def _record(self):
         self.recorded += 1
-        return Ready(type("Event", (), {"cuda_event": self.recorded})())
+        return Recorded(SimpleNamespace(cuda_event=self.recorded))
 
     def current(self):
         return 77
@@ -48,11 +51,11 @@ class Streams:
     free = None
 
 
-def on_stand_in(parameters):
+def on_stand_in(parameters, algorithm=None):
     return DeviceTensors(DeviceKernels(HostRuntime(seed=3, deferred=True)), Streams())
 
 
-def on_host(parameters):
+def on_host(parameters, algorithm=None):
     tensors = HostTensors()
     tensors.kernels = NumbaKernels(1)
     return tensors
@@ -82,6 +85,7 @@ def train(choose, monkeypatch, dtype, steps=4, **options):
                     p -= 0.1 * p.grad
         state = engine.state_dict()
         used = engine._tensors
+        used.buckets = engine.layout.buckets
         engine.close()
         return [p.detach().clone() for p in parameters.values()], state, used
 
@@ -100,8 +104,8 @@ def test_training_on_a_device_equals_the_host(dtype, options, monkeypatch):
         for name, entry in s["parameters"].items():
             np.testing.assert_array_equal(state["parameters"][name]["u"], entry["u"])
         runtime = used.kernels.runtime
-        # Every gradient is waited for once, and the framework's stream waits once for each step's results.
-        assert runtime.waited_for
+        # Every bucket is waited for once, and the framework's stream waits once for each step's results.
+        assert len(runtime.waited_for) == 4 * len(used.buckets)
         assert sorted(runtime.waited_for) == list(range(1, used._streams.recorded + 1))
         assert runtime.released_to == [77] * 4
 
@@ -216,3 +220,14 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
         engine.close()
 
     run_ranks(2, one_rank, timeout=120)
+
+
+def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
+    monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: NumbaKernels(1))
+    device_tensors._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="through host memory: compressor 'qsgd'"):
+        assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
+        assert isinstance(tensors_for([torch.zeros(3)], "qsgd"), HostTensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import numpy as np
@@ -299,14 +300,24 @@ def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
             np.testing.assert_array_equal(x, y)
 
 
-def test_loss_scale_is_divided_out_before_and_multiplied_back_after():
-    scales = iter([8.0, 8.0, 2.0])
-    seen = {}
+@pytest.mark.parametrize("later", [False, True])
+def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later):
+    """Also where the scale is still on its way when the first gradient comes: no gradient's caller waits for it."""
+    asked_by = set()
+
+    def coming(value):
+        asked_by.add(threading.current_thread().name)
+        return value
 
     def rank(transport):
         specs = parameters()
         scale = {"now": 8.0}
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, loss_scale=lambda: scale["now"])
+
+        def read():
+            now = scale["now"]
+            return (lambda: coming(now)) if later else now
+
+        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, loss_scale=read)
         out = []
         for step, s in enumerate([8.0, 8.0, 2.0]):
             scale["now"] = s
@@ -319,7 +330,7 @@ def test_loss_scale_is_divided_out_before_and_multiplied_back_after():
     scaled = run_ranks(2, rank)[0]
     plain = []
     train(2, 3, sparsity=0.9, momentum=0.9, on_step=lambda r, s, e, p, res: plain.append(res) if r == 0 else None)
-    del scales, seen
+    assert asked_by == ({"dgc-exchange"} if later else set())
     for a, b in zip(scaled, plain, strict=True):
         for x, y in zip(a, b, strict=True):
             np.testing.assert_array_equal(x, y)

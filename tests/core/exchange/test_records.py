@@ -37,11 +37,13 @@ def test_entries_sent_are_at_most_k_and_the_largest():
     assert kept["density"] == pytest.approx(sum(ks) / elements)
 
 
-def test_loss_scale_must_be_positive_and_finite():
+@pytest.mark.parametrize("later", [False, True])
+def test_loss_scale_must_be_positive_and_finite(later):
     specs = parameters()
 
     def rank(transport):
-        exchange = make_exchange(transport, loss_scale=lambda: 0.0 if transport.rank == 1 else 1.0)
+        scale = 0.0 if transport.rank == 1 else 1.0
+        exchange = make_exchange(transport, loss_scale=lambda: (lambda: scale) if later else scale)
         run_step(exchange, [gradient(0, 0, i, p.numel) for i, p in enumerate(specs)])
 
     errors = errors_of(2, rank)

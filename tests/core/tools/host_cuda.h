@@ -248,5 +248,7 @@ T atomicMax(T* place, T value) {
     return before;
 }
 
+static inline void __threadfence() {}
+
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }

@@ -73,7 +73,8 @@ class HostRuntime:
             overwrites what was to be copied, gets wrong numbers.
         text: kernels in place of the sources.
 
-    Memory that nobody wrote is filled with a pattern, so that reading it shows. Counts waits and launches.
+    Memory that nobody wrote is filled with a pattern, so that reading it shows. Counts waits and launches;
+    ``operations`` names all that a driver would be called for in a step: launches, copies, events and waits.
     """
 
     name = "host"
@@ -84,6 +85,7 @@ class HostRuntime:
         self.deferred = deferred
         self.waits = 0
         self.launches = []
+        self.operations = []
         self.waited_for = []
         self.released_to = []
         self.owners = []
@@ -123,39 +125,51 @@ class HostRuntime:
         return np.frombuffer(memory, dtype)
 
     def fill(self, array, value):
+        self.operations.append("fill")
         assert value == 0 or value != value, "memory is filled with 0 or NaN"
         self._enqueue(lambda: array.fill(value))
 
     def upload(self, device, host):
+        self.operations.append("upload")
         self._copy(device, host)
 
     def download(self, host, device):
+        self.operations.append("download")
         self._copy(host, device)
 
     def copy(self, array, source):
+        self.operations.append("copy")
         self._copy(array, source)
 
     def launch(self, name, state_bits, grid, arguments):
         assert grid >= 1
         self.launches.append(name)
+        self.operations.append(name)
         self.kernels.add((name, state_bits))
         arguments = list(arguments)
         self._enqueue(lambda: self._run(name, state_bits, grid, arguments))
 
     def record(self):
+        self.operations.append("record")
+        return self._enqueued()
+
+    def _enqueued(self):
         with self._lock:
             return self._done + len(self._queue)
 
     def synchronize(self, event):
         self.waits += 1
+        self.operations.append("wait")
         self._flush(event)
 
     def wait_for(self, event):
+        self.operations.append("wait for an event")
         self.waited_for.append(event)
 
     def release_to(self, stream):
+        self.operations += ["record", "let a stream wait"]
         self.released_to.append(stream)
-        self._flush(self.record())
+        self._flush(self._enqueued())
 
     def _copy(self, to, source):
         assert to.dtype == source.dtype
@@ -170,7 +184,7 @@ class HostRuntime:
         with self._lock:
             self._queue.append(work)
             if not self.deferred:
-                self._flush(self.record())
+                self._flush(self._enqueued())
 
     def _flush(self, event):
         with self._lock:

@@ -85,8 +85,11 @@ class Encoder(ABC):
         """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
         return
 
-    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
-        """Let other threads begin to compress while this one has another bucket to do; :meth:`compress` goes on."""
+    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:
+        """Let others (threads, a device) begin to compress while this thread has another bucket to do.
+
+        :meth:`compress`, with the same arguments, goes on.
+        """
         return
 
     def abandon(self) -> None:

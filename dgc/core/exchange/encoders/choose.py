@@ -44,8 +44,11 @@ def make_encoders(
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
-    """Whether the compressor works on a GPU's own memory; the others get copies in host memory."""
-    return config.algorithm not in WRAPPERS and compressor_class(config.algorithm).is_plain_selection(config)
+    """Whether the compressor, or every member of one, works on a GPU's own memory; others get copies in host memory."""
+    if config.algorithm in WRAPPERS:
+        parts: Parts = config.own
+        return all(member is None or runs_on_devices(member) for member in parts.configs)
+    return compressor_class(config.algorithm).is_plain_selection(config)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ codec loses is added to their gradients in the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,11 @@ class DenseVector:
                 segment, item = segments[first], items[first]
                 self._update(step, plan, segment, item, item.result, u[segment.slice])
 
-    def overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> bool:
-        """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+    def overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> Callable[[], bool]:
+        """Ask whether a result will not fit the narrower type it is cast to; see :meth:`BucketExchange.overflows`."""
+        return partial(self._overflows, step, plan, u)
+
+    def _overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> bool:
         dense = set(self.segments(plan))
         for segment in self._bucket.segments:
             item = step.given[segment.parameter]

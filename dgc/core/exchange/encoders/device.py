@@ -11,18 +11,19 @@ n elements of a bucket's sparsified part, k entries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, masks, segment_work
+from dgc.core.exchange.encoders.base import Buffers, is_active, masks, segment_work
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Outcome, StepContext
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.backend import DeviceKernels
+from dgc.core.kernels.gpu.buckets import Begun
 from dgc.core.kernels.gpu.tables import INDICES_UINT16, VALUES_FLOAT16, WIRE_TILE, DenseTensor, Format
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
@@ -77,8 +78,8 @@ class DeviceVector(DenseVector):
     def write(self, step: StepContext, plan: BucketPlan, u: object, *, refused: bool) -> None:  # noqa: D102
         self._kernels.write(self._updates(step, plan, refused), self.values, u)
 
-    def overflows(self, step: StepContext, plan: BucketPlan, u: object) -> bool:
-        """See :meth:`DenseVector.overflows`. Waits, but only for parameters of a narrow type."""
+    def overflows(self, step: StepContext, plan: BucketPlan, u: object) -> Callable[[], bool]:
+        """See :meth:`DenseVector.overflows`. The answer waits, but only for parameters of a narrow type."""
         tensors = [t for t in self._updates(step, plan) if t.limit is not None]
         if plan.mode is not Mode.DENSE:
             sparse = step.given.of(self._bucket.sparse)
@@ -121,11 +122,10 @@ class DeviceVector(DenseVector):
 class DeviceEncoder(TopKEncoder):
     """:class:`TopKEncoder` with whole buckets handed to the device's kernels.
 
-    Waits for the device once before the message leaves; a second time when a threshold was of no use, when the codecs
-    are not the device's, and for clipping. Results are complete only when the kernels' stream has reached them.
+    All buckets whose gradients are in are enqueued before the first message is waited for, and that wait is for all of
+    them. A second one is needed when a threshold was of no use, when the codecs are not the device's, and for clipping.
+    Results are complete only when the kernels' stream has reached them.
     """
-
-    begins_early = False
 
     _kernels: DeviceKernels
 
@@ -135,22 +135,22 @@ class DeviceEncoder(TopKEncoder):
         """Allocate nothing; ``vector`` is the bucket's."""
         super().__init__(bucket, config, kernels, ranks)
         self._vector = vector
+        self._scratch = kernels.new_scratch()
+        self._enqueued: Begun | None = None
+        self._to: BucketState | None = None
 
     def await_gradients(self, step: StepContext) -> None:
         """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for item in step.given.of(self._bucket.segments):
-            if item.ready is not None:
-                self._kernels.runtime.wait_for(item.ready.handle)
+        for event in step.given.events(self._bucket.index):
+            self._kernels.runtime.wait_for(event.handle)
 
-    def compress(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
-        form = _format(plan)
-        if form is None:
-            return super().compress(step, plan, state, buffers, outcome)
+    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
+        form, active = _format(plan), is_active(plan, plan.ks)
+        if active and form is None:
+            return
         buffers.start(step, plan)
-        done = self._kernels.compress(
-            segment_work(self._bucket, self._config, step, plan, self._ranks),
+        self._enqueued = self._kernels.begin(
+            segment_work(self._bucket, self._config, step, plan, self._ranks) if active else [],
             state.u,
             state.v,
             state.control,
@@ -159,10 +159,38 @@ class DeviceEncoder(TopKEncoder):
             self._vector.gradients(step, plan),
             self._vector.values[: plan.vector_size],
             masking=masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse)),
+            scratch=self._scratch,
         )
+        self._to = state
+
+    def abandon(self) -> None:
+        """See :class:`Encoder`; entries that were written into a message that never left return to u and v."""
+        enqueued, self._enqueued = self._enqueued, None
+        if enqueued is not None and self._to is not None:
+            undo = enqueued.finish().undo
+            if undo is not None:
+                self._kernels.restore(self._to.u, self._to.v, undo)
+            self._kernels.wait()
+
+    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:
+        """See :class:`Encoder`; nobody may write into the message any more."""
+        self.abandon()
+        return plan
+
+    def compress(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
+    ) -> BucketPlan:
+        active = is_active(plan, plan.ks)
+        if active and _format(plan) is None:
+            return super().compress(step, plan, state, buffers, outcome)
+        if self._enqueued is None:
+            self.begin(step, plan, state, buffers)
+        enqueued, self._enqueued = self._enqueued, None
+        assert enqueued is not None
+        done = enqueued.finish()
         outcome.undo = done.undo
         self._vector.is_packed = True
-        if not self._config.error_feedback:
+        if active and not self._config.error_feedback:
             self._memory.fill(state.v, 0)
         outcome.count, outcome.flagged = done.count, done.nonfinite
         return plan

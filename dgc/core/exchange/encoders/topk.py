@@ -61,7 +61,7 @@ class TopKEncoder(Encoder):
             )
         return self._plans[density]
 
-    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
+    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
         if is_active(plan, plan.ks):
             work = segment_work(self._bucket, self._config, step, plan, self._ranks)
             self._begun = self._kernels.begin_selection(work, state.u, state.v, state.control)

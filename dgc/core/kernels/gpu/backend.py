@@ -28,7 +28,7 @@ class DeviceKernels(BucketKernels):
     """
 
     on_device = True
-    overlaps = False
+    overlaps = True
 
     def __init__(self, runtime: Runtime) -> None:
         """Take a runtime over; nothing is compiled yet."""
@@ -63,7 +63,7 @@ class DeviceKernels(BucketKernels):
         bounds = np.array([0, n])
         self.receive([r], bounds, n, form, [(payload, done.count)], 1.0)
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
-        self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)
+        self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)()
         self.sums_of_squares([g])
         assert done.undo is not None
         self.restore(u, v, done.undo)
@@ -77,11 +77,11 @@ class DeviceKernels(BucketKernels):
 
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
-        with self._lock:
+        with self.lock:
             tensors = [DenseTensor(gradient=g) for g in gradients]
             geometry, _, _ = self._geometry([t.length for t in tensors])
             partial = self._workspace.get("partial", np.float64, geometry.tiles)
-            host = self._pinned("partial", 8 * geometry.tiles).view(np.float64)
+            host = self._scratch.host("partial", 8 * geometry.tiles).view(np.float64)
             self._over_tensors("squares", 32, tensors, partial)
             if geometry.tiles:
                 self.runtime.download(host, partial)
@@ -91,32 +91,34 @@ class DeviceKernels(BucketKernels):
 
     def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""
-        with self._lock:
-            selector = self._selector(work, u, v, None)
-            selector.start(scratch=True)
-            selector.download(self._pinned("result", selector.result_bytes))
+        with self.lock:
+            selector = self._selector(work, u, v, None, self._scratch)
+            selector.start()
+            result = self._scratch.host("result", selector.result_bytes)
+            selector.download(result)
             self.wait()
-            selector.settle()
+            selector.settle(result)
             return selector.nonfinite
 
     def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
         """See :class:`~dgc.core.kernels.base.Kernels`; the selection is on the host. Waits."""
-        with self._lock:
-            selector = self._selector(work, u, v, control)
-            selected = selector.start(scratch=True)
-            k = selected.positions.size
-            positions = self._pinned("positions", 4 * k).view(np.int32)
-            values = self._pinned("values", u.dtype.itemsize * k).view(u.dtype)
+        with self.lock:
+            selector = self._selector(work, u, v, control, self._scratch)
+            selected, k = selector.start(), selector.k
+            positions = self._scratch.host("positions", 4 * k).view(np.int32)
+            values = self._scratch.host("values", u.dtype.itemsize * k).view(u.dtype)
+            result = self._scratch.host("result", selector.result_bytes)
             final = False
             while not final:
                 if k:
                     self.runtime.download(positions, selected.positions)
                     self.runtime.download(values, selected.values)
-                selector.download(self._pinned("result", selector.result_bytes))
+                selector.download(result)
                 self.wait()
-                final = selector.settle()
-            count = selector.count
-            return Selection(positions[:count].astype(np.int64), selector.nonfinite, values[:count].copy())
+                final = selector.settle(result)
+            return Selection(
+                selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
+            )
 
     def begin_selection(
         self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
@@ -132,7 +134,7 @@ class DeviceKernels(BucketKernels):
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         _check_positions(positions, min(u.size, v.size))
-        with self._lock:
+        with self.lock:
             undo = Undo(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
             if k:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
@@ -144,7 +146,7 @@ class DeviceKernels(BucketKernels):
         """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
         k = undo.positions.size
         wide = np.int32(np.dtype(undo.positions.dtype).itemsize == 8)
-        with self._lock:
+        with self.lock:
             self._over_entries("restore", u, v, undo.positions, wide, undo.u, undo.v, np.int64(k), k=k)
 
     def scatter_add(
@@ -160,7 +162,7 @@ class DeviceKernels(BucketKernels):
             return
         _check_positions(positions, int(offsets[-1]))
         kind = np.dtype(results[0].dtype)
-        with self._lock:
+        with self.lock:
             targets, places, numbers = self._tables.send(
                 self._target_table(results, offsets), positions, values.astype(kind, copy=False)
             )
@@ -177,7 +179,7 @@ class DeviceKernels(BucketKernels):
             result=result, parameter=parameter if rule.weight_decay else None, u=0, vector=0, momentum=rule.momentum,
             nesterov=rule.nesterov, weight_decay=rule.weight_decay, scale=rule.scale,
         )  # fmt: skip
-        with self._lock:
+        with self.lock:
             (means,) = self._tables.send(mean)
             self._over_tensors("update", 8 * mean.dtype.itemsize, [tensor], means, u)
 

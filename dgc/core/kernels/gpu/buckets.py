@@ -3,6 +3,9 @@
 Letters: n elements of a bucket's flat space, S segments, k entries, P ranks. u, v, gradients, parameters and results
 are device arrays; positions, values and means cross as NumPy arrays. Nothing waits for the device but what has to hand
 numbers to the host, and that once: the methods say so. All work is on one stream, in order.
+
+What is small or leaves the device, the kernels read and write where it is, in page-locked memory of the host: messages,
+means up to DIRECT bytes, what was found. Copies of their own would cost more than they carry.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,11 @@ from dgc.errors import LayoutError
 
 BLOCKS = 1024
 """Blocks of a kernel that walks over entries: enough to fill a device."""
+DIRECT = 1 << 20
+"""Bytes of a dense vector that kernels read and write in the host's memory. Larger ones are copied by the device's copy
+engines, while its processors work for the backward pass."""
+FEW_TILES = 1024
+"""Blocks that may each read their line of a table across the bus."""
 
 
 @dataclass(slots=True)
@@ -32,6 +41,54 @@ class Compressed:
     count: int
     nonfinite: bool
     undo: Undo | None
+
+
+class Scratch:
+    """Memory of one bucket, from the beginning to the end of its step: buckets that are begun together share none."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Allocate nothing yet."""
+        self._runtime = runtime
+        self.device = Workspace(runtime)
+        self._host: dict[str, np.ndarray] = {}
+
+    def host(self, name: str, nbytes: int) -> np.ndarray:
+        """Page-locked, (nbytes,) uint8, by name."""
+        array = self._host.get(name)
+        if array is None or array.size < nbytes:
+            array = self._host[name] = self._runtime.host_array(max(64, nbytes + nbytes // 4), np.uint8)
+        return array[:nbytes]
+
+
+class Begun:
+    """A bucket whose compression is enqueued; :meth:`finish` waits for it, unless a later bucket's wait has come."""
+
+    def __init__(self, kernels: BucketKernels, ticket: int, met: np.ndarray | None) -> None:
+        """Take the number of the wait that is needed, and the (1,) SUMMARY of the dense tensors."""
+        self._kernels, self._ticket, self._met = kernels, ticket, met
+        self.selector: Selector | None = None
+        self.result = np.empty(0, np.uint8)
+        self.send: Callable[[], None] = lambda: None
+        self.undo: Undo | None = None
+
+    def finish(self) -> Compressed:
+        """What came of it. Waits: for this bucket and all that have been begun by now; again where thresholds fail."""
+        kernels = self._kernels
+        kernels.wait_for_ticket(self._ticket)
+        nonfinite = self._met is not None and bool(self._met["nonfinite"][0])
+        if self.selector is None:
+            return Compressed(0, nonfinite, None)
+        with kernels.lock:
+            while not self.selector.settle(self.result):
+                self.send()
+                kernels.wait()
+        count, undo = self.selector.count, self.undo
+        assert undo is not None
+        return Compressed(
+            count,
+            nonfinite or self.selector.nonfinite,
+            Undo(undo.positions[:count], undo.u[:count], undo.v[:count]),
+        )
 
 
 class BucketKernels:
@@ -46,10 +103,19 @@ class BucketKernels:
         self._workspace = Workspace(runtime)
         self._tables = Tables(runtime)
         self._geometries: dict[tuple[int, ...], tuple[Geometry, Any, Any]] = {}
-        self._host: dict[str, np.ndarray] = {}
-        self._lock = threading.RLock()
+        self._scratch = Scratch(runtime)
+        self._begun = self._arrived = 0  # numbers of what was enqueued for the host to read, and of what has come
+        self.lock = threading.RLock()
 
-    def compress(
+    def new_scratch(self) -> Scratch:
+        """Memory for a bucket that may be begun before another one is finished."""
+        return Scratch(self.runtime)
+
+    def compress(self, *arguments: Any, **options: Any) -> Compressed:
+        """:meth:`begin` and its end. Waits once."""
+        return self.begin(*arguments, **options).finish()
+
+    def begin(
         self,
         work: Sequence[SegmentWork],
         u: Any,
@@ -61,55 +127,52 @@ class BucketKernels:
         vector: np.ndarray | None = None,
         *,
         masking: bool = True,
-    ) -> Compressed:
-        """Update u and v, select, write the message's payload, mask; and pack the dense tensors. Waits once.
+        scratch: Scratch | None = None,
+    ) -> Begun:
+        """Enqueue: update u and v, select, write the message's payload, mask; and pack the dense tensors.
 
         Args:
             work: the sparsified tensors; may be empty.
             u: (n,) device array, in place.
             v: (n',) device array, in place.
-            control: (S, COLUMNS) float64, in place.
+            control: (S, COLUMNS) float64, in place, once finished.
             form: of the message.
             payload: (m,) uint8, page-locked, m a multiple of 8: receives the payload.
             dense: tensors whose gradients go into the vector.
-            vector: (·,) page-locked, receives them; zero between them.
+            vector: (·,) page-locked, receives them; zero in the padding behind each.
             masking: whether u becomes 0 where v was sent.
+            scratch: of the bucket; what is to be put back lies there, until the bucket is begun again.
 
         Raises:
             LayoutError: an array is not what a kernel may read.
         """
-        with self._lock:
-            bits = 8 * np.dtype(u.dtype).itemsize
-            if work:
-                assert form is not None
-                selector = self._selector(work, u, v, control)
-                # The positions stay until the step is over: they are what a refused step puts back.
-                selected = selector.start(scratch=False)
-                sent = self._workspace.get("payload", np.uint8, payload.size)
-                k = selected.positions.size
-                undo = Undo(selected.positions, self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
+        with self.lock:
+            bits, own = 8 * np.dtype(u.dtype).itemsize, scratch or self._scratch
+            # Whatever may be refused is looked at before anything is enqueued.
+            selector = self._selector(work, u, v, control, own) if work else None
+            packing = self._pack(dense, vector, bits, own)
+            if selector is None:
+                met = packing()
+                return Begun(self, self._ticket(), met)
+            assert form is not None
+            count, k, code = len(work), selector.k, (np.int32(form.indices), np.int32(form.values))
+            result = own.host("result", selector.result_bytes)
+            undo = Undo(*(own.device.get(n, d, k) for n, d in (("at", np.int32), ("u", u.dtype), ("v", v.dtype))))
+            selected = selector.start()
 
-                def send() -> None:
-                    self._launch(
-                        "send", bits, min(BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))),
-                        selected.positions, selected.values, selected.summary, np.int64(v.size), np.int32(form.indices),
-                        np.int32(form.values), sent, np.int64(payload.size // 8), u, v, undo.u, undo.v,
-                        np.int32(masking),
-                    )  # fmt: skip
-                    self.runtime.download(payload, sent)
-                    selector.download(self._pinned("result", selector.result_bytes))
+            def send() -> None:
+                self._launch(
+                    "send", bits, min(BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))), selected.segments,
+                    selected.found, selected.summary, selected.positions, selected.values, np.int32(count),
+                    np.int64(v.size), *code, payload, np.int64(payload.size // 8), u, v, undo.positions, undo.u, undo.v,
+                    np.int32(masking), result,
+                )  # fmt: skip
 
-                send()
-            bad = self._pack(dense, vector, bits)
-            self.wait()
-            nonfinite = bool(bad is not None and bad["nonfinite"][0])
-            if not work:
-                return Compressed(0, nonfinite, None)
-            while not selector.settle():
-                send()
-                self.wait()
-            undo = Undo(undo.positions[: selector.count], undo.u[: selector.count], undo.v[: selector.count])
-            return Compressed(selector.count, nonfinite or selector.nonfinite, undo)
+            send()
+            begun = Begun(self, 0, packing())
+            begun.selector, begun.result, begun.send, begun.undo = selector, result, send, undo
+            begun._ticket = self._ticket()
+            return begun
 
     def receive(
         self,
@@ -127,25 +190,29 @@ class BucketKernels:
             offsets: (S + 1,) int64, where each begins in the bucket.
             n: elements of the bucket's sparsified part.
             form: of the messages, which have been checked.
-            messages: per rank the payload, (m,) uint8 page-locked, which must stay until the next :meth:`compress`
-                returns, and its number of entries.
+            messages: per rank the payload, (m,) uint8 page-locked, which must stay until the next bucket is finished,
+                and its number of entries.
             factor: see above.
         """
         if not results:
             return
-        with self._lock:
-            bits = 8 * np.dtype(results[0].dtype).itemsize
-            self._over_tensors("clear", bits, [DenseTensor(result=r) for r in results])
-            (targets,) = self._tables.send(self._target_table(results, offsets))
-            for payload, count in messages:
-                if count == 0:
-                    continue
-                came = self._workspace.get("came", np.uint8, payload.size)
-                self.runtime.upload(came, payload)
-                self._launch(
-                    "receive", bits, form.blocks(n, count), came, np.int64(n), np.int32(form.indices),
-                    np.int32(form.values), np.int32(count), targets, np.int32(len(results)), np.float64(factor),
-                )  # fmt: skip
+        with self.lock:
+            geometry, tile_segment, _ = self._geometry([r.size for r in results])
+            if not geometry.tiles:
+                return
+            counts = np.array([count for _, count in messages], np.int32)
+            ends = np.concatenate([form.ends(payload, n) for payload, _ in messages])
+            targets = self._target_table(results, offsets)
+            targets["first_tile"] = geometry.first_tile
+            tables = self._tables.send(counts, ends, targets)
+            whole, stride = _together([payload for payload, _ in messages], self._tables)
+            came = self._workspace.get("came", np.uint8, whole.size)
+            self.runtime.upload(came, whole)
+            self._launch(
+                "receive", 8 * np.dtype(results[0].dtype).itemsize, geometry.tiles, came, np.int64(stride), tables[0],
+                tables[1], np.int32(len(messages)), np.int64(n), np.int32(form.indices), np.int32(form.values),
+                tables[2], tile_segment, np.float64(factor),
+            )  # fmt: skip
 
     def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any = None) -> None:
         """Momentum SGD on means (without a momentum: the means times ``scale``) into the results. Does not wait.
@@ -157,51 +224,67 @@ class BucketKernels:
         """
         if not tensors:
             return
-        with self._lock:
-            bits = 8 * vector.dtype.itemsize
-            means = self._workspace.get("vector", vector.dtype, vector.size)
-            self.runtime.upload(means, vector)
-            self._over_tensors("update", bits, tensors, means, means if u is None else u)
+        with self.lock:
+            means = self._means(vector)
+            self._over_tensors("update", 8 * vector.dtype.itemsize, tensors, means, means if u is None else u)
 
     def pack(self, tensors: Sequence[DenseTensor], vector: np.ndarray) -> bool:
-        """Pack dense tensors alone, as :meth:`compress` does; returns whether one is not finite. Waits."""
-        with self._lock:
-            met = self._pack(tensors, vector, 8 * vector.dtype.itemsize)
+        """Pack dense tensors alone, as :meth:`begin` does; returns whether one is not finite. Waits."""
+        with self.lock:
+            met = self._pack(tensors, vector, 8 * vector.dtype.itemsize, self._scratch)()
             self.wait()
             return met is not None and bool(met["nonfinite"][0])
 
-    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> bool:
-        """Whether a result is not finite or beyond its ``limit``. Waits; only narrow types have a limit.
+    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> Callable[[], bool]:
+        """Enqueue the question whether a result is not finite or beyond its ``limit``; only narrow types have one.
 
         Args:
             tensors: sparsified ones with ``vector`` -1, whose results are looked at as they are, and dense ones as for
                 :meth:`write`, which would come next.
             vector: see :meth:`write`.
             u: see :meth:`write`.
+
+        Returns:
+            The answer. Waits, for all questions that were asked by then.
         """
         if not tensors:
-            return False
-        with self._lock:
-            means = self._workspace.get("vector", vector.dtype, vector.size)
-            self.runtime.upload(means, vector)
-            (summary,) = self._tables.send(np.zeros(1, SUMMARY))
-            self._over_tensors("exceeds", 8 * vector.dtype.itemsize, tensors, means, u, summary)
-            return self._flag(summary)
+            return lambda: False
+        with self.lock:
+            met = self.runtime.host_array(1, SUMMARY)
+            self._over_tensors("exceeds", 8 * vector.dtype.itemsize, tensors, self._means(vector), u, met)
+            ticket = self._ticket()
+
+        def answer() -> bool:
+            self.wait_for_ticket(ticket)
+            return bool(met["nonfinite"][0])
+
+        return answer
 
     def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
         """Take device memory from a framework; see :class:`~dgc.core.kernels.gpu.memory.Runtime`."""
-        with self._lock:
+        with self.lock:
             self.wait()
             self._workspace.clear()
             self.runtime.allocate_with(allocate, free)
 
     def wait(self) -> None:
         """Wait until everything enqueued so far has run."""
-        with self._lock:
+        with self.lock:
             self.runtime.synchronize(self.runtime.record())
             self._tables.all_arrived()
+            self._arrived = self._begun
+
+    def wait_for_ticket(self, ticket: int) -> None:
+        """Wait until the host may read what was enqueued for it, unless it is known to have come."""
+        with self.lock:
+            if ticket > self._arrived:
+                self.wait()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _ticket(self) -> int:
+        self._begun += 1
+        return self._begun
 
     def _launch(self, name: str, bits: int, grid: int, *arguments: Any) -> None:
         self.runtime.launch(name, bits, grid, arguments)
@@ -209,27 +292,43 @@ class BucketKernels:
     def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: Any) -> None:
         geometry, tile_tensor, _ = self._geometry([t.length for t in tensors])
         if geometry.tiles:
-            (table,) = self._tables.send(tensor_table(tensors, geometry, bits, self.runtime.address))
-            self._launch(name, bits, geometry.tiles, table, tile_tensor, *arguments)
+            table = tensor_table(tensors, geometry, bits, self.runtime.address)
+            send = self._tables.lend if geometry.tiles <= FEW_TILES else self._tables.send
+            self._launch(name, bits, geometry.tiles, send(table)[0], tile_tensor, *arguments)
 
-    def _pack(self, dense: Sequence[DenseTensor], vector: np.ndarray | None, bits: int) -> np.ndarray | None:
-        """Enqueue the dense tensors' way into the vector; returns the (1,) SUMMARY that will say what was met."""
+    def _pack(
+        self, dense: Sequence[DenseTensor], vector: np.ndarray | None, bits: int, own: Scratch
+    ) -> Callable[[], np.ndarray | None]:
+        """Check the dense tensors; what comes back enqueues their way, and returns the SUMMARY that will say more."""
+        geometry, tile_tensor, _ = self._geometry([t.length for t in dense])
         if vector is None or vector.size == 0:
-            return None
-        packed = self._workspace.get("vector", vector.dtype, vector.size)
-        self.runtime.fill(packed, 0)
-        (summary,) = self._tables.send(np.zeros(1, SUMMARY))
-        self._over_tensors("pack", bits, dense, packed, summary)
-        self.runtime.download(vector, packed)
-        met = self._pinned("packed", SUMMARY.itemsize)
-        self.runtime.download(met, summary)
-        return met.view(SUMMARY)
+            return lambda: None
+        table = tensor_table(dense, geometry, bits, self.runtime.address)
 
-    def _flag(self, summary: Any) -> bool:
-        met = self._pinned("flag", SUMMARY.itemsize)
-        self.runtime.download(met, summary)
-        self.wait()
-        return bool(met.view(SUMMARY)["nonfinite"][0])
+        def enqueue() -> np.ndarray | None:
+            assert vector is not None
+            met = own.host("packed", SUMMARY.itemsize).view(SUMMARY)
+            met[:] = 0
+            direct = vector.nbytes <= DIRECT
+            packed = vector if direct else self._workspace.get("vector", vector.dtype, vector.size)
+            if geometry.tiles:
+                send = self._tables.lend if geometry.tiles <= FEW_TILES else self._tables.send
+                self._launch(
+                    "pack", bits, geometry.tiles, send(table)[0], tile_tensor, packed, np.int64(vector.size), met
+                )
+                if not direct:
+                    self.runtime.download(vector, packed)
+            return met
+
+        return enqueue
+
+    def _means(self, vector: np.ndarray) -> Any:
+        """A dense vector where kernels can read it."""
+        if vector.nbytes <= DIRECT:
+            return vector
+        means = self._workspace.get("vector", vector.dtype, vector.size)
+        self.runtime.upload(means, vector)
+        return means
 
     def _target_table(self, results: Sequence[Any], offsets: np.ndarray) -> np.ndarray:
         table = np.zeros(len(results), TARGET)
@@ -238,12 +337,14 @@ class BucketKernels:
         table["length"] = np.minimum([r.size for r in results], np.diff(offsets))
         return table
 
-    def _selector(self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None) -> Selector:
+    def _selector(
+        self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None, own: Scratch
+    ) -> Selector:
         if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
             given = f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size})"
             raise LayoutError(f"{given}; both must be float32, or both float64")
         geometry = self._geometry([w.length for w in work])
-        return Selector(self.runtime, self._workspace, self._tables, geometry, work, u, v, control)
+        return Selector(self.runtime, self._workspace, own.device, self._tables, geometry, work, u, v, control)
 
     def _geometry(self, lengths: Sequence[int]) -> tuple[Geometry, Any, Any]:
         """The tiles of these lengths, and their maps on the device; made once."""
@@ -264,9 +365,22 @@ class BucketKernels:
             known = self._geometries[key] = (geometry, maps[0], maps[1])
         return known
 
-    def _pinned(self, name: str, nbytes: int) -> np.ndarray:
-        """Page-locked scratch by name, (nbytes,) uint8."""
-        array = self._host.get(name)
-        if array is None or array.size < nbytes:
-            array = self._host[name] = self.runtime.host_array(max(64, nbytes + nbytes // 4), np.uint8)
-        return array[:nbytes]
+
+def _together(payloads: Sequence[np.ndarray], tables: Tables) -> tuple[np.ndarray, int]:
+    """All payloads in one array, and at what distance they lie.
+
+    That is the memory of the gathered messages, from the first payload to the end of the last one; payloads that lie
+    elsewhere are copied.
+    """
+    first, size = payloads[0], payloads[0].size
+    addresses = [p.ctypes.data for p in payloads]
+    stride = addresses[1] - addresses[0] if len(payloads) > 1 else -(-size // 8) * 8
+    even = all(b - a == stride for a, b in pairwise(addresses))
+    if even and stride >= size and stride % 8 == 0:
+        total = stride * (len(payloads) - 1) + size
+        return np.lib.stride_tricks.as_strided(first, (total,), (1,), writeable=False), stride
+    stride = -(-size // 8) * 8
+    (whole,) = tables.lend(np.zeros(stride * len(payloads), np.uint8))
+    for i, payload in enumerate(payloads):
+        whole[i * stride : i * stride + size] = payload
+    return whole, stride

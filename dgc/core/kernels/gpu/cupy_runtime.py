@@ -213,8 +213,10 @@ class CupyRuntime:
         if function is None:
             self.compile(state_bits)
             function = self._functions[name, state_bits]
+        # One address space: a kernel knows page-locked memory by the address that the host knows it by.
+        given = tuple(np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments)
         with self._device:
-            function((grid, 1, 1), (THREADS, 1, 1), tuple(arguments), 0, self._stream)
+            function((grid, 1, 1), (THREADS, 1, 1), given, 0, self._stream)
 
     def record(self) -> Any:  # noqa: D102
         with self._device:

@@ -49,7 +49,7 @@ class Runtime(Protocol):
         ...
 
     def host_array(self, n: int, dtype: Any) -> np.ndarray:
-        """Return page-locked host memory of zeros, which copies reach without the processor."""
+        """Return page-locked host memory of zeros, which copies reach without the processor, and kernels by address."""
         ...
 
     def address(self, array: Any) -> int:
@@ -79,7 +79,7 @@ class Runtime(Protocol):
             name: one of :func:`dgc.core.kernels.gpu.cuda.source.kernel_names`.
             state_bits: 32 or 64.
             grid: at least 1.
-            arguments: device arrays, and NumPy scalars of exactly the kernel's types.
+            arguments: device arrays, page-locked host arrays, and NumPy scalars of exactly the kernel's types.
         """
         ...
 
@@ -158,6 +158,12 @@ class Tables:
             parts.append(device[at : at + array.nbytes])
             at += size
         return parts
+
+    def lend(self, array: np.ndarray) -> list[np.ndarray]:
+        """Return the bytes of ``array`` in page-locked memory, which kernels read as they read a device's."""
+        host = self._slot(max(16, array.nbytes))[: array.nbytes]
+        host[:] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return [host]
 
     def all_arrived(self) -> None:
         """Say that everything sent so far has been copied."""

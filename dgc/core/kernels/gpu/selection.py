@@ -1,7 +1,8 @@
 """The order of kernels that updates one bucket and finds its k largest entries; see sweep.cu and select.cu.
 
 Letters: S segments, k entries in all. The host waits once, for the results; only when a threshold turned out to be
-useless (no candidates, too many) the segments concerned are searched as a whole, which costs a second wait.
+useless (no candidates, too many) the segments concerned are searched as a whole, which costs a second wait. Where all
+segments have short lists of candidates, which is the rule, two kernels do all: ``sweep`` and ``choose``.
 
 The thresholds are controlled on the host, in the form that the device's tables have. The rules are those of the CPU
 backend (``threshold``); the numbers that go in come from the device with the message, so that the next thresholds cost
@@ -28,6 +29,7 @@ from dgc.core.kernels.gpu.tables import (
     BEYOND_BINS,
     CANDIDATES,
     CHOSEN,
+    DONE,
     FOUND,
     SEGMENT,
     SUMMARY,
@@ -40,6 +42,9 @@ from dgc.errors import LayoutError
 
 NEVER = 2**63 - 1
 """A key that no entry reaches."""
+SHORT = 65536
+"""Room for candidates up to which one block chooses a segment's entries: the list is read in a few hundred rounds at
+most, and as a rule, with a third of the room filled, in less than that. Longer ones are spread over many blocks."""
 
 
 @entry()
@@ -132,21 +137,30 @@ _I32 = np.int32
 
 @dataclass
 class Selected:
-    """A selection under way. ``positions`` (k,) int32 and ``values`` (k,) are device arrays, filled up to the count."""
+    """A selection under way, on the device.
+
+    ``positions`` (k,) int32 and ``values`` (k,): each segment's entries begin at its ``place``. ``segments``, ``found``
+    and ``summary`` are the bytes of those tables.
+    """
 
     positions: Any
     values: Any
+    segments: Any
+    found: Any
     summary: Any
-    """The bytes of a SUMMARY on the device."""
 
 
 class Selector:
-    """One pass over one bucket: :meth:`start`, what else is to be enqueued, :meth:`download`, wait, :meth:`settle`."""
+    """One pass over one bucket: :meth:`start`, what else is to be enqueued, then :meth:`settle` with what came of it.
+
+    Until it is settled, other buckets may be begun on the same stream: what has to stay is in ``own``.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
         workspace: Workspace,
+        own: Workspace,
         tables: Tables,
         geometry: tuple[Geometry, Any, Any],
         work: Sequence[SegmentWork],
@@ -159,6 +173,7 @@ class Selector:
         Args:
             runtime: where to run.
             workspace: scratch, shared with other passes on the same stream.
+            own: scratch of this bucket.
             tables: carries the tables over.
             geometry: of the segments' lengths, and its tile_segment and span_tile on the device.
             work: the segments.
@@ -171,7 +186,7 @@ class Selector:
         """
         if control is not None and control.shape != (len(work), COLUMNS):
             raise LayoutError(f"control has shape {control.shape}; expected ({len(work)}, {COLUMNS})")
-        self._runtime, self._workspace, self._tables = runtime, workspace, tables
+        self._runtime, self._workspace, self._own, self._tables = runtime, workspace, own, tables
         self._geometry, self._tile_segment, self._span_tile = geometry
         self._u, self._v, self._control = u, v, control
         self._dtype = np.dtype(v.dtype)
@@ -181,7 +196,7 @@ class Selector:
         self._used = set_thresholds(self.segments, control, self._dtype, WHOLE)
         self._found = np.zeros(len(work), FOUND)
         self._summary = np.zeros(1, SUMMARY)
-        self._host: np.ndarray = np.empty(0, np.uint8)
+        self._whole = self.segments["source"] == WHOLE
         self._beyond_totals = np.zeros(len(work), np.int32)
 
     @property
@@ -189,57 +204,69 @@ class Selector:
         """Entries to select, at most."""
         return int(self.segments["k"].sum(dtype=np.int64))
 
-    def start(self, scratch: bool) -> Selected:
-        """Enqueue the update of u and v, and with a control the selection.
-
-        Args:
-            scratch: whether the entries may lie in shared memory, to be read before the next pass.
-        """
-        get = self._workspace.get
-        self._room = int(self.segments["most"].sum(dtype=np.int64))
-        self._runs = get("runs", np.uint64, self._geometry.tiles)
-        self._positions = get("positions", np.int32, self._room)
-        self._values = get("values", self._dtype, self._room)
-        self._bins = get("bins", np.uint32, len(self.segments) * BINS, zeros=True)
-        self._sums = get("sums", np.uint64, self._geometry.tiles)
+    def start(self) -> Selected:
+        """Enqueue the update of u and v, and with a control the selection."""
+        get, tiles, segments = self._workspace.get, self._geometry.tiles, self.segments
+        room = int(segments["most"].sum(dtype=np.int64))
+        self._runs = get("runs", np.uint64, tiles)
+        self._positions = get("positions", np.int32, room)
+        self._values = get("values", self._dtype, room)
+        self._bins = get("bins", np.uint32, len(segments) * BINS, zeros=True)
+        self._sums = get("sums", np.uint64, tiles)
         k = self.k if self._control is not None else 0
-        empty = get if scratch else lambda _, dtype, n: self._runtime.empty(n, dtype)
-        self.selected = Selected(empty("chosen", np.int32, k), empty("chosen_values", self._dtype, k), None)
-        self._send()
-        if self._geometry.tiles:
+        tables = self._send()
+        own = self._own.get
+        self.selected = Selected(own("chosen", np.int32, k), own("chosen_values", self._dtype, k), *tables)
+        if tiles:
             self._launch(
-                "sweep", self._geometry.tiles, self._device_segments, self._tile_segment, self._u, self._v, self._runs,
-                self._positions, self._values, self._bins, self._device_found, self.selected.summary,
+                "sweep", tiles, self.selected.segments, self._tile_segment, self._u, self._v, self._runs,
+                self._positions, self._values, self._bins, self.selected.found, self.selected.summary,
             )  # fmt: skip
-        if self._control is not None and len(self.segments):
+        if self._control is None or not len(segments):
+            return self.selected
+        if (segments["source"] == CANDIDATES).all() and segments["most"].max() <= SHORT:
+            self._launch(
+                "choose", len(segments), self.selected.segments, self._runs, self._positions, self._values, self._bins,
+                self._sums, self.selected.positions, self.selected.values, self.selected.found, self.selected.summary,
+                _I32(len(segments)),
+            )  # fmt: skip
+        else:
             self._select(begin=True)
         return self.selected
 
     def download(self, host: np.ndarray) -> None:
         """Enqueue the copy of what is known of the segments. ``host``: (:attr:`result_bytes`,) uint8, page-locked."""
-        self._host = host
         self._runtime.download(host, self._header[-host.size :])
 
     @property
     def result_bytes(self) -> int:
-        """Size of what :meth:`download` needs."""
+        """Size of what :meth:`settle` needs: the tables ``found`` and ``summary``."""
         return self._found.nbytes + SUMMARY.itemsize
 
-    def settle(self) -> bool:
-        """After a wait for the download: learn, or search whole segments, which needs another download and wait.
+    def settle(self, result: np.ndarray) -> bool:
+        """After a wait: learn, or search whole segments, which needs another wait.
+
+        Args:
+            result: (:attr:`result_bytes`,) uint8, what the device has found.
 
         Returns:
             Whether the selection is final.
         """
-        found = self._host[: self._found.nbytes].view(FOUND)
-        self._summary[:] = self._host[self._found.nbytes :].view(SUMMARY)
+        self._found = result[: self._found.nbytes].view(FOUND).copy()
+        self._summary[:] = result[self._found.nbytes :].view(SUMMARY)
         if self._control is None:
             return True
         if self._summary["unfinished"][0]:
-            self._search_whole(found)
+            self._search_whole()
             return False
-        self._learn(found)
+        self._learn(self._found)
         return True
+
+    def gather(self, entries: np.ndarray) -> np.ndarray:
+        """What was chosen, (count,), out of (k,) entries that came from the device; once settled."""
+        taken, place = self._found["taken"].tolist(), self.segments["place"].tolist()
+        parts = [entries[p : p + n] for p, n in zip(place, taken, strict=True)]
+        return np.concatenate(parts) if parts else entries[:0].copy()
 
     @property
     def count(self) -> int:
@@ -256,16 +283,14 @@ class Selector:
     def _launch(self, name: str, grid: int, *arguments: Any) -> None:
         self._runtime.launch(name, self._bits, grid, arguments)
 
-    def _send(self) -> None:
+    def _send(self) -> tuple[Any, Any, Any]:
         """Bring the tables over, in one copy; found and summary lie side by side, to come back in one."""
         header = np.concatenate(
             [self.segments.view(np.uint8), self._found.view(np.uint8), self._summary.view(np.uint8)]
         )
         (self._header,) = self._tables.send(header)
         segments, found = self.segments.nbytes, self._found.nbytes
-        self._device_segments = self._header[:segments]
-        self._device_found = self._header[segments : segments + found]
-        self.selected.summary = self._header[segments + found :]
+        return self._header[:segments], self._header[segments : segments + found], self._header[segments + found :]
 
     def _select(self, begin: bool) -> None:
         """Enqueue everything after the sweep; with ``begin`` the candidates have not been looked at yet."""
@@ -275,29 +300,29 @@ class Selector:
             self._locate(1)
         for _ in range(steps if geometry.spans else 0):
             self._launch(
-                "refine", geometry.spans, self._device_segments, self._tile_segment, self._span_tile, self._v,
-                self._values, self._bins, self._device_found,
+                "refine", geometry.spans, self.selected.segments, self._tile_segment, self._span_tile, self._v,
+                self._values, self._bins, self.selected.found,
             )  # fmt: skip
             self._locate(0)
         if geometry.tiles:
             warps = -(-geometry.tiles // WARPS)
             tiles = _I32(geometry.tiles)
-            common = (self._device_segments, self._tile_segment, self._runs, self._v)
+            common = (self.selected.segments, self._tile_segment, self._runs, self._v)
             self._launch(
-                "count", warps, *common, self._values, self._device_found, self._sums, tiles, np.float64(WIDER),
+                "count", warps, *common, self._values, self.selected.found, self._sums, tiles, np.float64(WIDER),
             )  # fmt: skip
         summary = self.selected.summary
-        self._launch("scan", count, self._device_segments, self._sums, self._device_found, summary, _I32(count))
+        self._launch("scan", count, self.selected.segments, self._sums, self.selected.found, summary, _I32(count))
         if geometry.tiles:
             self._launch(
-                "emit", warps, *common, self._positions, self._values, self._device_found, self._sums, tiles,
+                "emit", warps, *common, self._positions, self._values, self.selected.found, self._sums, tiles,
                 self.selected.positions, self.selected.values, summary,
             )  # fmt: skip
 
     def _locate(self, begin: int) -> None:
         self._launch(
-            "locate", len(self.segments), self._device_segments, self._bins, self._device_found, self.selected.summary,
-            _I32(begin),
+            "locate", len(self.segments), self.selected.segments, self._bins, self.selected.found,
+            self.selected.summary, _I32(begin),
         )  # fmt: skip
 
     def _widest(self, begin: bool) -> int:
@@ -310,27 +335,28 @@ class Selector:
             return 0
         return sign - BIN_BITS if (self.segments["open"][active] == 0).any() else mantissa + 1 - BIN_BITS
 
-    def _search_whole(self, found: np.ndarray) -> None:
+    def _search_whole(self) -> None:
         """Enqueue the selection again, the unfinished segments from all their entries."""
+        found = self._found
         lost = found["status"] != CHOSEN
         # Where only the range of the bins was exceeded, threshold and number of candidates still teach something.
         beyond = found["status"] == BEYOND_BINS
         self._beyond_totals = np.where(beyond, found["total"], 0)
-        self._found[:] = found
-        self._found["status"] = CHOSEN
-        self._found["low"][lost] = 0
-        self._found["width"][lost] = self._bits - 1
-        self._found["want"][lost] = self.segments["k"][lost]
-        self._found["total"][self.segments["source"] == WHOLE] = 0
-        self._found["total"][lost] = 0
-        self.segments["source"][lost] = WHOLE
+        whole = lost | (self.segments["source"] == WHOLE)
+        self._whole = whole
+        found["status"] = CHOSEN
+        found["low"][lost] = 0
+        found["width"][lost] = self._bits - 1
+        found["want"][lost] = self.segments["k"][lost]
+        found["total"][lost] = 0
+        # The others' entries stay where they were put: their candidates may have made room for another bucket's.
+        self.segments["source"] = np.where(lost, WHOLE, DONE)
         self._summary["unfinished"] = 0
-        self._summary["largest"] = 0
-        self._send()
+        self.selected.segments, self.selected.found, self.selected.summary = self._send()
         self._select(begin=False)
 
     def _learn(self, found: np.ndarray) -> None:
-        candidates = self.segments["source"] == CANDIDATES
+        candidates = ~self._whole
         keys = found["low"].copy()
         keys[candidates & (found["total"] < self.segments["k"])] = NEVER
         beyond = self._beyond_totals > 0

@@ -16,8 +16,8 @@ from dgc.core.kernels.cpu.work_table import BFLOAT16, FLOAT16, FLOAT32, FLOAT64,
 from dgc.core.kernels.gpu.cuda.source import SPAN, TILE
 from dgc.errors import LayoutError
 
-CANDIDATES, WHOLE = range(2)
-"""Where a segment's entries come from."""
+CANDIDATES, WHOLE, DONE = range(3)
+"""Where a segment's entries come from; DONE: they have been chosen."""
 CHOSEN, OUT_OF_RANGE, BEYOND_BINS = range(3)
 """What became of a segment's selection."""
 
@@ -32,19 +32,19 @@ SEGMENT = _struct(
     (np.int64, "offset"),
     (np.uint64, "key"),
     (np.float64, "momentum decay scale"),
-    (np.int32, "length k first_tile tiles room most fewest gradient_type parameter_type form source open"),
+    (np.int32, "length k first_tile tiles room most fewest gradient_type parameter_type form source open place unused"),
 )
 FOUND = _struct((np.uint64, "low"), (np.int32, "width want total taken base status"))
-SUMMARY = _struct((np.uint64, "largest"), (np.int32, "count nonfinite unfinished unused"))
+SUMMARY = _struct((np.uint64, "largest"), (np.int32, "count nonfinite unfinished blocks"))
 RUN = _struct((np.int32, "start count"))
-TARGET = _struct((np.uint64, "result"), (np.int64, "offset length"))
+TARGET = _struct((np.uint64, "result"), (np.int64, "offset length first_tile"))
 TENSOR = _struct(
     (np.uint64, "result gradient parameter"),
     (np.int64, "u vector length"),
     (np.float64, "momentum decay scale limit"),
     (np.int32, "gradient_type parameter_type form first_tile"),
 )
-SIZES = {SEGMENT: 104, FOUND: 32, SUMMARY: 24, RUN: 8, TARGET: 24, TENSOR: 96}
+SIZES = {SEGMENT: 112, FOUND: 32, SUMMARY: 24, RUN: 8, TARGET: 32, TENSOR: 96}
 assert all(dtype.itemsize == size for dtype, size in SIZES.items())
 
 _CODES = {
@@ -150,9 +150,12 @@ def fill_segments(table: np.ndarray, work: Sequence[SegmentWork], geometry: Geom
                 momentum_form(w.momentum, w.nesterov),
                 WHOLE,
                 0,
+                0,
+                0,
             )
         )
     table[:] = np.array(rows, SEGMENT)
+    table["place"] = np.cumsum(table["k"]) - table["k"]
 
 
 @dataclass(slots=True)
@@ -234,6 +237,13 @@ class Format:
     indices: int
     values: int
 
-    def blocks(self, n: int, count: int) -> int:
-        """Blocks that :func:`receive` wants to be launched with."""
-        return max(1, -(-n // WIRE_TILE) if self.indices == INDICES_UINT16 else -(-count // 1024))
+    def ends(self, payload: np.ndarray, n: int) -> np.ndarray:
+        """How many entries of a message there are up to the end of each tile of its positions, (tiles,) int32.
+
+        Args:
+            payload: (m,) uint8, checked.
+            n: elements of the bucket's sparsified part.
+        """
+        if self.indices != INDICES_UINT16:
+            return np.empty(0, np.int32)
+        return np.cumsum(payload[: 4 * -(-n // WIRE_TILE)].view(np.uint32), dtype=np.int32)

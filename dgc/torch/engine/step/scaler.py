@@ -1,4 +1,4 @@
-"""A ``GradScaler`` that the compressor was not told of.
+"""The scale of a ``GradScaler``: how it is read, and what happens where the compressor was not told of it.
 
 Momentum, decay and residuals then mix gradients of different scales: nothing fails, the model only learns worse.
 """
@@ -6,6 +6,7 @@ Momentum, decay and residuals then mix gradients of different scales: nothing fa
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,32 @@ _FRAMES = 12
 
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 """Where torch has it: ``torch.amp`` since 2.3."""
+
+
+def read_scale(scaler: Any) -> float | Callable[[], float]:
+    """The scale of this step's gradients; of a scaler on a GPU a function that waits for it, and nothing waits here.
+
+    Args:
+        scaler: has ``get_scale()``; of torch's own it is known where the scale lies.
+    """
+    scale = getattr(scaler, "_scale", None)
+    if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
+        return scaler.get_scale()
+    return read_later(scale)
+
+
+def read_later(scale: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy one value from a GPU; what comes back waits for it, without turning on a core."""
+    host = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
+    host.copy_(scale, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(scale.device))
+
+    def value() -> float:
+        event.synchronize()
+        return float(host.item())
+
+    return value
 
 
 def warn_of_unknown_scaler() -> bool:

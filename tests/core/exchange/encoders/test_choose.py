@@ -37,7 +37,8 @@ def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm
 def test_dgc_runs_on_devices_and_what_is_no_selection_does_not():
     assert runs_on_devices(make_config({}))
     assert not runs_on_devices(make_config({}, algorithm="qsgd"))
-    assert not runs_on_devices(make_wrapper_config("by_size", {0: member("topk")}, {}))
+    assert runs_on_devices(make_wrapper_config("by_size", {0: None, 100: member("topk"), 200: member("dgc")}, {}))
+    assert not runs_on_devices(make_wrapper_config("by_size", {0: member("topk"), 100: member("qsgd")}, {}))
 
 
 def test_an_algorithm_refuses_the_kernels_of_a_device():

@@ -106,7 +106,7 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written():
         vector, plan, step, _ = prepared(None, limit=limit)
         vector.pack(step, plan)
         u = np.full(vector._bucket.size, 0.25, np.float32)
-        assert vector.overflows(step, plan, u) is answer
+        assert vector.overflows(step, plan, u)() is answer
         np.testing.assert_array_equal(u, np.float32(0.25))
         for i in range(len(SHAPES)):
             np.testing.assert_array_equal(step.given[i].result, 7)

@@ -4,15 +4,21 @@ The stand-in for the device does nothing before somebody waits for it. So result
 page-locked memory that is overwritten while a copy from it is under way, give wrong numbers here.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime, compiler
 
+from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.encoders.device import DeviceEncoder
+from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.errors import DGCError, LayoutError
+from dgc.core.state.layout import make_layout
+from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
@@ -119,6 +125,41 @@ def test_equals_the_cpu(case, ranks):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def topk(**options):
+    options = {"sparsity": 0.99, **options}
+    return SimpleNamespace(config=make_config(options, algorithm="topk"), given_options=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "members"),
+    [
+        ("by_size", {0: None, 1000: topk(), 5000: topk(sparsity=0.9, values="int8")}),
+        ("by_name", {"a.*": topk(values="bfloat16", indices="int32")}),
+        ("by_step", {0: topk(sparsity=0.9), 3: topk(values="int8")}),
+    ],
+    ids=str,
+)
+def test_combinators_whose_members_run_on_devices_equal_the_cpu(kind, members):
+    config = make_wrapper_config(kind, members, {"min_numel": 64})
+    assert runs_on_devices(config)
+    layout = make_layout(parameters(SHAPES), config)
+
+    def steps(kernels_of_rank):
+        def one_rank(transport):
+            kernels = kernels_of_rank()
+            exchange = Exchange(layout, config, transport, kernels)
+            results = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(6)]
+            if isinstance(kernels, DeviceKernels):
+                kernels.wait()
+            state, norm = exchange.state_dict(), exchange.state.residual_norm()
+            exchange.close()
+            return [r[0] for r in results], [r[1] for r in results], state, norm, results
+
+        return [outcome[:4] for outcome in run_ranks(2, one_rank, timeout=120)]
+
+    assert_equal(steps(device_kernels), steps(lambda: NumbaKernels(1)))
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", None), ("float16", 65504.0), ("float16", 0.001)])
 def test_types(dtype, limit):
     """float64 state, float16 gradients, and results that do not fit (the step is refused on every rank)."""
@@ -172,59 +213,92 @@ def test_state_moves_between_device_and_cpu():
                 np.testing.assert_array_equal(state["parameters"][name][key], entry[key])
 
 
-def test_the_host_waits_once_for_a_bucket():
-    """No hidden synchronisation: one wait for each message, none for results."""
+def in_order(exchange):
+    """Let no bucket begin before all gradients are there: what is enqueued then depends on nobody's speed."""
+    pipeline = exchange._pipeline
+
+    def wait(step, index):
+        with pipeline._status.lock:
+            pipeline._status.lock.wait_for(lambda: step.given.is_complete() or pipeline._status.closed)
+            return not pipeline._status.closed
+
+    pipeline._wait_for_gradients = wait
+
+
+@pytest.mark.parametrize(
+    ("more", "waits"),
+    [({}, 1), ({"local_grad_clip_norm": 0.5}, 2), ({"local_grad_clip_norm": 0.5, "clip_scope": "global"}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", None), ("float16", 65504.0)])
+def test_the_host_waits_once_for_all_buckets(more, waits, dtype, limit):
+    """No hidden synchronisation: one wait for the messages, one for norms, one for results of a narrow type."""
 
     def one_rank(transport):
         kernels = device_kernels()
         exchange = make_exchange(
-            transport, SHAPES, kernels=kernels, sparsity=0.99, momentum=0.9, values="float16", bucket_bytes=1000
+            transport, SHAPES, kernels=kernels, sparsity=0.99, values="float16", bucket_bytes=1000, dtype=dtype, **more
         )
+        in_order(exchange)
         counts, used = [], []
         for step in range(6):
             before = kernels.runtime.waits
-            used.append(one_step(exchange, step, transport.rank, [None] * len(SHAPES)))
+            used.append(one_step(exchange, step, transport.rank, [None] * len(SHAPES), dtype=dtype, limit=limit))
             counts.append(kernels.runtime.waits - before)
         buckets = len(exchange.layout.buckets)
         exchange.close()
         return counts, buckets
 
     ((counts, buckets),) = run_ranks(1, one_rank)
-    assert buckets > 1
-    assert counts[-1] == buckets
+    assert buckets > 2
+    assert counts[-1] == waits + (limit is not None)
 
 
-def test_gradients_are_waited_for_before_they_are_read():
-    class Event:
-        def __init__(self, handle):
-            self.handle = handle
+@pytest.mark.parametrize("streams", [1, 2])
+def test_gradients_are_waited_for_before_they_are_read(streams):
+    """One event for each bucket and stream, recorded when its last gradient is there."""
+
+    class Ready:
+        recorded = 0
+
+        def __init__(self, stream):
+            self.stream = stream
+
+        def record(self):
+            Ready.recorded += 1
+            return SimpleNamespace(handle=100 * Ready.recorded + self.stream)
 
     def one_rank(transport):
         kernels = device_kernels()
-        exchange = make_exchange(transport, SHAPES, kernels=kernels, sparsity=0.99, bucket_bytes=1000)
+        exchange = make_exchange(transport, SHAPES, kernels=kernels, sparsity=0.99, bucket_bytes=8000)
+        in_order(exchange)
         seen = []
 
-        def compress(*arguments, **options):
+        def begin(*arguments, **options):
             seen.append(list(kernels.runtime.waited_for))
-            return DeviceKernels.compress(kernels, *arguments, **options)
+            return DeviceKernels.begin(kernels, *arguments, **options)
 
-        kernels.compress = compress
+        kernels.begin = begin
         results = []
         for i, p in reversed(list(enumerate(exchange.layout.parameters))):
             g = gradient(0, 0, i, p.numel)
             results.append(g.copy())
-            exchange.submit(i, g, results[-1], ready=Event(100 + i))
+            exchange.submit(i, g, results[-1], ready=Ready(i % streams))
         exchange.finish()
         kernels.wait()
-        order = [s.parameter for b in exchange.layout.buckets for s in b.segments]
+        of_bucket = [{s.parameter % streams for s in b.segments} for b in exchange.layout.buckets]
         exchange.close()
-        return seen, order, list(kernels.runtime.waited_for)
+        return seen, of_bucket, list(kernels.runtime.waited_for)
 
-    ((seen, order, waited),) = run_ranks(1, one_rank)
-    assert waited == [100 + i for i in order]
-    assert seen
-    # A bucket does not wait for gradients of later buckets.
-    assert len(seen[0]) < len(order)
+    ((seen, of_bucket, waited),) = run_ranks(1, one_rank)
+    assert len(of_bucket) > 1
+    count = sum(len(s) for s in of_bucket)
+    assert [w // 100 for w in waited] == list(range(1, count + 1)), "in the order in which buckets were complete"
+    at = 0
+    for streams_of in of_bucket:
+        assert {w % 100 for w in waited[at : at + len(streams_of)]} == streams_of
+        at += len(streams_of)
+    assert len(seen[0]) >= len(of_bucket[0])
 
 
 def test_errors_reach_all_ranks():
@@ -240,6 +314,50 @@ def test_errors_reach_all_ranks():
         exchange.close()
 
     run_ranks(2, one_rank)
+
+
+@pytest.mark.parametrize("fault", ["collective", "submission"])
+def test_what_was_begun_and_never_sent_returns_to_the_residual(fault):
+    """All buckets have been enqueued, messages written and entries masked, when the step fails: nothing is lost."""
+
+    def one_rank(transport):
+        exchange = make_exchange(
+            transport,
+            SHAPES,
+            kernels=device_kernels(),
+            sparsity=0.99,
+            momentum=0.9,
+            values="float16",
+            bucket_bytes=8000,
+        )
+        in_order(exchange)
+        prepare, pipeline = exchange._pipeline._prepare_following, exchange._pipeline
+
+        def fails(*_):
+            raise TransportError("the network is gone")
+
+        def prepare_and_fail(step, index):
+            prepare(step, index)
+            if fault == "collective":
+                transport.allgather = fails
+            else:
+                pipeline._status.announce(LayoutError("a gradient is wrong"), 0)
+                raise LayoutError("a gradient is wrong")
+
+        pipeline._prepare_following = prepare_and_fail
+        grads = [gradient(0, 0, i, p.numel) for i, p in enumerate(exchange.layout.parameters)]
+        for i in reversed(range(len(grads))):
+            exchange.submit(i, grads[i], np.zeros_like(grads[i]))
+        with pytest.raises(DGCError, match=r"the network is gone|a gradient is wrong"):
+            exchange.finish()
+        sparse = [(b.index, s) for b in exchange.layout.buckets for s in b.sparse]
+        assert len({index for index, _ in sparse}) > 1
+        for index, segment in sparse:
+            for kept in (exchange.state.buckets[index].u, exchange.state.buckets[index].v):
+                np.testing.assert_array_equal(kept[segment.slice], grads[segment.parameter])
+        exchange.close()
+
+    run_ranks(1, one_rank)
 
 
 def test_damaged_messages_are_refused_whole():

@@ -70,7 +70,7 @@ def test_without_error_feedback_nothing_stays_and_nothing_returns():
 def test_in_a_dense_step_the_kernels_have_nothing_to_do():
     encoder, step, state, buffers = prepared(None, kernels=Mock(spec=[]))
     outcome = Outcome()
-    encoder.begin(step, encoder.plan(step), state)
+    encoder.begin(step, encoder.plan(step), state, None)
     encoder.abandon()
     assert encoder.compress(step, encoder.plan(step), state, buffers, outcome).mode is Mode.DENSE
     assert (outcome.count, outcome.undo) == (0, None)
@@ -92,7 +92,7 @@ class Early(ReferenceKernels):
 def test_what_was_begun_is_finished_once_and_not_done_again():
     encoder, step, state, buffers = prepared(kernels=(kernels := Early()))
     plan, outcome = encoder.plan(step), Outcome()
-    encoder.begin(step, plan, state)
+    encoder.begin(step, plan, state, None)
     encoder.compress(step, plan, state, buffers, outcome)
     encoder.abandon()
     assert (kernels.begun, kernels.finished) == (1, 1)
@@ -105,7 +105,7 @@ def test_what_was_begun_is_finished_once_and_not_done_again():
 
 def test_what_was_begun_and_is_abandoned_runs_to_its_end_once():
     encoder, step, state, _ = prepared(kernels=(kernels := Early()))
-    encoder.begin(step, encoder.plan(step), state)
+    encoder.begin(step, encoder.plan(step), state, None)
     encoder.abandon()
     encoder.abandon()
     assert (kernels.begun, kernels.finished) == (1, 1)

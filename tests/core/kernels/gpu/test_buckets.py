@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dgc.core.exchange.encoders.device import check_payload, device_format
 from dgc.core.kernels.base import MomentumRule
+from dgc.core.kernels.gpu import selection
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
@@ -146,18 +147,18 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     lengths, places = [5, 4097, 0, 64], [0, 16, 4128, 4128]
     gradients = [convert(rng.standard_normal(n), kind) for n in lengths]
     parameters = [convert(rng.standard_normal(n), kind) for n in lengths]
-    vector = np.full(4200, np.nan, dtype)
+    vector = np.full(4192, np.nan, dtype)
     items = [DenseTensor(gradient=g, vector=p, scale=1 / scale) for g, p in zip(gradients, places, strict=True)]
-    none = np.zeros(4200, dtype), np.zeros(0, dtype), kernels.new_control(0), None, np.zeros(0, np.uint8)
+    none = np.zeros(4192, dtype), np.zeros(0, dtype), kernels.new_control(0), None, np.zeros(0, np.uint8)
     done = kernels.compress([], *none, items, vector)
     assert (done.count, done.nonfinite, done.undo) == (0, False, None)
-    expected = np.zeros(4200, dtype)
+    expected = np.zeros(4192, dtype)
     for g, p in zip(gradients, places, strict=True):
         wide = (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g
         expected[p : p + g.size] = wide.astype(dtype) * np.dtype(dtype).type(1 / scale)
     same_bits(vector, expected)
 
-    u = rng.standard_normal(4200).astype(dtype)
+    u = rng.standard_normal(4192).astype(dtype)
     wanted_u = u.copy()
     results = [np.full(n, 3, dtype) for n in lengths]
     options = dict(momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=scale)
@@ -169,7 +170,7 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     for r, p, at, n in zip(wanted, parameters, places, lengths, strict=True):
         reference.dense_update(r, vector[at : at + n], wanted_u[at : at + n], p, MomentumRule(**options))
     before = u.copy()
-    assert kernels.exceeds(items, vector, u) == any((np.abs(r) > 1.0).any() for r in wanted)
+    assert kernels.exceeds(items, vector, u)() == any((np.abs(r) > 1.0).any() for r in wanted)
     same_bits(u, before)
     kernels.write(items, vector, u)
     for a, b in zip(results, wanted, strict=True):
@@ -192,10 +193,12 @@ def test_dense_tensors_tell_of_nonfinite_entries():
         assert kernels.compress([], *none, [item], vector).nonfinite is expected
 
 
+@pytest.mark.parametrize("short", [selection.SHORT, 0])
 @pytest.mark.parametrize("values", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_messages_over_steps_equal_the_cpus(values, dtype):
+def test_messages_over_steps_equal_the_cpus(values, dtype, short, monkeypatch):
     """A jump and a fall of the gradient: the message is written anew when a threshold was of no use."""
+    monkeypatch.setattr(selection, "SHORT", short)
     cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     rng = np.random.default_rng(6)
     lengths = [20000, 3000, 9000]
@@ -221,3 +224,41 @@ def test_messages_over_steps_equal_the_cpus(values, dtype):
         bucket.assert_same_state()
     assert waits[3] == 1
     assert waits[4] == 2, "the jump makes the thresholds useless"
+
+
+def test_buckets_that_are_begun_together_do_not_meet():
+    """Three buckets are enqueued before anybody waits. In a segment of two of them a threshold fails: the others'
+    entries stay, though the scratch that they were chosen from is another bucket's by then."""
+    runtime = HostRuntime(seed=5, deferred=True)
+    together = DeviceKernels(runtime)
+    lengths, ks = [20000, 3000, 9000], [40, 30, 9]
+    pairs = []
+    for _ in range(3):
+        ours, alone = (Bucket(lengths, "float32", k) for k in (together, DeviceKernels(HostRuntime())))
+        codec = codec_of(ours, ks, "uint16", "float16")
+        pairs.append((ours, alone, codec, together.new_scratch(), np.zeros((2, codec.max_bytes), np.uint8)))
+    rng, waits = np.random.default_rng(2), []
+    for step in range(6):
+        begun, before, given = [], runtime.waits, []
+        for i, (ours, alone, codec, scratch, payloads) in enumerate(pairs):
+            gradients = [draw(rng, n, "heavy").astype(np.float32) for n in lengths]
+            if step == 4:
+                gradients[i] *= np.float32(1000)
+            mine, theirs = (b.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])[0] for b in (ours, alone))
+            given.append(mine)  # the kernels know their addresses
+            form = device_format(codec.indices, codec.values)
+            begun.append(
+                together.begin(mine, ours.device_u, ours.device_v, ours.control, form, payloads[0], scratch=scratch)
+            )
+            payloads[1] = compress(alone, theirs, codec)[1]
+        done = [each.finish() for each in begun]
+        waits.append(runtime.waits - before)
+        together.wait()
+        for (ours, alone, _, _, payloads), each in zip(pairs, done, strict=True):
+            np.testing.assert_array_equal(payloads[0], payloads[1])
+            same_bits(ours.control, alone.control)
+            same_bits(ours.device_u, alone.device_u)
+            same_bits(ours.device_v, alone.device_v)
+            assert each.count > 0
+    assert waits[3] == waits[5] == 1
+    assert waits[4] == 3, "one for all, and one for each bucket whose threshold was of no use; small tensors have none"

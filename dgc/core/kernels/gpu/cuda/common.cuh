@@ -37,8 +37,9 @@ typedef float Real;
 
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NO_MOMENTUM, HEAVY_BALL, NESTEROV };
-// Where the entries to choose from are: in the candidates that the sweep collected, or in the whole segment.
-enum { CANDIDATES, WHOLE };
+// Where the entries to choose from are: in the candidates that the sweep collected, or in the whole segment; or they
+// have been chosen, and only other segments of the bucket are searched once more.
+enum { CANDIDATES, WHOLE, DONE };
 // What became of a segment's selection.
 enum { CHOSEN, OUT_OF_RANGE, BEYOND_BINS };
 
@@ -54,7 +55,9 @@ struct Segment {
     int room, most;  // where its candidates go, and how many there may be
     int fewest;      // with fewer candidates (and a threshold) the whole segment is searched
     int gradient_type, parameter_type, form, source;
-    int open;  // whether the threshold is above the smallest key, so that there may be more below
+    int open;   // whether the threshold is above the smallest key, so that there may be more below
+    int place;  // where its chosen entries go: room for k of them
+    int unused;
 };
 
 // What is known of a segment's selection: zero before the sweep, then narrowed down.
@@ -64,7 +67,7 @@ struct Found {
     int want;   // how many entries with keys of that range are among the k largest
     int total;  // candidates; see dgc_count for segments that are searched as a whole
     int taken;  // entries chosen
-    int base;   // where they begin in the output
+    int base;   // where they begin in the message
     int status;
 };
 
@@ -73,7 +76,7 @@ struct Summary {
     int count;    // entries chosen in all segments
     int nonfinite;
     int unfinished;
-    int unused;
+    int blocks;  // that have chosen their segment's entries
 };
 
 // The candidates of one tile.
@@ -81,7 +84,7 @@ struct Run {
     int start, count;
 };
 
-static_assert(sizeof(Segment) == 104 && sizeof(Found) == 32 && sizeof(Summary) == 24 && sizeof(Run) == 8,
+static_assert(sizeof(Segment) == 112 && sizeof(Found) == 32 && sizeof(Summary) == 24 && sizeof(Run) == 8,
               "the host's tables have these sizes");
 
 struct __align__(16) Four {

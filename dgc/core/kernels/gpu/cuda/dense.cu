@@ -2,6 +2,8 @@
 //
 // One launch for all tensors of a bucket: block b works on the tile `tiles[b]` of its tensor.
 
+#define PADDING 16  // tensors begin at multiples of this many elements
+
 // One tensor; what a kernel does not use stays 0.
 struct Tensor {
     Real* result;           // (length)
@@ -24,17 +26,10 @@ __device__ __forceinline__ Tensor tensor_of_block(const Tensor* tensors, const i
     return tensor;
 }
 
-// result = 0. grid (tiles), block (THREADS).
-extern "C" __global__ void __launch_bounds__(THREADS) dgc_clear(
-    const Tensor* __restrict__ tensors, const int* __restrict__ tile_tensor) {
-    i64 start, stop;
-    const Tensor tensor = tensor_of_block(tensors, tile_tensor, &start, &stop);
-    for (i64 i = start + threadIdx.x; i < stop; i += THREADS) tensor.result[i] = (Real)0;
-}
-
-// vector = gradient * scale; says whether that is finite everywhere. grid (tiles), block (THREADS).
+// vector = gradient * scale, and 0 in the padding behind a tensor; says whether the gradient is finite everywhere.
+// grid (tiles), block (THREADS). vector: (size).
 extern "C" __global__ void __launch_bounds__(THREADS) dgc_pack(
-    const Tensor* __restrict__ tensors, const int* __restrict__ tile_tensor, Real* __restrict__ vector,
+    const Tensor* __restrict__ tensors, const int* __restrict__ tile_tensor, Real* __restrict__ vector, i64 size,
     Summary* __restrict__ summary) {
     i64 start, stop;
     const Tensor tensor = tensor_of_block(tensors, tile_tensor, &start, &stop);
@@ -45,6 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_pack(
         bad = bad || key_of(x) >= INFINITY_KEY;
         vector[tensor.vector + i] = x;
     }
+    const i64 end = (stop + PADDING - 1) / PADDING * PADDING, room = size - tensor.vector;
+    if (stop == tensor.length)
+        for (i64 i = stop + threadIdx.x; i < end && i < room; i += THREADS) vector[tensor.vector + i] = (Real)0;
     if (bad) summary->nonfinite = 1;
 }
 
