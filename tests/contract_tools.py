@@ -100,7 +100,7 @@ def train(ranks, steps, case, *, shapes=None, dtype="float32", on_step=None, exc
         exchange.close()
         return results, exchange
 
-    return run_ranks(ranks, one_rank, timeout=300)
+    return run_ranks(ranks, one_rank)
 
 
 def resumed(make, steps, at):
@@ -118,7 +118,7 @@ def resumed(make, steps, at):
         exchange.close()
         return results
 
-    return run_ranks(2, one_rank, timeout=300)
+    return run_ranks(2, one_rank)
 
 
 def same_results(expected, found):

@@ -57,11 +57,11 @@ SERVER = Path(__file__).with_name("rank_server.py")
 LIVING = 4
 """Most jobs at a time. Ranks of TensorFlow take 0.7 GB each; the job that was not used for the longest time ends."""
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that ranks get to end a case after another rank has failed or ended in it: they may wait for it for ever."""
 
-START_SECONDS = 180.0
-END_SECONDS = 60.0
+START_SECONDS = 600.0
+END_SECONDS = 300.0
 
 ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
 TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "TF_USE_LEGACY_KERAS": "0"}
@@ -207,7 +207,7 @@ class Job:
         if self._gone:
             # The launcher notices, and ends the others; a signal in the middle of that crashes it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
+                self._process.wait(20)
         if self._process.poll() is None:
             kill_tree(self._process)
         return self._process.returncode
@@ -223,7 +223,7 @@ class Job:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(30)
+            connection.settimeout(START_SECONDS)
             hello = json.loads(connection.makefile().readline() or "{}")
             if hello.get("key") == key:
                 self._sockets[hello["rank"]] = connection

@@ -153,7 +153,7 @@ def main() -> None:
         _limit_threads_of_tensorflow()
     # The test process asks with this signal where a rank hangs.
     faulthandler.register(signal.SIGUSR1)
-    connection = socket.create_connection(("127.0.0.1", int(os.environ["DGC_TEST_PORT"])), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", int(os.environ["DGC_TEST_PORT"])), timeout=600)
     connection.settimeout(None)
     stream = connection.makefile("rw")
 

@@ -15,7 +15,7 @@ import numpy as np
 from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
-DEFAULT_TIMEOUT = 60.0
+DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others before the whole world fails."""
 
 

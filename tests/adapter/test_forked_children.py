@@ -49,7 +49,7 @@ def lines_of(**parts):
     here = Path(__file__).parent
     found = f"import sys\nsys.path[:0] = [{str(here.parents[1])!r}, {str(here)!r}]\n"
     source = found + RANK.format(**{"before": "", **parts})
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

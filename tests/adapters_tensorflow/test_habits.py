@@ -52,7 +52,7 @@ def test_a_saved_model_goes_on_in_one_process_and_on_two_ranks_again(tmp_path):
 
     def stage(ranks, *arguments):
         launcher = "single" if ranks == 1 else "horovodrun"
-        return run_mpi(ranks, STAGE, WORKERS, *arguments, launcher=launcher, timeout=200, env=QUIET).values[0]
+        return run_mpi(ranks, STAGE, WORKERS, *arguments, launcher=launcher, env=QUIET).values[0]
 
     assert stage(2, "new", 0, 4, tmp_path / "two.keras")[:2] == [0, 0.9]
     before, momentum, alone = stage(1, tmp_path / "two.keras", 4, 4, tmp_path / "one.keras")

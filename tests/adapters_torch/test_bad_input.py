@@ -49,7 +49,7 @@ report("no error")
 @pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
     source = JOINED.format(workers=str(WORKER.parent), way=way)
-    result = run_mpi(2, source, launcher=launcher, timeout=200, check=False)
+    result = run_mpi(2, source, launcher=launcher, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0
     name, text = result.values[0]
@@ -130,7 +130,7 @@ except dgc.LayoutError as error:
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
 def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher):
-    result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher, timeout=200)
+    result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
     text = r"rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
     assert len(result.values) == 2, result.explain()
@@ -161,7 +161,7 @@ try:
 except dgc.TransportError as error:
     report(str(error))
 """
-    result = run_mpi(2, source, launcher=launcher, env=env, timeout=200)
+    result = run_mpi(2, source, launcher=launcher, env=env)
     assert all(expected in text for text in result.values), result.explain()
 
 

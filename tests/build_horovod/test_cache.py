@@ -80,7 +80,7 @@ def test_a_second_build_waits_for_the_first(tmp_path):
         )  # fmt: skip
         assert "waiting" in second.stderr.readline()
         assert second.poll() is None
-    out, _ = second.communicate(timeout=30)
+    out, _ = second.communicate(timeout=300)
     assert out == "has it\n"
 
 

@@ -158,7 +158,7 @@ def test_a_value_that_is_not_finite_refuses_the_step_everywhere(case, bad):
         exchange.close()
         return got
 
-    first, second = run_ranks(2, one_rank, timeout=300)
+    first, second = run_ranks(2, one_rank)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -188,7 +188,7 @@ def test_what_float64_loses_is_kept_too(case):
         exchange.close()
         return np.abs(got[0] + exchange.state.residual(0) - given[0]).max()
 
-    assert run_ranks(1, one_rank, timeout=300)[0] < 1e-15
+    assert run_ranks(1, one_rank)[0] < 1e-15
 
 
 @every
@@ -232,7 +232,7 @@ def test_messages_are_as_long_as_the_formula_says(case):
         exchange.close()
         return exchange.stats.last.bytes_sent, exchange._buckets[0].encoder.plan_at(exchange.schedule.density(0)).mode
 
-    for sent, mode in run_ranks(2, one_rank, timeout=300):
+    for sent, mode in run_ranks(2, one_rank):
         if mode is Mode.SUM:
             pytest.skip("travels as a dense sum at this density")
         if case.options.get("coding") == "elias":
@@ -308,7 +308,7 @@ def test_a_rank_that_fails_tells_all_others(case, monkeypatch):
         exchange.close()
 
     for when in ("clipping", "encoding", "submitting"):
-        run_ranks(3, lambda transport, when=when: one_rank(transport, when), timeout=300)
+        run_ranks(3, lambda transport, when=when: one_rank(transport, when))
 
 
 @every
@@ -328,7 +328,7 @@ def test_clipping_bounds_what_a_rank_adds(case):
         exchange.close()
         return got[0], exchange.state.residual(0)
 
-    runs = run_ranks(2, one_rank, timeout=300)
+    runs = run_ranks(2, one_rank)
     total = 2 * runs[0][0].astype(np.float64) + sum(v for _, v in runs)
     if case.row.error_feedback:
         assert np.linalg.norm(total) == pytest.approx(2 * 0.5 * np.sqrt(2), rel=1e-3)
@@ -345,7 +345,7 @@ def test_a_loss_scale_is_divided_out_and_put_back(case):
         exchange.close()
         return got
 
-    plain, scaled = (run_ranks(2, lambda t, s=s: one_rank(t, s), timeout=300)[0] for s in (1.0, 1024.0))
+    plain, scaled = (run_ranks(2, lambda t, s=s: one_rank(t, s))[0] for s in (1.0, 1024.0))
     for a, b in zip(plain, scaled, strict=True):
         np.testing.assert_allclose(a * np.float32(1024), b, rtol=1e-5, atol=1e-7)
 
@@ -408,7 +408,7 @@ def test_ranks_that_disagree_get_one_error():
             with pytest.raises(ConfigError, match=word):
                 require_agreement(transport, config.describe(), "options of the compressor")
 
-        run_ranks(2, one_rank, timeout=300)
+        run_ranks(2, one_rank)
 
 
 def test_a_message_of_another_compressor_is_refused():
@@ -418,7 +418,7 @@ def test_a_message_of_another_compressor_is_refused():
             run_step(exchange, gradients(0, transport.rank))
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=300)
+    run_ranks(2, one_rank)
 
 
 def test_many_ranks_add_up_densely_what_they_would_have_gathered():

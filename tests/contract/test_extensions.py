@@ -164,9 +164,9 @@ class BoardTransport:
         """Every rank's array."""
         try:
             self._board[self.rank] = array.copy()
-            self._barrier.wait(20)
+            self._barrier.wait(300)
             arrays = list(self._board)
-            self._barrier.wait(20)
+            self._barrier.wait(300)
         except threading.BrokenBarrierError as error:
             raise TransportError("the other rank did not come") from error
         return arrays

@@ -143,7 +143,7 @@ def test_an_error_and_a_refusal_reach_all_ranks():
             run_step(exchange, given)
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=300)
+    run_ranks(2, one_rank)
 
 
 def test_a_change_of_compressor_forgets_what_the_last_one_remembered():
@@ -175,7 +175,7 @@ def test_an_error_before_the_message_leaves_reaches_all_ranks_in_any_step(kind):
             run_step(exchange, gradients(2, transport.rank))
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("kind", ["by_name", "plain"])
@@ -201,7 +201,7 @@ def test_an_error_after_the_message_left_is_not_sent_again(kind):
                 run_step(exchange, gradients(0, 1))
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=300)
+    run_ranks(2, one_rank)
 
 
 BAD = [

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,15 +47,14 @@ def test_a_run_that_was_killed_goes_on_to_the_curve_of_one_that_was_not(tmp_path
     assert not folder.exists()
     assert "[1/1] language-dgc-0: perplexity" in out.getvalue()
     # What has its result is not trained again.
-    began = time.monotonic()
-    launcher.run_all([RUN])
-    assert time.monotonic() - began < 1
+    launcher.train = None
+    assert launcher.run_all([RUN]) == {}
 
 
 def test_ranks_end_with_a_launcher_that_was_killed():
-    launcher = subprocess.Popen(["sleep", "60"])
+    launcher = subprocess.Popen(["sleep", "600"])
     watch = f"from evidence.guard import end_with; end_with({launcher.pid})"
-    code = f"import time; {watch}; print('on', flush=True); time.sleep(60)"
+    code = f"import time; {watch}; print('on', flush=True); time.sleep(600)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=launch.REPOSITORY)
     assert rank.stdout is not None
     with rank.stdout:
@@ -64,7 +62,7 @@ def test_ranks_end_with_a_launcher_that_was_killed():
         assert rank.poll() is None
         launcher.kill()
         launcher.wait()
-        assert rank.wait(10) == 1
+        assert rank.wait(300) == 1
 
 
 def fake(tmp_path, monkeypatch, script: str) -> Launcher:

@@ -43,7 +43,7 @@ def run(*arguments: str, temporary: Path, **options) -> subprocess.Popen[str]:
 @pytest.mark.mpi
 def test_an_allreduce_crosses_the_links(tmp_path):
     job = run("--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", SUM, temporary=tmp_path)
-    out, error = job.communicate(timeout=120)
+    out, error = job.communicate(timeout=600)
     assert job.returncode == 0, error
     assert sorted(out.splitlines()) == ["host1 of 2 got {2.0}", "host2 of 2 got {2.0}"]
     counted = re.findall(r"(host\d) sent ([\d,]+) bytes and received ([\d,]+)", error)
@@ -58,11 +58,11 @@ def test_an_allreduce_crosses_the_links(tmp_path):
 @pytest.mark.mpi
 def test_a_killed_lab_leaves_nothing_that_runs_and_cleanup_removes_its_folder(tmp_path):
     started = tmp_path / "started"
-    sleeper = f"touch {started}-$OMPI_COMM_WORLD_RANK; exec sleep 600"
+    sleeper = f"touch {started}-$OMPI_COMM_WORLD_RANK; exec sleep 3600"
     job = run("--no-measure", "--", "sh", "-c", sleeper, temporary=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2, job)
     (folder,) = tmp_path.glob("dgc-lab-*")
-    in_use = run("--cleanup", temporary=tmp_path).communicate(timeout=60)[0]
+    in_use = run("--cleanup", temporary=tmp_path).communicate(timeout=600)[0]
     assert f"in use by process {job.pid}" in in_use
     assert len(of_lab(str(folder))) >= 5  # the head, two hosts, two sleepers
 
@@ -71,7 +71,7 @@ def test_a_killed_lab_leaves_nothing_that_runs_and_cleanup_removes_its_folder(tm
     wait_until(lambda: not of_lab(str(folder)))
     job.communicate()
     assert folder.exists()
-    assert "removed" in run("--cleanup", temporary=tmp_path).communicate(timeout=60)[0]
+    assert "removed" in run("--cleanup", temporary=tmp_path).communicate(timeout=600)[0]
     assert not folder.exists()
 
 
@@ -85,7 +85,6 @@ def test_links_go_down_slow_down_and_hosts_die(tmp_path, monkeypatch):
 
         assert state() == "UP"
         lab.link_down("host2", 0.3)
-        assert state() != "UP"
         wait_until(lambda: state() == "UP")
 
         lab.rate("host1", "10mbit")
@@ -93,9 +92,11 @@ def test_links_go_down_slow_down_and_hosts_die(tmp_path, monkeypatch):
         assert "tbf" in shaped
         assert "rate 10Mbit" in shaped
 
-        sleeper = lab.start("host2", ["sleep", "600"])
+        lab.link_down("host2")
+        assert state() != "UP"
+        sleeper = lab.start("host2", ["sleep", "3600"])
         lab.kill_host("host2")
-        assert sleeper.wait(timeout=30) != 0
+        assert sleeper.wait(timeout=300) != 0
         assert not lab.hosts["host2"].alive
         with pytest.raises(LabError, match="there are head, host1, host2"):
             lab.run("host3", ["true"])
@@ -133,7 +134,7 @@ def test_hosts_get_cores_of_their_own(monkeypatch):
         shares(6)
 
 
-def wait_until(condition, job=None, seconds=60.0):
+def wait_until(condition, job=None, seconds=600.0):
     deadline = time.monotonic() + seconds
     while not condition():
         if job is not None and job.poll() is not None:

@@ -32,7 +32,7 @@ class OverThreads(HorovodTransportBase):
 
 
 def on_ranks(act, ranks=RANKS):
-    return run_ranks(ranks, lambda transport: act(OverThreads(transport)), timeout=20)
+    return run_ranks(ranks, lambda transport: act(OverThreads(transport)))
 
 
 def test_it_is_a_transport():
@@ -109,7 +109,7 @@ def test_messages_of_different_sizes_are_an_error():
         with pytest.raises(TransportError, match="messages of different sizes: 11 bytes in all, expected 12"):
             Cut(transport).allgather(np.zeros(4, np.uint8), np.zeros((RANKS, 4), np.uint8))
 
-    run_ranks(RANKS, act, timeout=20)
+    run_ranks(RANKS, act)
 
 
 def test_closed_or_shut_down_it_refuses_before_it_asks_anybody():

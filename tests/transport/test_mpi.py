@@ -57,5 +57,5 @@ import sys
 import dgc.transport.agreement, dgc.transport.local, dgc.transport.mpi
 print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "[]"

@@ -135,7 +135,7 @@ if child == 0:
             os._exit(3)
     transport.close()
     sys.exit(7)  # which runs exit handlers, unlike the end of a worker of multiprocessing
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 200
 ended = (0, 0)
 while not ended[0] and time.monotonic() < deadline:
     ended = os.waitpid(child, os.WNOHANG)

@@ -1,6 +1,7 @@
 """A rank that waits for one that never comes: on real ranks."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -25,10 +26,10 @@ from worker_tools import report
 transport = MPITransport()
 out = np.empty((3, 4), np.uint8)
 transport.allgather(np.zeros(4, np.uint8), out)
-os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3")
+os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10")
 transport._stall = StallWatch(MPI, transport._comm)
 if hvd.rank() == 2:
-    time.sleep(0.7)  # late, but in time
+    time.sleep(0.7)  # late, but in time, also on a busy machine
 transport.allgather(np.zeros(4, np.uint8), out)
 if hvd.rank() == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -37,21 +38,21 @@ with warnings.catch_warnings(record=True) as caught:
     try:
         transport.allgather(np.zeros(4, np.uint8), out)
     except StallError as error:
-        report([[str(w.message) for w in caught], str(error)])
+        report([[str(w.message) for w in caught if "still waits" in str(w.message)], str(error)])
         raise
 """
 
 
 @pytest.mark.mpi
 def test_a_rank_that_is_stopped_is_named_and_given_up_and_the_job_ends():
-    result = run_mpi(3, STOPPED, check=False, timeout=100)
+    result = run_mpi(3, STOPPED, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0
     told = [values for values in result.values if values]
     assert told, result.explain()  # the first one that ends, ends the others
     for (warning,), error in told:
-        assert "still waits in an exchange of gradients: it has waited 1 s for rank 2: stopped" in warning
-        assert "gives up in an exchange of gradients: it has waited 3 s for rank 2: stopped" in error
+        assert re.search(r"still waits in an exchange of gradients: it has waited \d+ s for rank 2: stopped", warning)
+        assert re.search(r"gives up in an exchange of gradients: it has waited \d+ s for rank 2: stopped", error)
         assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in error
 
 
@@ -85,7 +86,7 @@ for step in range(5):
 
 @pytest.mark.mpi
 def test_a_caller_that_waits_in_horovod_for_a_rank_that_is_stopped_is_ended():
-    result = run_mpi(2, STOPPED_IN_TRAINING, check=False, timeout=100)
+    result = run_mpi(2, STOPPED_IN_TRAINING, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0
     assert "rank 0 gives up" in result.stderr, result.explain()
@@ -171,7 +172,7 @@ def test_a_busy_rank_says_so_until_it_is_through(signs, monkeypatch):
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
     watch = mpi_stall.StallWatch(signs, signs)
     with watch.busy():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(signs.told) < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
     assert set(signs.told) == {mpi_stall._BUSY}

@@ -61,7 +61,7 @@ def on_ranks(function, ranks=2, **options):
         finally:
             engine.close()
 
-    return run_ranks(ranks, one_rank, timeout=60)
+    return run_ranks(ranks, one_rank)
 
 
 def kinds(engine):
@@ -115,7 +115,7 @@ def test_work_that_one_rank_cannot_measure_is_an_error_on_all(monkeypatch):
         with pytest.raises(LayoutError, match="no memory"):
             FakeEngine(transport, make_config({**BASE, "exchange": "auto"}))
 
-    run_ranks(3, one_rank, timeout=20)
+    run_ranks(3, one_rank)
 
 
 def test_each_bucket_has_its_own_choice(predicted):
@@ -128,7 +128,7 @@ def test_each_bucket_has_its_own_choice(predicted):
         large = FakeEngine(transport, config, (("a",),), numel=1 << 20)
         return kinds(engine) + kinds(large)
 
-    assert run_ranks(2, one_rank, timeout=60) == [["dense", "sparse"]] * 2
+    assert run_ranks(2, one_rank) == [["dense", "sparse"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_every_compressor_has_the_option(predicted, name, exchange):
         assert set(kinds(engine)) == {"dense"}
         np.testing.assert_array_equal(steps(engine, 0, 3), steps(plain, 0, 3))
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("kind", ["by_size", "by_name", "by_step"])
@@ -190,7 +190,7 @@ def test_wrappers_have_the_option_and_their_members_have_not(predicted, kind):
         engine.step()
         return kinds(engine)
 
-    assert run_ranks(2, one_rank, timeout=60) == [["dense", "dense"]] * 2
+    assert run_ranks(2, one_rank) == [["dense", "dense"]] * 2
     with pytest.raises(ConfigError, match="'exchange' concerns all tensors"):
         CompressorBase({}, kind, {keys[0]: CompressorBase({"exchange": "auto"}, "topk")})
 
@@ -315,7 +315,7 @@ def test_buckets_that_are_cut_otherwise_keep_residuals(predicted):
         assert not exchange.state.residual(1).any()
         np.testing.assert_array_equal(exchange.state.momentum_buffer(1), state["parameters"]["b"]["u"])
 
-    run_ranks(2, one_rank, timeout=20)
+    run_ranks(2, one_rank)
 
 
 def test_small_tensors_of_a_dense_bucket_travel_exactly_and_what_is_owed_to_them_keeps_it_compressed():
@@ -350,4 +350,4 @@ def test_small_tensors_of_a_dense_bucket_travel_exactly_and_what_is_owed_to_them
         assert followed.placed(layout) == layout
         assert not followed.follow(owed)
 
-    run_ranks(2, one_rank, timeout=20)
+    run_ranks(2, one_rank)

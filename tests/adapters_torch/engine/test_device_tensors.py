@@ -89,7 +89,7 @@ def train(choose, monkeypatch, dtype, steps=4, **options):
         engine.close()
         return [p.detach().clone() for p in parameters.values()], state, used
 
-    return run_ranks(2, one_rank, timeout=120)
+    return run_ranks(2, one_rank)
 
 
 @needs_compiler

@@ -43,4 +43,4 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step():
         next_step()
         engine.close()
 
-    run_ranks(2, one_rank, timeout=120)
+    run_ranks(2, one_rank)

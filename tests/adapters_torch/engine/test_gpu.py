@@ -54,7 +54,7 @@ def train(device, dtype, ranks=2, steps=6, around=None, **options):
         engine.close()
         return [p.detach().cpu() for p in parameters.values()], engine._tensors
 
-    return run_ranks(ranks, one_rank, timeout=120)
+    return run_ranks(ranks, one_rank)
 
 
 def submit_all(engine, gradients):

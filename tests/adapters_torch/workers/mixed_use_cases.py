@@ -113,7 +113,7 @@ def a_dozen_optimizers_that_nobody_closes():
             assert worst_difference(model, expected) <= 1e-5, (way, seed)
     del optimizer, model, _
     gc.collect()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while sum(t.name == "dgc-exchange" for t in threading.enumerate()) > 2 and time.monotonic() < deadline:
         time.sleep(0.01)
         gc.collect()

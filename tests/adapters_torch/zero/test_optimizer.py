@@ -62,7 +62,7 @@ hvd.join()
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
 def test_a_joined_rank_is_an_error_and_no_hang(launcher):
-    errors = run_mpi(2, JOINED, launcher=launcher, timeout=200).reports[0]
+    errors = run_mpi(2, JOINED, launcher=launcher).reports[0]
     assert ["a rank has joined" in error for error in errors] == [True] * 4
 
 
@@ -84,7 +84,7 @@ if hvd.rank() == 1:
 
 @pytest.mark.mpi
 def test_a_rank_that_names_no_set_does_not_wait_for_ranks_of_another():
-    assert "give a horovod.torch.ProcessSet" in run_mpi(2, WRONG_SET, timeout=200).values[1]
+    assert "give a horovod.torch.ProcessSet" in run_mpi(2, WRONG_SET).values[1]
 
 
 ONE_PROCESS = """

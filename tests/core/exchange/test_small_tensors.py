@@ -32,7 +32,7 @@ def errors(exchange):
 
 
 def on_ranks(ranks, act):
-    return run_ranks(ranks, act, timeout=60)
+    return run_ranks(ranks, act)
 
 
 def steps(exchange, count, first=0):

@@ -43,7 +43,7 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
         exchange.close()
         return exchange.state.step
 
-    assert run_ranks(2, rank, timeout=20) == [1, 1]
+    assert run_ranks(2, rank) == [1, 1]
 
 
 @pytest.mark.parametrize("after", ["next step", "finish", "reset"])
@@ -78,7 +78,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
         exchange.close()
         return results, state, exchange.state.step
 
-    out = run_ranks(2, rank, timeout=20)
+    out = run_ranks(2, rank)
     assert [steps for _, _, steps in out] == [1, 1]
     assert [state["step"] for _, state, _ in out] == [1, 1]
     for a, b in zip(out[0][0], out[1][0], strict=True):
@@ -109,7 +109,7 @@ def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on
         exchange.close()
         return exchange.state.step
 
-    assert run_ranks(2, rank, timeout=20) == [1, 1]
+    assert run_ranks(2, rank) == [1, 1]
 
 
 def test_reset_after_a_mask_was_interrupted_starts_anew():
@@ -129,7 +129,7 @@ def test_reset_after_a_mask_was_interrupted_starts_anew():
         exchange.close()
         return refused, exchange.state.step
 
-    assert run_ranks(2, rank, timeout=20) == [(False, 1)] * 2
+    assert run_ranks(2, rank) == [(False, 1)] * 2
 
 
 def test_reset_after_an_abandoned_step_starts_anew():
@@ -144,7 +144,7 @@ def test_reset_after_an_abandoned_step_starts_anew():
         exchange.close()
         return refused, exchange.state.step
 
-    assert run_ranks(2, rank, timeout=20) == [(False, 1)] * 2
+    assert run_ranks(2, rank) == [(False, 1)] * 2
 
 
 # -- the table of docs/architecture.md, row by row ------------------------------------------------------------------
@@ -188,7 +188,7 @@ def alone(function):
         function(exchange)
         exchange.close()
 
-    run_ranks(1, rank, timeout=20)
+    run_ranks(1, rank)
 
 
 def bring_to(exchange, phase):
@@ -262,7 +262,7 @@ def meets_an_error():
         assert (exchange._status.announced is not None) == (transport.rank == 1)
         exchange.close()
 
-    run_ranks(3, rank, timeout=20)
+    run_ranks(3, rank)
 
 
 @event("this rank meets an error when its last bucket is through: announced; this step counts, as on the others")
@@ -285,7 +285,7 @@ def meets_an_error_too_late():
         assert "rank 1 failed in step 1: " in str(exchange._status.error)
         exchange.close()
 
-    run_ranks(2, rank, timeout=20)
+    run_ranks(2, rank)
 
 
 @event("a message carries an error, is damaged, or a collective fails")

@@ -87,7 +87,7 @@ def with_discards(pattern, make, specs=None):
         exchange.close()
         return results, state
 
-    return run_ranks(2, one_rank, timeout=120)
+    return run_ranks(2, one_rank)
 
 
 def assert_discards_leave_no_trace(pattern, make, specs=None):
@@ -146,7 +146,7 @@ def test_discarded_steps_on_a_device_leave_no_trace(name):
             exchange.close()
             return after
 
-        return run_ranks(2, one_rank, timeout=120)
+        return run_ranks(2, one_rank)
 
     assert states([True, False, True, False, True, True, False]) == states([False] * 3)
 
@@ -178,7 +178,7 @@ def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, Fals
         exchange.close()
         return given, applied, residuals
 
-    return run_ranks(2, one_rank, timeout=120)
+    return run_ranks(2, one_rank)
 
 
 def assert_conserved(ranks, specs):
@@ -237,7 +237,7 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
                 np.testing.assert_allclose(after[p.name]["u"], u, rtol=1e-6, atol=1e-7)
                 np.testing.assert_allclose(after[p.name]["v"], before[p.name]["v"] + u, rtol=1e-6, atol=1e-7)
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 def test_nothing_is_kept_unasked():
@@ -249,7 +249,7 @@ def test_nothing_is_kept_unasked():
         assert not exchange.unapplied._copies
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 def test_what_was_kept_goes_when_the_next_step_begins():
@@ -266,7 +266,7 @@ def test_what_was_kept_goes_when_the_next_step_begins():
         exchange.finish()
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 # -- ranks that disagree, refused and failed steps -----------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_a_step_discarded_on_one_rank_alone_is_an_error_on_all(begin):
         exchange.close()
         return [r.tobytes() for r in results]
 
-    first, second = run_ranks(2, one_rank, timeout=60)
+    first, second = run_ranks(2, one_rank)
     assert first == second
 
 
@@ -312,7 +312,7 @@ def test_a_rank_that_fails_in_its_first_gradient_is_heard_of():
             (act or (lambda: run_step(exchange, gradients)))()
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -331,7 +331,7 @@ def test_a_refused_step_is_not_taken_back_twice(exact):
         assert everything(exchange) == after
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("what", ["reset", "load"])
@@ -346,7 +346,7 @@ def test_after_a_reset_or_a_load_there_is_nothing_to_take_back(what):
         assert not exchange.unapplied.take_back()
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 # -- the option ----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def run_step(exchange, gradients, params=None, *, order=None, limit=None):
     return exchange.finish(), results
 
 
-def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step=None, timeout=60, **options):
+def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step=None, timeout=300, **options):
     """Run ``steps`` steps of ``p -= lr * result`` on all ranks; returns per rank (parameters, exchange)."""
     specs = parameters(shapes, dtype)
 
@@ -160,4 +160,4 @@ def errors_of(ranks, function):
             return error
         return None
 
-    return run_ranks(ranks, guarded, timeout=20)
+    return run_ranks(ranks, guarded)

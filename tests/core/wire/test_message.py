@@ -50,7 +50,7 @@ def exchanged(act):
         except errors.DGCError as error:
             return error
 
-    return run_ranks(RANKS, one_rank, timeout=20)
+    return run_ranks(RANKS, one_rank)
 
 
 def test_all_ranks_read_what_each_one_wrote():

@@ -21,7 +21,7 @@ def ranks_that_idle_ask_less_often():
         hvd.barrier()
         hvd.start_timeline(str(path), mark_cycles=True)
         begin = time.monotonic()
-        time.sleep(0.6)
+        time.sleep(2.0)
         seconds = time.monotonic() - begin
         hvd.stop_timeline()
         hvd.barrier()

@@ -85,9 +85,22 @@ def rates(model, optimizer, step):
 
 
 @case
-def every_option_of_sgd():
-    for options in ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}):
-        both(wrapped(sgd(**options)), train=lambda *a: eagerly(*a, rates))
+def sgd_without_momentum():
+    both(wrapped(sgd()), train=lambda *a: eagerly(*a, rates))
+
+
+@case
+def sgd_with_momentum():
+    both(wrapped(sgd(momentum=0.9)), train=lambda *a: eagerly(*a, rates))
+
+
+@case
+def sgd_with_nesterov():
+    both(wrapped(sgd(momentum=0.9, nesterov=True)), train=lambda *a: eagerly(*a, rates))
+
+
+@case
+def options_of_the_compressor():
     both(wrapped(sgd()), options={"momentum": 0.9, "weight_decay": 0.01})
     both(
         wrapped(sgd()),

@@ -32,5 +32,5 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=600, check=True)
     assert message in done.stdout

@@ -63,7 +63,7 @@ class Training:
 
 
 def on_two_ranks(function):
-    return run_ranks(2, function, timeout=120)
+    return run_ranks(2, function)
 
 
 def optimizer_clears(t):

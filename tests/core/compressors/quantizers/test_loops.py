@@ -209,7 +209,7 @@ try:
 except ConfigError as error:
     print("pip install numba" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -92,7 +92,7 @@ def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=Non
         exchange.close()
         return refusals, results, state, norm
 
-    return run_ranks(ranks, one_rank, timeout=120)
+    return run_ranks(ranks, one_rank)
 
 
 def assert_equal(got, wanted):

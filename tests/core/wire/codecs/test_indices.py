@@ -318,5 +318,5 @@ print("inside")
     path = os.pathsep.join([str(here), str(here.parents[1] / "tools"), str(here.parents[3])])
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert done.stdout.strip() == "inside", done.stderr

@@ -82,21 +82,42 @@ def plain(optimizer, model, step):
     optimizer.step()
 
 
+def both_ways(**options):
+    both(plain, way="a", optimizer=lambda m: sgd(m, **options), steps=20)[-1].close()
+    model, _, compression = both(plain, optimizer=lambda m: sgd(m, **options))
+    dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], dropped
+    compression.close()
+
+
 @case
-def every_option_of_sgd():
-    for options in (
-        {"momentum": 0.0},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "weight_decay": 0.01},
-        {"momentum": 0.9, "foreach": True},
-        {"momentum": 0.9, "fused": True},
-    ):
-        both(plain, way="a", optimizer=lambda m, o=options: sgd(m, **o), steps=20)[-1].close()
-        model, _, compression = both(plain, optimizer=lambda m, o=options: sgd(m, **o))
-        dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], dropped
-        compression.close()
+def sgd_without_momentum():
+    both_ways(momentum=0.0)
+
+
+@case
+def sgd_with_momentum():
+    both_ways(momentum=0.9)
+
+
+@case
+def sgd_with_nesterov():
+    both_ways(momentum=0.9, nesterov=True)
+
+
+@case
+def sgd_with_weight_decay():
+    both_ways(momentum=0.9, weight_decay=0.01)
+
+
+@case
+def sgd_for_each_tensor():
+    both_ways(momentum=0.9, foreach=True)
+
+
+@case
+def sgd_fused():
+    both_ways(momentum=0.9, fused=True)
 
 
 @case

@@ -61,7 +61,7 @@ def test_sources_compile(architecture, state_bits):
         "    sys.stderr.write(nvrtc.getProgramLog(program))\n"
         "sys.stdout.buffer.write(nvrtc.getCUBIN(program))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600)
     log = done.stderr.decode(errors="replace")
     assert done.returncode == 0, log[-3000:]
     assert "error" not in log
