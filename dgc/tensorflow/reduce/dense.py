@@ -96,12 +96,12 @@ class DenseReducer:
         return reduced, tf.where(finite, tf.constant(APPLY, tf.int32), tf.constant(REFUSED, tf.int32))
 
     def _reduced(self, hvd: Any, gradient: Any, name: str) -> Any:
-        kind = gradient.dtype
-        if kind == tf.bfloat16:  # Horovod has no kernel for it
-            gradient = _cast(gradient, tf.float32)
         op, members = hvd.Average if self._op is None else self._op, HOROVOD.chosen_set(self._process_set)
         if isinstance(gradient, tf.IndexedSlices):
-            return _cast(gather_slices(gradient, name, members, is_sum=op == hvd.Sum), kind)
+            return gather_slices(gradient, name, members, is_sum=op == hvd.Sum)
+        kind = gradient.dtype
+        if kind == tf.bfloat16:  # Horovod has no kernel for it
+            gradient = tf.cast(gradient, tf.float32)
         scales = {}
         if self._predivide != 1.0:
             op, scales = (
@@ -120,10 +120,4 @@ class DenseReducer:
             ignore_name_scope=True,
             **scales,
         )
-        return _cast(result, kind) if result.dtype != kind else result
-
-
-def _cast(gradient: Any, kind: tf.DType) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(gradient.values, kind), gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, kind)
+        return tf.cast(result, kind) if result.dtype != kind else result

@@ -47,8 +47,10 @@ def gather_slices(slices: tf.IndexedSlices, name: str, process_set: Any, *, is_s
     """
     hvd = import_horovod()
     options = {"process_set": process_set, "ignore_name_scope": True}
-    values = hvd.allgather(slices.values, name=f"{name}.values", **options)
+    kind = slices.values.dtype
+    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod has no kernel for it
+    values = hvd.allgather(given, name=f"{name}.values", **options)
     indices = hvd.allgather(slices.indices, name=f"{name}.indices", **options)
     if not is_sum:
         values = values / tf.cast(process_set.size(), values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    return tf.IndexedSlices(tf.cast(values, kind), indices, slices.dense_shape)
