@@ -20,6 +20,7 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.names import CommonNames
+from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement, tell_error
@@ -81,6 +82,7 @@ class Engine(EngineBase):
         self._agree_on_options()
         self.names = common_names(transport, unique_names(variables))
         self._agree_on_tensors(build)
+        warn_of_copies(variables)
 
     # -- which gradients there are -------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ From a GPU TensorFlow copies the gradients to the host and the results back, bec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,26 @@ GONE = (
     "bound to; keep it as long as the function is called"
 )
 """What a graph says that has outlived its compressor."""
+
+
+def warn_of_copies(variables: Sequence[Any]) -> None:
+    """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
+    places = {str(getattr(raw_variable(v), "device", "") or "") for v in variables}
+    devices = sorted(
+        {place.rpartition("device:")[2] for place in places if "device:" in place and ":CPU:" not in place}
+    )
+    if devices:
+        _warn_of(", ".join(devices))
+
+
+@cache
+def _warn_of(devices: str) -> None:
+    warnings.warn(
+        f"gradients pass through host memory: TensorFlow copies them there from {devices}, and results back, in every "
+        "step; PyTorch's dgc and topk work on the GPU",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,14 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     flat = tensor.detach()
     if flat.dtype is torch.bfloat16:
         flat = flat.float()
+    if flat.is_cuda:
+        return staging(flat.numel(), flat.dtype).copy_(flat.reshape(-1)).numpy()
     return flat.reshape(-1).cpu().numpy()
+
+
+def staging(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Page-locked memory, (n,), out of torch's own pool: a GPU copies to and from it without the processor's help."""
+    return torch.empty(n, dtype=dtype, pin_memory=True)
 
 
 @dataclass(slots=True)
@@ -63,9 +70,13 @@ class Result:
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
             return cls(tensor, flat.numpy().reshape(-1), None, True)
-        wide = np.float64 if flat.dtype is torch.float64 else np.float32
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
-        return cls(tensor, np.empty(flat.numel(), wide), limit, False)
+        if flat.is_cuda:
+            wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+            return cls(tensor, staging(flat.numel(), wide).numpy(), limit, False)
+        return cls(
+            tensor, np.empty(flat.numel(), np.float64 if flat.dtype is torch.float64 else np.float32), limit, False
+        )
 
     def deliver(self) -> None:
         """Copy the array into the tensor unless it is its memory."""

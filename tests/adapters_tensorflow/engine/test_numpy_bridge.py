@@ -69,3 +69,29 @@ def test_tensors_and_results_share_their_memory():
     assert len(reports) == 2 * ROUNDS + 3
     assert [r for r in reports if isinstance(r, list)] == [[True, True, True]] * 2 * ROUNDS
     assert [r for r in reports if not isinstance(r, list)] == [True, True, True]
+
+
+TELLS_OF_COPIES = """
+import warnings
+from types import SimpleNamespace
+
+import tensorflow as tf
+from worker_tools import report
+
+from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
+
+on_gpu = [SimpleNamespace(device=f"/job:localhost/replica:0/task:0/device:GPU:{i}") for i in (1, 1)]
+for variables in ([tf.Variable(1.0)], on_gpu, on_gpu):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_copies([tf.Variable(1.0), *variables])
+    report([str(w.message) for w in caught])
+"""
+
+
+def test_copies_from_a_gpu_are_told_once():
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    silent, told, again = run_mpi(1, TELLS_OF_COPIES, launcher="single", env=environment).reports[0]
+    assert (silent, again) == ([], [])
+    assert len(told) == 1
+    assert "copies them there from GPU:1, and results back" in told[0]

@@ -14,8 +14,10 @@ from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch.engine import device_tensors
 from dgc.torch.engine import engine as engine_module
+from dgc.torch.engine import tensors as tensors_module
 from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
 from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.tensors import Result, as_array
 from dgc.transport.local import run_ranks
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
@@ -231,3 +233,28 @@ def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
         warnings.simplefilter("error")
         assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
         assert isinstance(tensors_for([torch.zeros(3)], "qsgd"), HostTensors)
+
+
+class SaysItIsOnGPU(torch.Tensor):
+    is_cuda, is_cpu = True, False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_what_passes_through_the_host_is_staged_in_page_locked_memory(dtype, monkeypatch):
+    staged = []
+
+    def staging(n, kind):
+        staged.append(torch.zeros(n, dtype=kind))
+        return staged[-1]
+
+    monkeypatch.setattr(tensors_module, "staging", staging)
+    x = torch.arange(12.0).view(3, 4).to(dtype)
+    on_gpu = x.as_subclass(SaysItIsOnGPU)
+    array, result = as_array(on_gpu.t()), Result.for_tensor(on_gpu)
+    np.testing.assert_array_equal(array, x.t().reshape(-1).float())
+    assert [s.data_ptr() for s in staged] == [array.ctypes.data, result.array.ctypes.data]
+    result.array[:] = 5
+    result.deliver()
+    assert (x == 5).all()
+    as_array(x), Result.for_tensor(x)
+    assert len(staged) == 2, "tensors on the host are not staged"

@@ -45,6 +45,8 @@ NEVER = 2**63 - 1
 SHORT = 65536
 """Room for candidates up to which one block chooses a segment's entries: the list is read in a few hundred rounds at
 most, and as a rule, with a third of the room filled, in less than that. Longer ones are spread over many blocks."""
+TILES = 8192
+"""Tiles of a segment up to which that block adds up how many candidates each has."""
 
 
 @entry()
@@ -224,7 +226,8 @@ class Selector:
             )  # fmt: skip
         if self._control is None or not len(segments):
             return self.selected
-        if (segments["source"] == CANDIDATES).all() and segments["most"].max() <= SHORT:
+        listed = (segments["source"] == CANDIDATES).all()
+        if listed and segments["most"].max() <= SHORT and segments["tiles"].max() <= TILES:
             self._launch(
                 "choose", len(segments), self.selected.segments, self._runs, self._positions, self._values, self._bins,
                 self._sums, self.selected.positions, self.selected.values, self.selected.found, self.selected.summary,

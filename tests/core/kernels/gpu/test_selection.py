@@ -92,11 +92,12 @@ def test_steps_with_thresholds_equal_the_reference(seed, pattern, dtype, density
         bucket.assert_same_state()
 
 
-@pytest.fixture(params=[selection.SHORT, 0], ids=["short lists", "long lists"])
+@pytest.fixture(params=["", "SHORT", "TILES"], ids=["short lists", "long lists", "long segments"])
 def lists(request, monkeypatch):
-    """Whether a segment's entries are chosen by one block, or by many in several launches."""
-    monkeypatch.setattr(selection, "SHORT", request.param)
-    return request.param
+    """Whether a segment's entries are chosen by one block (True), or by many in several launches."""
+    if request.param:
+        monkeypatch.setattr(selection, request.param, 0)
+    return not request.param
 
 
 @pytest.mark.usefixtures("lists")
