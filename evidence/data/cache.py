@@ -37,6 +37,10 @@ def write_atomically(path: Path, write: Callable[[Any], None]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        # A temporary file is for its owner alone; this one is for whom files are as a rule.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
         temporary.replace(path)
     except OSError as error:
         raise EvidenceError(

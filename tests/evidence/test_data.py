@@ -140,6 +140,12 @@ def test_data_are_built_once_and_appear_whole(own_cache):
     assert [path.name for path in own_cache.iterdir()] == ["a.npz"]
 
 
+def test_what_is_written_can_be_read_by_whom_files_are(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    cache.write_atomically(tmp_path / "own", lambda file: file.write(b"text"))
+    assert (tmp_path / "own").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_a_cache_that_is_missing_damaged_or_full_is_said(own_cache):
     with pytest.raises(EvidenceError, match=r"b\.npz is missing"):
         cache.load("b")
