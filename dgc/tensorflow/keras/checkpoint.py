@@ -16,6 +16,7 @@ from dgc.core.state.file import load_state, save_state
 from dgc.core.state.state import old_ranks_of
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
+from dgc.tensorflow.reduce.settings import distributed_in
 from dgc.transport.agreement import agree_or_raise, busy
 
 _Callback: Any = tf.keras.callbacks.Callback
@@ -62,10 +63,8 @@ class CompressionCheckpoint(_Callback):
             LayoutError: the ranks' models have made different numbers of steps, or a rank's file is missing or belongs
                 to another model; or it is of another number of ranks, without ``resize``.
         """
-        optimizer = self.model.optimizer
-        optimizer = optimizer if hasattr(optimizer, "bind") else getattr(optimizer, "inner_optimizer", optimizer)
-        self._owner = optimizer
-        if not hasattr(optimizer, "bind"):
+        self._owner = optimizer = distributed_in(self.model.optimizer)
+        if optimizer is None:
             raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
         self._saved_at = self._iterations()
         iterations, is_new = self._common_progress()

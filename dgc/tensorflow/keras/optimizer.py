@@ -10,9 +10,9 @@ from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
-from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family, without_loss_scale
+from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family
 from dgc.tensorflow.reduce.options import ReduceOptions
-from dgc.tensorflow.reduce.settings import HasSettings, Settings, check_compression
+from dgc.tensorflow.reduce.settings import Settings, check_compression, distributed_in
 
 
 def DistributedOptimizer(
@@ -101,7 +101,7 @@ def load_model(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return model
-    ours = next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)
+    ours = distributed_in(optimizer)
     if ours is not None:
         if compression is None:
             return model

@@ -10,6 +10,7 @@ from dgc.adapter import compression as compression_of
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
+from dgc.tensorflow.engine.optimizers import without_loss_scale
 from dgc.tensorflow.reduce.dense import DenseReducer
 from dgc.tensorflow.reduce.local import LocalVariables
 from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
@@ -188,3 +189,11 @@ class HasSettings:
     def process_set(self) -> Any:
         """The ranks that exchange; None for all."""
         return self._dgc_settings.process_set
+
+
+def distributed_in(optimizer: Any) -> Any:
+    """The distributed optimizer of ours that this is or that a LossScaleOptimizer holds; None if there is none.
+
+    Asked by class: a script's own optimizer may have attributes of the same names.
+    """
+    return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)

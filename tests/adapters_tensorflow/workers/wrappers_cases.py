@@ -243,12 +243,29 @@ def load_model_makes_a_dense_model_distributed():
 
 
 class TellsOfItself(keras.optimizers.SGD):
-    """A user's own optimizer, with a method and an attribute that Horovod's have, too."""
+    """A user's own optimizer, with methods and attributes that Horovod's or ours have, too."""
 
+    compression = "zip"
     _local_vars = local_vars = ("mine",)
 
     def register_local_var(self, var):
         raise AssertionError("this is the script's own")
+
+    bind = register_local_var
+
+
+@case
+def callbacks_know_a_users_optimizer_from_one_of_ours():
+    model = m.make_model(seed=1 + hvd.rank())
+    model.compile(optimizer=TellsOfItself(0.05), loss=m.loss_function)
+    for _ in range(2):
+        m.fit(model, 1, rank=0, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+    m.assert_replicas(m.values(model))
+    m.assert_raises(
+        lambda: m.fit(model, 1, callbacks=[dgck.callbacks.CompressionCheckpoint("never-written")]),
+        "CompressionCheckpoint needs",
+        kinds=(ConfigError,),
+    )
 
 
 @case

@@ -15,6 +15,7 @@ from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 from dgc.tensorflow.engine.tensors import raw_variable
 from dgc.tensorflow.keras.callbacks.log import MARK
+from dgc.tensorflow.reduce.settings import distributed_in
 
 _Callback: Any = tf.keras.callbacks.Callback
 
@@ -129,15 +130,14 @@ def _optimizer_variables(optimizer: Any) -> list[Any]:
 
 def _engine_of(optimizer: Any) -> Any:
     """What the optimizer's compressor exchanges with; None without one, or before the first step."""
-    owners = (optimizer, without_loss_scale(optimizer))
-    return next((c.engine for c in (getattr(o, "compression", None) for o in owners) if c is not None), None)
+    ours = distributed_in(optimizer)
+    return None if ours is None or ours.compression is None else ours.compression.engine
 
 
 def _lacking(optimizer: Any) -> tuple[str, ...]:
     """Names of options without which a loaded model's optimizer cannot exchange."""
-    settings = (getattr(o, "_dgc_settings", None) for o in (optimizer, without_loss_scale(optimizer)))
-    found = next((s for s in settings if s is not None), None)
-    return () if found is None or is_alone(found.process_set) is not False else found.lost
+    ours = distributed_in(optimizer)
+    return () if ours is None or is_alone(ours.process_set) is not False else ours._dgc_settings.lost
 
 
 def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
@@ -174,12 +174,11 @@ def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
 
 def _process_set_of(optimizer: Any) -> Any:
     """The process set that the gradients are exchanged in; None for all ranks."""
-    for owner in (optimizer, without_loss_scale(optimizer)):
-        compression = getattr(owner, "compression", None)
-        if compression is not None:
-            chosen = compression.process_set(owner.process_set)
-            return None if chosen is import_horovod().global_process_set else chosen
-    return None
+    ours = distributed_in(optimizer)
+    if ours is None or ours.compression is None:
+        return None
+    chosen = ours.compression.process_set(ours.process_set)
+    return None if chosen is import_horovod().global_process_set else chosen
 
 
 def _steps_per_execution(model: Any) -> int:
