@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every test and benchmark that needs one GPU, in one go: bash benchmarks/gpu_check.sh
 #
-# Needs python3 (or $PYTHON) with NumPy, Numba, CuPy, PyTorch, pytest, pytest-timeout, hypothesis and psutil. Neither
-# Horovod nor TensorFlow nor MPI: those have gpu_horovod.sh. A test that skips itself has failed (DGC_REQUIRE_GPU=1).
+# Needs python3 (or $PYTHON) with NumPy, Numba, CuPy, PyTorch, pytest, pytest-timeout, hypothesis and psutil, and g++
+# ($CXX). Neither Horovod nor TensorFlow nor MPI: those have gpu_horovod.sh. A test that skips itself has failed (DGC_REQUIRE_GPU=1).
 # Results go to $OUT if that is set, else to benchmarks/results: gpu-machine.txt, gpu-tests.txt, gpu-benchmarks.txt and
 # one file of figures a model. Ends with 0 only if everything ran and passed, with 2 where there is no device.
 set -uo pipefail
