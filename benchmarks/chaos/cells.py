@@ -99,18 +99,22 @@ class Matrix:
                 write_rows(self.path, self.rows, self.faults)
                 self.say(row)
 
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         pool = ThreadPoolExecutor(jobs)
         try:
             for some in self.in_order(cells):
                 list(pool.map(run, some))
         except BaseException:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in before:
                 signal.signal(number, signal.SIG_IGN)  # a second one must not leave jobs behind
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             self.end_all()
             raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         pool.shutdown()
 
     def in_order(self, cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:

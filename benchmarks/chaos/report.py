@@ -44,10 +44,17 @@ def write_rows(path: Path, rows: Rows, order: Iterable[str] = FAULTS) -> None:
     report = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": {name: found for name in names if (found := _version(name))},
         "cells": sorted(cells, key=lambda row: (list(order).index(row["fault"]), row["launcher"], row["way"])),
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def write_docs(path: Path) -> None:

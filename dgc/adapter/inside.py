@@ -5,6 +5,7 @@ Every figure is one rank's own. Nothing here asks the other ranks, so any of the
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from dgc.core.exchange.exchange import Exchange
 from dgc.core.state.inside import FIGURES, Inside, TensorFigures
 from dgc.errors import ConfigError
 
-OFF = "no log is on: call log_to(writer) first, or log_to(NOWHERE) to see without writing"
+OFF = "no log is on: call log_to(writer) first, on each rank that wants to see"
 ALONE = "nothing is compressed in this process, which has nobody to exchange with"
 UNBOUND = "the compressor is bound to no model yet"
 NOT_YET = "no step was looked at yet"
@@ -129,10 +130,11 @@ class Log:
                 "torch.utils.tensorboard, in TensorFlow also one of tf.summary.create_file_writer, or None to turn "
                 "the log off"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        number = operator.index(every) if hasattr(every, "__index__") else 0
+        if isinstance(every, bool) or number < 1:
             raise ConfigError(f"every is {every!r}; allowed: a number of steps >= 1")
         self._writer = writer
-        self._every = every
+        self._every = number
         self._prefix = str(prefix)
         self._waits = waits
         self._untold: str | None = None

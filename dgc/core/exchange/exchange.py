@@ -371,8 +371,8 @@ class Exchange:
         self.unapplied.conclude(step, refused=refused)
         self.stats.record(step.stats, refused=refused)
         self._end()
-        if self.inside is not None and not refused:
-            self.inside.concluded(step, self._buckets, self.unapplied.returned)
+        if (inside := self.inside) is not None and not refused:
+            inside.concluded(step, self._buckets, self.unapplied.returned)
         return refused
 
     def _warn_of_refusal(self, step: StepContext) -> None:

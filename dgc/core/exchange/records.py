@@ -231,7 +231,11 @@ class StepContext:
         """Have the loss scale; returns what is wrong with it, for all ranks."""
         if self.coming_scale is None:
             return None
-        scale, self.coming_scale = self.coming_scale(), None
+        ask, self.coming_scale = self.coming_scale, None
+        try:
+            scale = ask()
+        except Exception as error:
+            return ConfigError(f"loss_scale could not be read: {type(error).__name__}: {error}")
         if (refused := refused_scale(scale)) is None:
             self.loss_scale = float(scale)
         return refused

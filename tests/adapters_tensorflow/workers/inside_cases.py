@@ -195,6 +195,13 @@ def averaged_metrics_leave_the_figures_alone():
 
 
 @case
+def a_metric_of_the_users_is_averaged_whatever_it_is_called():
+    logs = {"compression_error": float(hvd.rank()), "compression_density": float(hvd.rank())}
+    dgck.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"compression_error": 0.5, "compression_density": float(hvd.rank())}
+
+
+@case
 def early_stopping_and_going_on_from_a_checkpoint():
     """In one script, as users have it: the same bits with the log."""
     folder = Path(tempfile.mkdtemp(prefix="dgc-inside-"))

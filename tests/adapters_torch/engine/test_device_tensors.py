@@ -221,7 +221,7 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
         step()
         engine.close()
 
-    run_ranks(2, one_rank, timeout=120)
+    run_ranks(2, one_rank)
 
 
 def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):

@@ -117,7 +117,7 @@ def test_figures_are_those_of_a_count_by_hand(case):
         assert set(seen.left_out[0]) | set(seen.taken[0]) == {p.name for p in exchange.layout.parameters}
         return seen.taken
 
-    first, second = run_ranks(2, one_rank, timeout=120)
+    first, second = run_ranks(2, one_rank)
     assert (first == second) is (case.options.get("sparsity") == 0.0)  # a rank's own
 
 
@@ -137,7 +137,7 @@ def test_what_is_sent_between_two_looks_counts():
         for step in seldom.taken:
             same_figures(seldom.taken[step], often.taken[step])
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("case", COMPRESSORS, ids=str)
@@ -189,7 +189,7 @@ def test_dense_steps_have_nothing_to_show_and_nothing_waits_in_them():
         assert ages_of(seen)[3]["fc.weight"] == [0, 1]
         assert ages_of(seen)[5]["fc.weight"] == [2, 3]
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -231,7 +231,7 @@ def test_a_step_that_is_taken_back_sends_nothing(exact):
         assert (last != 2).all()
         assert (last == 3).any()
 
-    run_ranks(2, exactly if exact else in_part, timeout=60)
+    run_ranks(2, exactly if exact else in_part)
 
 
 def test_what_waits_in_a_state_that_was_loaded_or_emptied_begins_anew():
@@ -256,7 +256,7 @@ def test_what_waits_in_a_state_that_was_loaded_or_emptied_begins_anew():
         assert ages_of(seen)[4]["fc.weight"] == [0, 1]
         exchange.close()
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 def test_a_refused_step_is_not_looked_at():
@@ -271,7 +271,7 @@ def test_a_refused_step_is_not_looked_at():
         assert list(seen.taken) == [0, 1]
         assert ages_of(seen)[1]["fc.weight"] == [1, 2]
 
-    run_ranks(2, one_rank, timeout=60)
+    run_ranks(2, one_rank)
 
 
 def test_who_cannot_look_goes_on_alone():
@@ -291,7 +291,7 @@ def test_who_cannot_look_goes_on_alone():
         assert len(seen.taken) == (1 if transport.rank else 4)
         return [r.tobytes() for r in results]
 
-    first, second = run_ranks(2, one_rank, timeout=60)
+    first, second = run_ranks(2, one_rank)
     assert first == second
 
 
@@ -311,11 +311,11 @@ def test_compressors_made_of_compressors():
         return seen
 
     by_name = {"conv*": member("qsgd"), "*": member("topk", sparsity=0.9)}
-    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_name", by_name), timeout=60)
+    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_name", by_name))
     assert all(list(taken) == ["fc.weight"] for taken in seen.taken.values())
     assert "qsgd" in seen.left_out[0]["conv.weight"]
     by_step = {0: None, 1: member("qsgd"), 3: member("topk", sparsity=0.9)}
-    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_step", by_step), timeout=60)
+    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_step", by_step))
     assert [len(seen.taken[step]) for step in range(5)] == [0, 0, 0, 2, 2]
     assert ages_of(seen)[4]["fc.weight"] == [1, 2]
 
@@ -339,7 +339,7 @@ def test_a_device_shows_what_the_host_does(values):
         for step, taken in found[0].items():
             same_figures(found[1][step], taken)
 
-    run_ranks(2, one_rank, timeout=120)
+    run_ranks(2, one_rank)
 
 
 def test_tensors_together():

@@ -7,13 +7,14 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.inside import NOWHERE, Log
+from dgc.core.state.inside import FIGURES
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 
 _Callback: Any = tf.keras.callbacks.Callback
 
-MARK = "compression_"
-"""What the logs' names begin with; each rank has its own, which nobody averages."""
+OURS = {name: f"compression_{name}" for name in FIGURES}
+"""Figures' names in the logs; each rank has its own, which nobody averages."""
 
 
 class LogCompression(_Callback):
@@ -68,7 +69,7 @@ class LogCompression(_Callback):
             return
         look = self._compression.inside
         if len(look):
-            logs.update({MARK + name: value for name, value in look.total.as_dict().items()})
+            logs.update({OURS[name]: value for name, value in look.total.as_dict().items()})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Turn the log off; what was seen last stays in ``compression.inside``."""

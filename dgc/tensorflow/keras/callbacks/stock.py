@@ -14,7 +14,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 from dgc.tensorflow.engine.tensors import raw_variable
-from dgc.tensorflow.keras.callbacks.log import MARK
+from dgc.tensorflow.keras.callbacks.log import OURS
 from dgc.tensorflow.reduce.settings import distributed_in
 
 _Callback: Any = tf.keras.callbacks.Callback
@@ -223,7 +223,7 @@ class MetricAverageCallback(_Callback):
         if not logs or is_alone():
             return
         hvd = import_horovod()
-        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and not n.startswith(MARK))
+        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and n not in OURS.values())
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
         logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -177,7 +178,7 @@ class LastStep:
     def _first_with_values(self, order: Iterable[int]) -> tuple[int, torch.Tensor, torch.Tensor] | None:
         """If possible of one that is not 0, as those of unused parameters are; a device is not waited for."""
         first = None
-        for i in filter(self._has_gradient, order):
+        for i in itertools.islice(filter(self._has_gradient, order), _TRIED):
             gradient: Any = self._parameters[i].grad
             found = i, gradient, spread(gradient)
             if not gradient.is_cpu or found[2].any():
@@ -207,6 +208,9 @@ class LastStep:
         self._gradients = {}
         self._values = None
 
+
+_TRIED = 16
+"""Gradients that are looked through from either end for one that is not 0."""
 
 _AGAIN = (
     "call optimizer.zero_grad() between steps, also between two step() of one backward(): .grad still held what the "

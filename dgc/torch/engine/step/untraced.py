@@ -38,10 +38,12 @@ def leave_hooks_untraced() -> None:
     A compiled function that holds ``backward()`` has them traced, once for each parameter until the compiler has had
     enough. Horovod's own collectives are called from these traces.
     """
-    from horovod.torch import optimizer
-
-    make = optimizer._DistributedOptimizer._make_hook
-    if hasattr(make, "__wrapped__"):
+    try:
+        from horovod.torch import optimizer
+    except ImportError:
+        return  # who needs Horovod says so
+    make = getattr(getattr(optimizer, "_DistributedOptimizer", None), "_make_hook", None)
+    if make is None or hasattr(make, "__wrapped__"):
         return
 
     @functools.wraps(make)

@@ -18,17 +18,26 @@ NOT_READY = {
 }
 
 
+CALLS = {
+    "transport": "from dgc.torch.engine.horovod.choice import make_transport; make_transport('auto')",
+    "way A": (
+        "import torch, dgc.torch; model = torch.nn.Linear(2, 2); "
+        "dgc.torch.Compression.dgc(model.named_parameters(), optimizer=torch.optim.SGD(model.parameters(), 0.1))"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", NOT_READY)
-def test_horovod_that_is_not_ready_is_a_config_error(name):
+def test_horovod_that_is_not_ready_is_a_config_error(name, call):
     if name == "not initialised":
         pytest.importorskip("horovod")
     before, message = NOT_READY[name]
     source = f"""
 {before}
 from dgc.errors import ConfigError
-from dgc.torch.engine.horovod.choice import make_transport
 try:
-    make_transport("auto")
+    {CALLS[call]}
 except ConfigError as error:
     print(error)
 """

@@ -155,7 +155,7 @@ def test_combinators_whose_members_run_on_devices_equal_the_cpu(kind, members):
             exchange.close()
             return [r[0] for r in results], [r[1] for r in results], state, norm, results
 
-        return [outcome[:4] for outcome in run_ranks(2, one_rank, timeout=120)]
+        return [outcome[:4] for outcome in run_ranks(2, one_rank)]
 
     assert_equal(steps(device_kernels), steps(lambda: NumbaKernels(1)))
 
