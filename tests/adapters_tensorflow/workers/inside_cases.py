@@ -11,6 +11,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
+from scalar_writer import Writer
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
@@ -19,22 +20,6 @@ from dgc.errors import ConfigError
 
 keras = m.keras
 OPTIONS = {"sparsity": 0.9, "min_numel": 64, "rampup_begin_step": 2}
-
-
-class Writer:
-    """Anything with ``add_scalar``."""
-
-    def __init__(self, fails_at=None):
-        self.rows, self.fails_at = [], fails_at
-
-    def add_scalar(self, tag, value, step):
-        if self.fails_at is not None and step >= self.fails_at:
-            raise OSError("disk full")
-        self.rows.append((tag, value, step))
-
-    @property
-    def steps(self):
-        return sorted({step for _, _, step in self.rows})
 
 
 def same_bits(found, expected):

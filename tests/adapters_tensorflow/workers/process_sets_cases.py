@@ -18,6 +18,13 @@ def sets():
     return hvd.add_process_set([0, 2]), hvd.add_process_set([1])
 
 
+def assert_alike(model, members, name):
+    """The model's values are those of rank 0."""
+    for i, value in enumerate(m.values(model)):
+        first = hvd.broadcast(tf.constant(value), 0, process_set=members, name=f"{name} {i}")
+        np.testing.assert_array_equal(first, value)
+
+
 @case
 def only_the_members_of_a_process_set_exchange():
     pair, _ = sets()
@@ -72,9 +79,7 @@ def fit_within_a_process_set():
         m.fit(model, 6, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
         assert compression.stats.steps == (0 if hvd.rank() == 1 else 6)
         if hvd.rank() != 1:
-            for i, value in enumerate(m.values(model)):
-                first = hvd.broadcast(tf.constant(value), 0, process_set=pair, name=f"fitted {place} {i}")
-                np.testing.assert_array_equal(first, value)
+            assert_alike(model, pair, f"fitted {place}")
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
@@ -93,9 +98,7 @@ def a_rank_outside_fits_again_with_the_members_wrapper():
             m.fit(model, 3, first=first, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
         assert compression.stats.steps == (0 if hvd.rank() == 1 else 9)
         if hvd.rank() != 1:
-            for i, value in enumerate(m.values(model)):
-                first = hvd.broadcast(tf.constant(value), 0, process_set=pair, name=f"again {place} {i}")
-                np.testing.assert_array_equal(first, value)
+            assert_alike(model, pair, f"again {place}")
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 

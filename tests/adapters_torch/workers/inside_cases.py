@@ -10,6 +10,7 @@ import warnings
 import horovod.torch as hvd
 import torch
 from models import assert_replicas_identical, flat, loss_of, make_model, raises, sgd, shared_folder, train, wrap
+from scalar_writer import Writer
 from torch import nn
 from worker_tools import case, run_cases
 
@@ -18,25 +19,6 @@ import dgc.torch as dgc
 OPTIONS = dict(sparsity=[0.75, 0.9], rampup_step=6, rampup_begin_step=2)
 HELD = {"first.weight", "left.weight", "right.weight"}
 RAN = 8
-
-
-class Writer:
-    """What is asked of a SummaryWriter."""
-
-    def __init__(self, fails_at=None):
-        self.rows, self.fails_at, self.calls = [], fails_at, 0
-
-    def add_scalar(self, tag, value, step):
-        assert type(value) is float
-        assert type(step) is int
-        self.calls += 1
-        if self.fails_at is not None and step >= self.fails_at:
-            raise OSError("disk full")
-        self.rows.append((tag, value, step))
-
-    @property
-    def steps(self):
-        return sorted({step for _, _, step in self.rows})
 
 
 def momentum_optimizer(model, **options):

@@ -29,7 +29,9 @@ class Graph:
     def __init__(self, function):
         graph = function.get_concrete_function().graph.as_graph_def()
         self.nodes = {node.name: node for node in graph.node}
-        self.library = {f.signature.name: f.node_def for f in graph.library.function}
+        fields = {field.name: value for field, value in graph.ListFields()}
+        called = fields["library"].function if "library" in fields else ()
+        self.functions = {f.signature.name: f.node_def for f in called}
 
     def of_type(self, kind):
         return [name for name, node in self.nodes.items() if node.op == kind]
@@ -55,7 +57,7 @@ class Graph:
                 for name in [f.name for f in (value.func, *value.list.func) if f.name]:
                     if name not in called:
                         called.add(name)
-                        left += self.library[name]
+                        left += self.functions[name]
         return kinds
 
 

@@ -160,18 +160,23 @@ def by_hand_through_data(t):
         p.data.add_(p.grad, alpha=-0.1)
 
 
+def keeps_what_is_applied(t, apply):
+    """Four steps, each of which counts."""
+    for call in range(4):
+        t.exchange(call)
+        after = t.state()
+        apply(t)
+        t.optimizer.zero_grad()
+        assert t.state() == after
+    assert t.step == 4
+
+
 @pytest.mark.parametrize("apply", [step_of_the_owner, step_of_another, by_hand, by_hand_through_data])
 @pytest.mark.parametrize("discardable", [True, False])
 def test_what_was_applied_is_never_taken_back(apply, discardable):
     def one_rank(transport):
         t = Training(transport, sparsity=0.9, discardable=discardable)
-        for call in range(4):
-            t.exchange(call)
-            after = t.state()
-            apply(t)
-            t.optimizer.zero_grad()
-            assert t.state() == after
-        assert t.step == 4
+        keeps_what_is_applied(t, apply)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -183,13 +188,7 @@ def test_an_update_by_hand_of_a_few_entries_is_seen():
 
     def one_rank(transport):
         t = Training(transport, sparsity=0.999, discardable=True, shapes={"weight": (48, 40)})
-        for call in range(4):
-            t.exchange(call)
-            after = t.state()
-            by_hand_through_data(t)
-            t.optimizer.zero_grad()
-            assert t.state() == after
-        assert t.step == 4
+        keeps_what_is_applied(t, by_hand_through_data)
 
     on_two_ranks(one_rank)
 
