@@ -13,6 +13,7 @@ from evidence.estimate import Estimate
 from evidence.launch import REPOSITORY, Launcher, available, duration
 from evidence.plan import DEFAULT_SEEDS, plan
 from evidence.report.page import write_page
+from evidence.variants import VARIANTS
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "evidence"
 PAGE = REPOSITORY / "docs" / "evidence.md"
@@ -47,7 +48,8 @@ def carry_out(args: argparse.Namespace, scale: Scale, results: Path, page: Path)
     missing = available(args.only, scale)
     for name, sentence in missing.items():
         print(f"{name} is left out: {sentence}", flush=True)
-    runs = plan(args.seeds or DEFAULT_SEEDS[scale], [name for name in args.only if name not in missing])
+    names = [name for name in args.only if name not in missing]
+    runs = plan(args.seeds or DEFAULT_SEEDS[scale], names, args.variants)
     if not runs:
         raise EvidenceError("there is nothing to train")
     launcher = Launcher(results, scale, args.ranks)
@@ -76,6 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="everything once, small: about five minutes")
     parser.add_argument("--only", type=_names, default=list(CLASSES), help=f"some of {','.join(CLASSES)}")
+    parser.add_argument("--variants", type=_variants, help=f"some of {','.join(VARIANTS)}")
     parser.add_argument("--seeds", type=_numbers, help="as 0,1,2 (quick: 0)")
     parser.add_argument("--ranks", type=int, help="of every training (4; quick: 2)")
     parser.add_argument("--results", type=Path, help=f"folder of the results ({RESULTS.relative_to(REPOSITORY)})")
@@ -92,6 +95,14 @@ def _names(text: str) -> list[str]:
     for name in names:
         if name not in CLASSES:
             raise argparse.ArgumentTypeError(f"there is no application {name!r}; there are {', '.join(CLASSES)}")
+    return names
+
+
+def _variants(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"there is no variant {name!r}; there are {', '.join(VARIANTS)}")
     return names
 
 

@@ -36,16 +36,21 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
 """What is trained of each application."""
 
 
-def plan(seeds: Sequence[int], applications: Sequence[str] = tuple(CLASSES)) -> list[Run]:
+def plan(
+    seeds: Sequence[int],
+    applications: Sequence[str] = tuple(CLASSES),
+    variants: Sequence[str] | None = None,
+) -> list[Run]:
     """All trainings: everything with the first seed before anything with the second; dense and DGC before the others.
 
     Args:
         seeds: in this order.
         applications: names, in any order.
+        variants: names, in any order; None: all that an application has.
     """
     chosen = [name for name in CLASSES if name in applications]
     runs = []
     for seed in seeds:
         runs += [Run(name, variant, seed) for name in chosen for variant in ("dense", "dgc")]
         runs += [Run(name, variant, seed) for name in chosen for variant in VARIANTS_OF[name][2:]]
-    return runs
+    return [run for run in runs if variants is None or run.variant in variants]

@@ -18,15 +18,16 @@ from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine, loss_scale_of
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
 from dgc.tensorflow.engine.horovod.transport import make_transport
-from dgc.tensorflow.engine.optimizers import KERAS3, family
+from dgc.tensorflow.engine.optimizers import KERAS3, clipping, family
 from dgc.tensorflow.engine.tensors import raw_variable
 from dgc.tensorflow.summary import as_writer
 
 _LEFT = (
-    "the optimizer has {}: its momentum stays in it, so that gradients are clipped before momentum as in dense "
-    "training, and the compressor does plain error feedback. For momentum correction leave the clipping out and pass "
-    "local_grad_clip_norm= to the compressor"
+    "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
+    "dense training, and the compressor does plain error feedback. For momentum correction {1}"
 )
+_INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to the compressor"
+_INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
 
 
 class DGCCompressor(CompressorBase[Engine]):
@@ -75,7 +76,8 @@ class DGCCompressor(CompressorBase[Engine]):
         if is_alone(self.process_set(process_set)) is False:
             self.adoption = Adoption(optimizer, self.config)
             if self.adoption.left_for and self.process_set(process_set).rank() == 0:
-                warnings.warn(_LEFT.format(self.adoption.left_for), stacklevel=2)
+                advice = _INSTEAD_OF_CLIPPING if clipping(self.adoption.optimizer) else _INSTEAD_OF_MOMENTUM
+                warnings.warn(_LEFT.format(self.adoption.left_for, advice), stacklevel=2)
 
     def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
         """Attach to a model's variables; collective over the process set.

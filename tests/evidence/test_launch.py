@@ -124,7 +124,11 @@ def test_what_is_missing_is_said_and_the_rest_is_trained(tmp_path, monkeypatch, 
 
 
 def test_a_call_on_one_rank_or_for_what_there_is_not_says_so(capsys):
-    for line, words in ((["--ranks", "1"], "at least 2"), (["--only", "chess"], "there is no application 'chess'")):
+    for line, words in (
+        (["--ranks", "1"], "at least 2"),
+        (["--only", "chess"], "there is no application 'chess'"),
+        (["--variants", "dense,chess"], "there is no variant 'chess'"),
+    ):
         with pytest.raises(SystemExit):
             main(line)
         assert words in capsys.readouterr().err

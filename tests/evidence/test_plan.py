@@ -32,6 +32,12 @@ def test_chosen_applications_alone():
     assert {run.application for run in plan([0], ["speech", "image"])} == {"speech", "image"}
 
 
+def test_chosen_variants_alone():
+    chosen = plan([0, 1], variants=["no-masking", "dense"])
+    assert {run.variant for run in chosen} == {"dense", "no-masking"}
+    assert chosen == [run for run in plan([0, 1]) if run.variant in ("dense", "no-masking")]
+
+
 def test_an_estimate_learns_from_what_runs_took():
     runs = plan([0], ["language", "image"])
     estimate = Estimate("full", {})

@@ -30,6 +30,7 @@ from dgc.tensorflow.engine.optimizers import (
     is_sgd,
     learning_rate,
     momentum_slot,
+    own_update,
     prepare_slots,
     restore_momentum,
     without_loss_scale,
@@ -46,7 +47,8 @@ class Adoption:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
         active: whether anything is taken from the optimizer at all.
-        left_for: the clipping option for whose sake momentum stays in the optimizer; None if it does not.
+        left_for: the clipping option or the user's method for whose sake momentum stays in the optimizer; None if it
+            does not.
         is_loss_scaled: whether a LossScaleOptimizer was given.
         taken: whether momentum was adopted, whatever it is now.
         momentum, nesterov: what was adopted; 0 and False if nothing.
@@ -60,8 +62,8 @@ class Adoption:
     def __init__(self, optimizer: Any, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
-        An optimizer that clips keeps its momentum: its clipping is meant for gradients, and what the exchange returns
-        would be a velocity. The compressor then does plain error feedback.
+        An optimizer that clips, or whose class has an update of the user's own, keeps its momentum: both are meant for
+        gradients, and what the exchange returns would be a velocity. The compressor then does plain error feedback.
 
         Args:
             optimizer: of Keras 3, legacy Keras or ``tf.compat.v1.train``; or None.
@@ -76,9 +78,9 @@ class Adoption:
         self.left_for: str | None = None
         self._config = config
         self._refuse_clipped_velocity()
-        clips = clipping(optimizer)
-        if self.active and clips and get_momentum(optimizer)[0]:
-            self.active, self.left_for = False, clips
+        found = clipping(optimizer) or own_update(optimizer)
+        if self.active and found and get_momentum(optimizer)[0]:
+            self.active, self.left_for = False, found
         if self.active and is_cleared(optimizer):
             raise ConfigError(
                 "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
@@ -147,7 +149,7 @@ class Adoption:
         """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
 
         Raises:
-            ConfigError: the compressor applies a momentum, which would not act on them.
+            ConfigError: the compressor applies a momentum or a weight decay, which would not act on them.
         """
         self._beside_local = True
         self.refuse_local()
@@ -202,13 +204,28 @@ class Adoption:
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
 
     def refuse_local(self) -> None:
-        """Look whether what was taken acts on all variables that are updated.
+        """Look whether what the compressor applies acts on all variables that are updated.
 
         Raises:
             ConfigError: some are local.
         """
-        if self._beside_local and self.applies_momentum:
+        if not self._beside_local:
+            return
+        if self.applies_momentum:
             raise ConfigError(self._refusal_of_local)
+        self.refuse_decay_beside("local variables")
+
+    def refuse_decay_beside(self, others: str) -> None:
+        """Look whether the compressor has a weight decay, where ``others`` pass it by.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if self._config.weight_decay:
+            raise ConfigError(
+                f"weight_decay={self._config.weight_decay} of the compressor would not act on {others}: leave it out "
+                "and let the optimizer apply one of its own"
+            )
 
     def _refuse_clipped_velocity(self) -> None:
         """Whether the optimizer clips, now or since a step ago, what the compressor's own momentum makes."""

@@ -98,7 +98,7 @@ class Engine(EngineBase):
 
         Raises:
             LayoutError: the ranks differ, or a variable's gradient is of another kind than in the first step.
-            ConfigError: momentum was adopted and there are sparse gradients, to which nobody would apply it.
+            ConfigError: there are sparse gradients, to which the compressor's momentum or decay would not be applied.
         """
         kinds = tuple(kinds)
         if self._kinds is None:
@@ -314,13 +314,16 @@ class Engine(EngineBase):
         )
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
-        if SPARSE not in kinds or not self.adoption.applies_momentum:
+        if SPARSE not in kinds:
             return
-        raise ConfigError(
-            f"{self.names[kinds.index(SPARSE)]!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own "
-            "way, but the compressor applies the momentum; pass sparse_as_dense=True, or momentum=0 "
-            "to the compressor to leave momentum in the optimizer"
-        )
+        name = self.names[kinds.index(SPARSE)]
+        if self.adoption.applies_momentum:
+            raise ConfigError(
+                f"{name!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own way, but the compressor "
+                "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in "
+                "the optimizer"
+            )
+        self.adoption.refuse_decay_beside(f"the sparse gradients (tf.IndexedSlices) of {name!r}")
 
 
 def loss_scale_of(value: Any) -> LossScale:

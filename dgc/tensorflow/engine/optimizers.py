@@ -23,6 +23,10 @@ _NESTEROV_TAKEN = 0
 
 _V1_UPDATES = ("_apply_dense", "_resource_apply_dense")
 
+_UPDATES = ("apply_gradients", "apply", "update_step", *_V1_UPDATES)
+_KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
+"""Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
+
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
@@ -82,6 +86,17 @@ def is_sgd(optimizer: Any) -> bool:
     if names & {("keras", "SGD"), ("tf_keras", "SGD")}:
         return True
     return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+
+
+def own_update(optimizer: Any) -> str | None:
+    """The method by which a user's subclass may change gradients before they update variables; None: there is none."""
+    for cls in type(optimizer).__mro__:
+        for name in _UPDATES:
+            method = vars(cls).get(name)
+            method = getattr(method, "python_function", method)  # of what tf.function decorates
+            if method is not None and str(getattr(method, "__module__", None)).partition(".")[0] not in _KNOWN_UPDATES:
+                return f"{cls.__name__}.{name}()"
+    return None
 
 
 def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:

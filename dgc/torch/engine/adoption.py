@@ -7,6 +7,7 @@ parameters they hold 0, so that nothing is applied twice. A ``momentum_buffer`` 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,14 @@ from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 
 Absorb = Callable[[int, torch.Tensor], None]
+
+_LEFT = (
+    "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
+    "the compressor does plain error feedback. If the step leaves gradients and momentum to torch.optim.SGD, momentum "
+    "correction is to be had with momentum=0 in {0} and momentum= in the compressor"
+)
+_KNOWN_STEPS = ("torch", "horovod", "dgc")
+"""Packages whose steps of SGD and of what wraps it are known to do nothing else with gradients."""
 
 Members = list[tuple[torch.Tensor, int]]
 """Parameters of a group that the compressor has, each with its index."""
@@ -56,9 +65,10 @@ class Adoption:
         self._config = config
         self._absorb = absorb
         self.hyper = Hyper.uniform(len(parameters), config)
-        self.active = is_sgd(optimizer) and config.momentum is None
+        plain = is_sgd(optimizer) and not has_own_step(optimizer)
+        self.active = plain and config.momentum is None
         # Decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
-        decay = is_sgd(optimizer) and config.weight_decay is None and (self.active or bool(config.momentum))
+        decay = plain and config.weight_decay is None and (self.active or bool(config.momentum))
         self.options = (("momentum", "nesterov") if self.active else ()) + (("weight_decay",) if decay else ())
         self._adopted: set[int] = set()
         self._members: dict[
@@ -67,6 +77,8 @@ class Adoption:
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         if optimizer is not None:
             self.read(optimizer)
+            if is_sgd(optimizer) and not plain and any(group.get("momentum") for group in optimizer.param_groups):
+                warnings.warn(_LEFT.format(_updating_class(optimizer).__name__), RuntimeWarning, stacklevel=2)
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what the optimizer's groups hold.
@@ -227,8 +239,19 @@ def _set_all(values: list[Any], indices: Sequence[int], value: Any) -> None:
 
 def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
-    updating = getattr(optimizer, "optimizer_class", type(optimizer))
-    return isinstance(updating, type) and issubclass(updating, torch.optim.SGD)
+    return issubclass(_updating_class(optimizer), torch.optim.SGD)
+
+
+def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a user's subclass has a ``step()``, which may do anything with gradients before it updates."""
+    steps = (vars(cls).get("step") for cls in _updating_class(optimizer).__mro__)
+    modules = (str(getattr(step, "__module__", None)) for step in steps if step is not None)
+    return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
+
+
+def _updating_class(optimizer: torch.optim.Optimizer | None) -> type:
+    sharded = getattr(optimizer, "optimizer_class", None)
+    return sharded if isinstance(sharded, type) else type(optimizer)
 
 
 def is_empty(entry: Any) -> bool:

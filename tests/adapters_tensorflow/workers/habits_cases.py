@@ -104,6 +104,27 @@ def clipping_without_momentum_in_the_optimizer_says_nothing():
     m.fit(model, 3)
 
 
+class Normalised(keras.optimizers.SGD):
+    """Gives every gradient the norm 1 before the update, much as LARS does."""
+
+    def update_step(self, gradient, variable, *rate):
+        super().update_step(gradient / (tf.norm(gradient) + 1e-9), variable, *rate)
+
+
+@case
+def an_update_of_the_users_own_keeps_its_momentum():
+    for graph in (False, True):
+        dense = m.values(fitted(Normalised(0.02, momentum=0.9)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer, compression = Normalised(0.02, momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)
+            m.assert_close(m.values(fitted(optimizer, compression, graph=graph)), dense, 1e-5)
+        assert compression.stats.steps == 15
+        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
+        assert len(said) == (hvd.rank() == 0), said
+        assert all("Normalised.update_step()" in text and "pass momentum= to the compressor" in text for text in said)
+
+
 @case
 def clipping_of_a_velocity_is_refused():
     for optimizer in (keras.optimizers.SGD(0.05, clipnorm=1.0), keras.optimizers.Adam(0.05, clipvalue=1.0)):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import warnings
 
 import horovod.torch as hvd
+import pytest
 import torch
 from models import (
     assert_replicas_identical,
@@ -101,6 +103,42 @@ def explicit_momentum_takes_the_decay_along():
         optimizer, compression = wrap(way, model, plain, momentum=0.9, **EXACT)
         train(optimizer, model, 10)
         assert worst_difference(model, expected) <= 1e-5
+        compression.close()
+
+
+class Normalised(torch.optim.SGD):
+    """Gives every gradient the norm 1 before the update, much as LARS does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad /= p.grad.norm() + 1e-9
+        return super().step(closure)
+
+
+@case
+def a_step_of_the_users_own_keeps_its_momentum_and_decay():
+    options = dict(momentum=0.9, weight_decay=0.01)
+    dense = make_model()
+    optimizer = Normalised(dense.parameters(), lr=0.02, **options)
+    train(hvd.DistributedOptimizer(optimizer, named_parameters=dense.named_parameters()), dense, 10)
+    for way in "ab":
+        model = make_model()
+        with pytest.warns(RuntimeWarning, match=r"Normalised has a step\(\) of its own: its momentum stays in it"):
+            optimizer, compression = wrap(way, model, Normalised(model.parameters(), lr=0.02, **options), **EXACT)
+        train(optimizer, model, 10)
+        assert worst_difference(model, dense) <= 1e-5, (way, worst_difference(model, dense))
+        assert all(optimizer.state[p]["momentum_buffer"].any() for p in model.parameters() if p.requires_grad)
+        compression.close()
+        # The advice of the warning: momentum in the compressor alone.
+        model = make_model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plain = Normalised(model.parameters(), lr=0.02)
+            optimizer, compression = wrap(way, model, plain, momentum=0.9, sparsity=0.9)
+            train(optimizer, model, 3)
+        assert_replicas_identical(model, way)
         compression.close()
 
 

@@ -204,6 +204,30 @@ def beside_momentum_they_are_refused_before_anything_is_exchanged():
 
 
 @case
+def beside_a_decay_of_the_compressor_local_and_sparse_gradients_are_refused():
+    for others in ("local variables", "sparse gradients"):
+        for graph in (False, True):
+            shared, own = variables()
+            table = tf.Variable(tf.zeros([10, 4]))
+            compression = dgc.Compression.dgc(momentum=0, weight_decay=0.1)
+
+            def step(local=others == "local variables", shared=shared, own=own, table=table, compression=compression):
+                with tf.GradientTape() as tape:
+                    other = tf.reduce_sum(own) if local else tf.reduce_sum(tf.gather(table, [1, 2]))
+                    loss = tf.reduce_sum(shared) + other
+                tape = dgc.DistributedGradientTape(tape, compression=compression)
+                if local:
+                    tape.register_local_source(own)
+                first, _ = tape.gradient(loss, [shared, own if local else table])
+                shared.assign_sub(first)
+
+            words = "weight_decay=0.1 of the compressor would not act on", others
+            m.assert_raises(tf.function(step) if graph else step, *words)
+            assert not np.asarray(shared).any()
+            assert compression.stats.steps == 0
+
+
+@case
 def beside_momentum_one_rank_alone_is_an_error_on_all():
     """Only rank 1 has a local variable."""
     for eager in (True, False):
