@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from evidence.application import EvidenceError, Scale
@@ -77,8 +77,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m evidence", description="Train the paper's kinds of application, dense beside compressed"
     )
     parser.add_argument("--quick", action="store_true", help="everything once, small: about five minutes")
-    parser.add_argument("--only", type=_names, default=list(CLASSES), help=f"some of {','.join(CLASSES)}")
-    parser.add_argument("--variants", type=_variants, help=f"some of {','.join(VARIANTS)}")
+    some = _some_of("application", CLASSES)
+    parser.add_argument("--only", type=some, default=list(CLASSES), help=f"some of {','.join(CLASSES)}")
+    parser.add_argument("--variants", type=_some_of("variant", VARIANTS), help=f"some of {','.join(VARIANTS)}")
     parser.add_argument("--seeds", type=_numbers, help="as 0,1,2 (quick: 0)")
     parser.add_argument("--ranks", type=int, help="of every training (4; quick: 2)")
     parser.add_argument("--results", type=Path, help=f"folder of the results ({RESULTS.relative_to(REPOSITORY)})")
@@ -90,19 +91,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in CLASSES:
-            raise argparse.ArgumentTypeError(f"there is no application {name!r}; there are {', '.join(CLASSES)}")
-    return names
+def _some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
+    """An option's names, of which there are no others than those known."""
 
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        return found
 
-def _variants(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"there is no variant {name!r}; there are {', '.join(VARIANTS)}")
     return names
 
 

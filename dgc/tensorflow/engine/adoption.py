@@ -78,9 +78,11 @@ class Adoption:
         self.left_for: str | None = None
         self._config = config
         self._refuse_clipped_velocity()
-        found = clipping(optimizer) or own_update(optimizer)
+        own = own_update(optimizer)
+        found = clipping(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
+        self.active = self.active and not own  # nor is a momentum taken that is assigned later
         if self.active and is_cleared(optimizer):
             raise ConfigError(
                 "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "

@@ -126,6 +126,16 @@ def an_update_of_the_users_own_keeps_its_momentum():
 
 
 @case
+def a_momentum_assigned_later_stays_with_an_update_of_the_users_own():
+    dense = m.values(fitted(Normalised(0.02, momentum=0.9)))
+    inner = Normalised(0.02)
+    model = compiled(inner, dgc.Compression.dgc(**m.SPARSITY_0))
+    inner.momentum = 0.9
+    m.fit(model, 15)
+    m.assert_close(m.values(model), dense, 1e-5)
+
+
+@case
 def clipping_of_a_velocity_is_refused():
     for optimizer in (keras.optimizers.SGD(0.05, clipnorm=1.0), keras.optimizers.Adam(0.05, clipvalue=1.0)):
         m.assert_raises(
