@@ -370,13 +370,13 @@ def _together(payloads: Sequence[np.ndarray], tables: Tables) -> tuple[np.ndarra
     """All payloads in one array, and at what distance they lie.
 
     That is the memory of the gathered messages, from the first payload to the end of the last one; payloads that lie
-    elsewhere are copied.
+    elsewhere are copied. Only payloads that are views of one array are known to have nothing but messages between them.
     """
     first, size = payloads[0], payloads[0].size
     addresses = [p.ctypes.data for p in payloads]
     stride = addresses[1] - addresses[0] if len(payloads) > 1 else -(-size // 8) * 8
     even = all(b - a == stride for a, b in pairwise(addresses))
-    if even and stride >= size and stride % 8 == 0:
+    if even and stride >= size and stride % 8 == 0 and len({id(_owner(p)) for p in payloads}) == 1:
         total = stride * (len(payloads) - 1) + size
         return np.lib.stride_tricks.as_strided(first, (total,), (1,), writeable=False), stride
     stride = -(-size // 8) * 8
@@ -384,3 +384,10 @@ def _together(payloads: Sequence[np.ndarray], tables: Tables) -> tuple[np.ndarra
     for i, payload in enumerate(payloads):
         whole[i * stride : i * stride + size] = payload
     return whole, stride
+
+
+def _owner(array: np.ndarray) -> np.ndarray:
+    """The array that this one is a view of, in the end."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

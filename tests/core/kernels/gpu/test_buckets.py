@@ -1,5 +1,7 @@
 """The CUDA kernels' own text, compiled for a processor: message bytes, dense tensors and work at given places."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from device_tools import PATTERNS, Bucket, codec_of, compress, convert, draw, same_bits
@@ -118,6 +120,38 @@ def test_damaged_messages_are_refused_before_they_are_read():
         damaged[codec.indices.max_bytes(n, 5) + 2] = 9
         with pytest.raises(WireError, match="exponent"):
             check_payload(form, damaged, n, 5, codec.indices)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_only_messages_are_read(gathered):
+    """Messages of one array go up from where they lie; between messages of several arrays is memory of others."""
+    sources = []
+
+    class Recording(HostRuntime):
+        def upload(self, device, host):
+            sources.append(host)
+            super().upload(device, host)
+
+    bucket = Bucket([3000], "float32", DeviceKernels(Recording()))
+    codec = codec_of(bucket, [30], "uint16", "float32")
+    size, stride = codec.max_bytes, 1 << 16
+    memory = np.zeros(2 * stride, np.uint8)
+    payloads = [memory[:size], memory[stride : stride + size]]
+    if not gathered:
+        bytes_of = [(ctypes.c_uint8 * size).from_address(p.ctypes.data) for p in payloads]
+        payloads = [np.frombuffer(owner, np.uint8) for owner in bytes_of]
+    mine, _ = bucket.work([np.arange(3000, dtype=np.float32)], None, dict(k=30))
+    done, _ = compress(bucket, mine, codec, payloads[0])
+    payloads[1][:] = payloads[0]
+    got = [np.full(3000, 7, np.float32)]
+    messages = [(payload, done.count) for payload in payloads]
+    form = device_format(codec.indices, codec.values)
+    sources.clear()
+    bucket.kernels.receive(got, bucket.offsets, int(bucket.offsets[-1]), form, messages, 0.5)
+    assert np.count_nonzero(got[0]) == done.count == 30
+    np.testing.assert_array_equal(got[0][-30:], np.arange(2970, 3000))
+    (whole,) = [s for s in sources if s.dtype == np.uint8 and s.size >= 2 * size]
+    assert np.shares_memory(whole, memory) == gathered
 
 
 def test_formats_that_the_host_writes():
