@@ -5,6 +5,7 @@ Every figure is one rank's own. Nothing here asks the other ranks, so any of the
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -207,10 +208,35 @@ class SeesInside:
         Raises:
             ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
         """
-        log = None if writer is None else Log(self._writer_of(writer), every, prefix, waits=self._waits)
+        self._use_log(None if writer is None else Log(self._writer_of(writer), every, prefix, waits=self._waits))
+
+    def _use_log(self, log: Log | None) -> None:
         self._log = log
         if (engine := self._looked_into()) is not None:
             engine.use_log(log)
+
+    @contextlib.contextmanager
+    def logging_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> Iterator[None]:
+        """:meth:`log_to` for as long as the context lasts; afterwards a log that was on before is on again.
+
+        Raises:
+            ConfigError: as :meth:`log_to`.
+
+        Warns:
+            RuntimeWarning: a log was on before.
+        """
+        before = self._log
+        self.log_to(writer, every, prefix)
+        if before is not None:
+            warnings.warn(
+                "log_to() was on; while another log of the same compressor lasts, nothing is written to its writer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        try:
+            yield
+        finally:
+            self._use_log(before)
 
     @property
     def inside(self) -> Look:

@@ -151,6 +151,35 @@ def fit_has_the_same_bits():
 
 
 @case
+def a_log_of_the_users_rests_while_fit_has_one():
+    """What ``log_to()`` was given writes again after ``fit()``, also where an exception ended an earlier one."""
+
+    class Interrupted(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                raise InterruptedError("as from outside")
+
+    optimizer = wrapped()
+    users, fits = Writer(), Writer()
+    optimizer.compression.log_to(users, every=1)
+    log = dgck.callbacks.LogCompression(fits, every=1)
+    model = m.make_model()
+    model.compile(optimizer=optimizer, loss=m.loss_function)
+    x, y = m.dataset(6)
+    for callbacks in ([log, Interrupted()], [log], []):
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            try:
+                model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+            except InterruptedError:
+                assert len(callbacks) == 2
+        assert any("log_to() was on" in str(w.message) for w in shown) is bool(callbacks)
+    assert fits.steps == list(range(2, 10)), fits.steps
+    assert users.steps == list(range(10, 16)), users.steps
+    optimizer.compression.close()
+
+
+@case
 def fit_with_the_optimizer_of_paddle_has_the_same_bits():
     same_fit(momentum, 16, everybody=False)
 

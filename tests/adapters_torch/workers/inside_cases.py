@@ -331,19 +331,27 @@ def arguments_are_checked():
 
 @case
 def a_step_that_is_refused_or_discarded():
-    model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9, discardable=True)
-    compression.log_to(Writer(), every=1)
-    train(optimizer, model, 2)
-    waiting = compression.inside.total.waiting_max
-    optimizer.zero_grad()
-    loss_of(model, 7).backward()
-    optimizer.synchronize()
-    optimizer.discard_step()
-    train(optimizer, model, 1, start=2)
-    assert compression.inside.step == 2
-    assert compression.inside.total.waiting_max == waiting + 1
-    compression.close()
+    """Neither is looked at, nor does anything wait for longer by it."""
+    for refused in (True, False):
+        model = make_model()
+        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9, discardable=True)
+        writer = Writer()
+        compression.log_to(writer, every=1)
+        train(optimizer, model, 2)
+        waiting = compression.inside.total.waiting_max
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            (loss_of(model, 7) * (float("nan") if refused and hvd.rank() else 1.0)).backward()
+            optimizer.synchronize()
+        assert compression.stats.refused_steps == refused
+        if not refused:
+            optimizer.discard_step()
+        train(optimizer, model, 1, start=2)
+        assert compression.inside.step == 2
+        assert compression.inside.total.waiting_max == waiting + 1
+        assert writer.steps == [0, 1, 2] if refused else writer.steps[-1] == 2, writer.steps
+        compression.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -23,7 +24,8 @@ class LogCompression(_Callback):
     The total over all compressed variables is added to the logs of each epoch, as ``compression_residual_norm``,
     ``compression_sent_share`` and so on, of the latest step that was looked at; with a writer, every variable's figures
     are written as well. Figures are this rank's own: give the callback to rank 0 or to all ranks, after a
-    ``MetricAverageCallback``, and let nothing that all ranks must do alike (``EarlyStopping``) depend on them.
+    ``MetricAverageCallback``, and let nothing that all ranks must do alike (``EarlyStopping``) depend on them. A log of
+    ``log_to()`` rests until ``fit()`` has ended, which a warning says.
     """
 
     def __init__(self, writer: Any = None, every: int = 100, prefix: str = "compression") -> None:
@@ -45,6 +47,7 @@ class LogCompression(_Callback):
         else:
             Log(NOWHERE, every, prefix, waits=False)
         self._compression: Any = None
+        self._logging = contextlib.ExitStack()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Turn the log on.
@@ -54,14 +57,15 @@ class LogCompression(_Callback):
         """
         optimizer = self.model.optimizer
         owners = (optimizer, without_loss_scale(optimizer))
-        found = next((c for c in (getattr(o, "compression", None) for o in owners) if hasattr(c, "log_to")), None)
+        found = next((c for c in (getattr(o, "compression", None) for o in owners) if hasattr(c, "logging_to")), None)
+        self._logging.close()  # of a fit() that an exception ended
         if found is None:
             raise ConfigError(
                 "LogCompression needs an optimizer with a compressor in compile(): "
                 "dgc.tensorflow.keras.DistributedOptimizer(..., compression=Compression.dgc(...)), or DGCMomentum"
             )
         self._compression = found
-        found.log_to(*self._arguments)
+        self._logging.enter_context(found.logging_to(*self._arguments))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the total of the latest step that was looked at."""
@@ -73,6 +77,5 @@ class LogCompression(_Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Turn the log off; what was seen last stays in ``compression.inside``."""
-        if self._compression is not None:
-            self._compression.log_to(None)
-            self._compression = None
+        self._logging.close()
+        self._compression = None
