@@ -250,7 +250,10 @@ def first_error(output: str) -> str:
         for line in lines:
             if pattern.match(line) and "Warning" not in line.split(":")[0] and not line.endswith(_HEADING):
                 return line
-    return next((line for line in reversed(lines) if line.strip() and not _NOISE.match(line)), "")
+    # Python shows the line of code below a warning.
+    shown = {i + 1 for i, line in enumerate(lines) if "Warning: " in line}
+    left = [line for i, line in enumerate(lines) if i not in shown and "Warning: " not in line]
+    return next((line for line in reversed(left) if line.strip() and not _NOISE.match(line)), "")
 
 
 def verdict_of(found: Found, fault: Fault, job: Path) -> str:

@@ -14,14 +14,14 @@ import dgc.tensorflow.keras as dgc_keras
 from dgc import tensorflow as dgc
 
 
-def _tell(rank: Rank, place: str) -> None:
-    """Call the rank within a graph."""
+def _tell(rank: Rank, place: str) -> Any:
+    """Call the rank within a graph; the operation, for what must come later."""
 
     def call() -> np.ndarray:
         rank.at(place)
         return np.float32(0)
 
-    tf.numpy_function(call, [], tf.float32)
+    return tf.numpy_function(call, [], tf.float32)
 
 
 class Places(keras.layers.Layer):
@@ -33,9 +33,10 @@ class Places(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         rank = self._rank
-        _tell(rank, "forward")
+        told = _tell(rank, "forward")
         if rank.fault.where == "forward" and rank.fault.name.startswith("memory"):
-            x = x + tf.reduce_sum(tf.random.uniform([2**24])) * 0.0
+            with tf.control_dependencies([told]):
+                x = x + tf.reduce_sum(tf.random.uniform([2**24])) * 0.0
 
         @tf.custom_gradient
         def through(x: Any) -> Any:
