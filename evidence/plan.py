@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evidence.application import Scale
 from evidence.applications import CLASSES
-from evidence.variants import ABLATIONS, FAMILY
+from evidence.variants import ABLATIONS, FAMILY, LESS_SPARSE
 
 DEFAULT_SEEDS: dict[Scale, tuple[int, ...]] = {"full": (0, 1, 2), "quick": (0,), "tiny": (0,)}
 SMALL_RANKS = 2
@@ -32,6 +32,8 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     **{name: ("dense", "dgc") for name in CLASSES},
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
+    "transformer": ("dense", "dgc", *LESS_SPARSE),
+    "speech": ("dense", "dgc", *LESS_SPARSE),
 }
 """What is trained of each application."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evidence.application import EvidenceError, Metric
@@ -12,7 +12,7 @@ from evidence.plan import VARIANTS_OF, plan
 from evidence.report import tables
 from evidence.report.groups import CLOSE, WANTED_RATIO, Group, Groups, load_groups, verdict
 from evidence.report.plots import plot_curves
-from evidence.variants import ABLATIONS, FAMILY, VARIANTS
+from evidence.variants import ABLATIONS, FAMILY, LESS_SPARSE, VARIANTS
 
 HEAD = f"""# Does it train?
 
@@ -125,12 +125,15 @@ class Page:
         parts += [f"- Choice: {NOTES[name]}"] if name in NOTES else []
         parts += ["", tables.seeds(pair, metrics), "", self._plot(pair, metrics[0], name)] if pair else [""]
         dgc, dense = self._groups.get((name, "dgc")), self._groups.get((name, "dense"))
-        parts += self._beside(name, "What each part of DGC is for", [v for v in ABLATIONS], dgc, dense)
-        parts += self._beside(name, "The family at its defaults", [*FAMILY], dense, dgc)
+        parts += self._beside(name, "With ten times as many entries", "less-sparse", LESS_SPARSE, dense, dgc)
+        parts += self._beside(name, "What each part of DGC is for", "ablations", ABLATIONS, dgc, dense)
+        parts += self._beside(name, "The family at its defaults", "family", FAMILY, dense, dgc)
         parts += self._authors(name, dgc)
         return parts
 
-    def _beside(self, name: str, title: str, variants: list[str], base: Group | None, other: Group | None) -> list[str]:
+    def _beside(
+        self, name: str, title: str, plot: str, variants: Sequence[str], base: Group | None, other: Group | None
+    ) -> list[str]:
         """A section of variants, beside one that all are compared with; nothing where none was trained."""
         own = [self._groups[name, variant] for variant in variants if (name, variant) in self._groups]
         if not own or base is None:
@@ -139,17 +142,17 @@ class Page:
         all_ = [base, *([other] if other is not None else []), *own]
         ordered = sorted(own, key=lambda group: verdict(base, group, metric).worse)
         best, worst = ordered[0], ordered[-1]
+        ends = [best] if best is worst else [best, worst]
+        found = " and ".join(f"{self._than(base, one, metric)} with {VARIANTS[one.variant].text}" for one in ends)
         sentence = (
-            f"Beside {VARIANTS[base.variant].text}, {metric.name} is {self._than(base, best, metric)} with "
-            f"{VARIANTS[best.variant].text} and {self._than(base, worst, metric)} with {VARIANTS[worst.variant].text}; "
-            f"{self._within(base, own, metric)}.\n"
+            f"Beside {VARIANTS[base.variant].text}, {metric.name} is {found}; {self._within(base, own, metric)}.\n"
         )
         return [
             f"### {title}\n",
             tables.variants(all_, base, metric),
             "",
             sentence,
-            self._plot(all_, metric, f"{name}-{'ablations' if own[0].variant in ABLATIONS else 'family'}"),
+            self._plot(all_, metric, f"{name}-{plot}"),
         ]
 
     @staticmethod

@@ -100,6 +100,13 @@ def test_what_is_missing_and_what_has_no_result_yet_is_said(folder):
     assert "torch 2.13.0" in text
 
 
+def test_one_variant_alone_is_compared_once(folder):
+    text = page_of(folder(*pair("transformer", [20.0], [23.0], 1000), result("transformer", "dgc-99", 0, 20.5, 10_000)))
+    assert "### With ten times as many entries" in text
+    assert "Beside dense, perplexity is 2.50 % worse with DGC, 99 %; of one seed" in text
+    assert "transformer-less-sparse.svg" in text
+
+
 def test_variants_stand_beside_what_they_differ_from(folder):
     others = [result("language", "no-masking", s, v, 1000) for s, v in enumerate([51.0, 51.2])]
     others += [result("language", "no-feedback", 0, 80.0, 1000), result("language", "qsgd", 0, 50.2, 50_000)]
