@@ -101,10 +101,10 @@ def test_what_is_missing_and_what_has_no_result_yet_is_said(folder):
 
 
 def test_one_variant_alone_is_compared_once(folder):
-    text = page_of(folder(*pair("transformer", [20.0], [23.0], 1000), result("transformer", "dgc-99", 0, 20.5, 10_000)))
+    text = page_of(folder(*pair("language", [20.0], [23.0], 1000), result("language", "dgc-99", 0, 20.5, 10_000)))
     assert "### With ten times as many entries" in text
     assert "Beside dense, perplexity is 2.50 % worse with DGC, 99 %; of one seed" in text
-    assert "transformer-less-sparse.svg" in text
+    assert "language-less-sparse.svg" in text
 
 
 def test_variants_stand_beside_what_they_differ_from(folder):
