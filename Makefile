@@ -71,7 +71,7 @@ demo: setup ## the demonstration on PyTorch
 demo-tensorflow: setup ## the demonstration on TensorFlow
 	$(BIN)/python examples/demo_tensorflow.py
 
-evidence: setup ## train the paper's kinds of application, dense beside DGC; goes on where it stopped (about four hours on two cores)
+evidence: setup ## train the paper's kinds of application, dense beside DGC; goes on where it stopped (about five hours on two cores)
 	$(BIN)/python -m evidence
 
 evidence-quick: setup ## the same, everything once and small (about five minutes)

@@ -33,7 +33,7 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
     "transformer": ("dense", "dgc", *LESS_SPARSE),
-    "speech": ("dense", "dgc", *LESS_SPARSE),
+    "speech": ("dense", "dgc", *LESS_SPARSE, "no-masking", "no-clipping"),
 }
 """What is trained of each application."""
 
