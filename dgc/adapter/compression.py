@@ -56,7 +56,9 @@ class CompressionBase(abc.ABC):
                 residuals and momentum once more), ``sparse_updates=True`` (False: always make dense results; see
                 ``describe()["updates"]``), ``exchange="sparse"`` ("dense": compress nothing; "auto": each bucket
                 compressed or dense for the whole run, by what is predicted to be faster on this job's network; see
-                ``describe()["exchange"]``).
+                ``describe()["exchange"]``), ``hierarchical=False`` (True: ranks of one node add their gradients up
+                first and send as one; "auto": where that saves traffic; a number: groups of so many neighbouring
+                ranks. Needs MPI).
 
         Raises:
             TypeError: an unknown option; the message lists the valid ones.

@@ -19,9 +19,10 @@ from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_fit, require_place, require_sound
 from dgc.core.state.layout import Layout, Parameter, make_layout
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, place_of
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise
+from dgc.transport.hierarchical import between_nodes
 
 
 class Adopted(Protocol):
@@ -36,7 +37,8 @@ class EngineBase(LooksInside, abc.ABC):
 
     Attributes:
         names: of the tensors, in registration order.
-        transport: moves the bytes; the engine closes it.
+        transport: connects the ranks; the engine closes it.
+        between: what gradients travel over: that transport, or one among nodes whose ranks send as one.
         adoption: what was taken over from the optimizer.
         layout: of all tensors that may be exchanged, or of those that are.
     """
@@ -55,6 +57,7 @@ class EngineBase(LooksInside, abc.ABC):
     def __init__(self, config: DGCConfig, transport: Transport) -> None:
         """Hold what all engines hold; talk to nobody."""
         self.transport = transport
+        self.between = transport
         self._config = config
         self._choice = Choice(config)
         # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
@@ -102,7 +105,8 @@ class EngineBase(LooksInside, abc.ABC):
 
     def _agree_on_options(self) -> None:
         agree_or_raise(self.transport, self._config.describe, "options of the compressor")
-        self._choice.measure(self.transport, self.updates_entries)
+        self.between = between_nodes(self.transport, self._config.hierarchical)
+        self._choice.measure(self.between, self.updates_entries)
 
     def _place(self, parameters: Sequence[Parameter], kernels: Kernels | None = None) -> Layout:
         """Lay out all tensors of an exchange, with the buckets that travel dense; asks nobody.
@@ -137,7 +141,7 @@ class EngineBase(LooksInside, abc.ABC):
         agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
-        self._at_end = weakref.finalize(self, close_all, self._exchanges, self.transport)
+        self._at_end = weakref.finalize(self, close_all, self._exchanges, self.between, self.transport)
         self._at_end.atexit = False
 
     # -- what it does --------------------------------------------------------------------------------------------
@@ -174,7 +178,8 @@ class EngineBase(LooksInside, abc.ABC):
         updated = self.how_updated
         if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
             updated = "dense: nothing is sparsified"
-        return {**self._describe(), "exchange": self._choice.describe(layouts), "updates": updated}
+        nodes = place_of(self.between).get("nodes")
+        return {**self._describe(), "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
 
     @property
     def how_updated(self) -> str:
@@ -242,8 +247,7 @@ class EngineBase(LooksInside, abc.ABC):
         """
         states = [exchange.state_dict() for exchange in self._exchanges]
         parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
-        place = {"rank": self.transport.rank, "size": self.transport.size}
-        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **place}
+        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **place_of(self.between)}
         return {**whole, **self._extra_state(states)}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
@@ -254,7 +258,7 @@ class EngineBase(LooksInside, abc.ABC):
         """
         if is_empty(saved):
             return
-        require_place(saved, self.transport.rank, self.transport.size, self._config.op)
+        require_place(saved, op=self._config.op, **place_of(self.between))
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
@@ -297,7 +301,8 @@ class EngineBase(LooksInside, abc.ABC):
         self._is_closed = True
         self.use_log(None)
         self._at_end.detach()
-        close_all(self._exchanges, None if keep_transport else self.transport)
+        own = (each for each in (self.between, self.transport) if not keep_transport or each is not self.transport)
+        close_all(self._exchanges, *own)
 
 
 def _require_extras(saved: Mapping[str, Any]) -> None:
@@ -317,7 +322,8 @@ def _require_extras(saved: Mapping[str, Any]) -> None:
             raise LayoutError("the saved compressor state has a group without its variables; it is damaged")
 
 
-def close_all(exchanges: list[Exchange], transport: Transport | None) -> None:
-    """End the threads; the transport is left alone when one of them still waits in it for a rank that is gone."""
-    if all([exchange.close() for exchange in exchanges]) and transport is not None:
-        transport.close()
+def close_all(exchanges: list[Exchange], *transports: Transport) -> None:
+    """End the threads; transports are left alone when one of them still waits in one for a rank that is gone."""
+    if all([exchange.close() for exchange in exchanges]):
+        for transport in transports:
+            transport.close()

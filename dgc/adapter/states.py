@@ -82,6 +82,11 @@ def own_state(
         LayoutError: they are not those of all its ranks, of one step and one model.
     """
     first, size = states[0], states[0].get("size")
+    if first.get("nodes") is not None:
+        raise LayoutError(
+            f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
+            f"cannot hand to other ranks: load them on {size} ranks of as many nodes, or go on from the model alone"
+        )
     if len(states) != size:
         raise LayoutError(f"resize=True needs the states of all {size} old ranks in rank order, got {len(states)}")
     for rank in {0, *old_ranks_of(transport.rank, len(states), transport.size)}:

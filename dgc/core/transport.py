@@ -48,3 +48,25 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release what the transport holds. Further collectives are errors. Calling it twice is fine."""
         ...
+
+
+def group_of(transport: Transport) -> Transport | None:
+    """The transport within this rank's group, where groups of ranks exchange as one rank each; None where ranks do."""
+    return getattr(transport, "inside", None)
+
+
+def whole_of(transport: Transport) -> Transport:
+    """The transport among all ranks."""
+    return getattr(transport, "whole", transport)
+
+
+def place_of(transport: Transport) -> dict[str, int]:
+    """Whose state this is: this process' rank among all, their number, and the number of groups where there are any."""
+    whole = whole_of(transport)
+    place = {"rank": whole.rank, "size": whole.size}
+    return place if whole is transport else {**place, "nodes": transport.size}
+
+
+def called(transport: Transport, rank: int) -> str:
+    """What a user reads of a place in the transport's group: "rank 3", or the node whose ranks send as one."""
+    return f"rank {rank}" if group_of(transport) is None else f"node {rank}"

@@ -46,6 +46,13 @@ class _World:
         self._round = _Round()
         self._left: set[int] = set()
         self._failure: str | None = None
+        self._parts: list[_World] = []
+
+    def part(self, size: int) -> _World:
+        """The meeting point of some of the threads, which fails with this one."""
+        made = _World(size, self.timeout)
+        self._parts.append(made)
+        return made
 
     def meet(self, rank: int, signature: str, arrays: Any, work: Callable[[list[Any]], None]) -> None:
         """Bring ``arrays`` to the current collective; return when ``work`` has run on all ranks' arrays.
@@ -91,6 +98,8 @@ class _World:
         """Stop every rank: those that wait now and those that come later."""
         with self._changed:
             self._fail_locked(reason)
+        for part in self._parts:
+            part.fail(reason)
 
     def _fail_locked(self, reason: str) -> None:
         if self._failure is None:
@@ -182,6 +191,39 @@ class LocalTransport:
                 np.copyto(target, result)
 
         self._world.meet(self.rank, f"allreduce {op} of {array.size} {array.dtype.name}", array, work)
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """Overwrite ``array`` with that of rank 0.
+
+        Args:
+            array: contiguous, of the same type and size on every rank.
+
+        Raises:
+            TransportError: a rank failed, left, or called something else.
+        """
+
+        def work(arrays: list[np.ndarray]) -> None:
+            for target in arrays[1:]:
+                np.copyto(target, arrays[0])
+
+        self._world.meet(self.rank, f"broadcast of {array.size} {array.dtype.name}", array, work)
+
+    def split(self, color: int) -> LocalTransport:
+        """A transport among the ranks that give the same color, in the same order. To be called on all ranks.
+
+        Raises:
+            TransportError: a rank failed, left, or called something else.
+        """
+        made: list[LocalTransport] = []
+
+        def work(calls: list[tuple[int, list[LocalTransport]]]) -> None:
+            colors = [color for color, _ in calls]
+            worlds = {color: self._world.part(colors.count(color)) for color in colors}
+            for rank, (color, target) in enumerate(calls):
+                target.append(LocalTransport(worlds[color], colors[:rank].count(color)))
+
+        self._world.meet(self.rank, "split", (color, made), work)
+        return made[0]
 
     def close(self) -> None:
         """Leave the world. A rank that still waits for this one gets a TransportError."""

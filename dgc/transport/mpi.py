@@ -36,8 +36,8 @@ import numpy as np
 
 from dgc.errors import StallError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
-from dgc.transport.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
-from dgc.transport.mpi_stall import StallWatch
+from dgc.transport.waits.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
+from dgc.transport.waits.mpi_stall import StallWatch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,6 +50,9 @@ CHUNK_BYTES = 1024 * 1024
 
 CHUNK_BYTES_PER_RANK = 64 * 1024
 """... but on many ranks a chunk grows, so that the messages it is cut into do not get tiny."""
+
+BROADCAST_BYTES = 256 * 1024 * 1024
+"""A broadcast goes in parts whose size is a C int."""
 
 SPIN_SECONDS = 100e-6
 """Testing without pause at first: a collective that everybody has reached is over sooner than a sleep."""
@@ -129,6 +132,9 @@ class MPITransport:
     """
 
     name = "mpi"
+
+    on_long_wait: Callable[[], None] | None = None
+    """Called now and then while a collective does not end, if set."""
 
     def __init__(
         self,
@@ -210,6 +216,55 @@ class MPITransport:
             step = max(CHUNK_BYTES, CHUNK_BYTES_PER_RANK * self.size) // array.itemsize
             for start in range(0, array.size, step):
                 self._reduce_chunk(array[start : start + step], op)
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """Overwrite ``array`` with that of rank 0, blocking.
+
+        Args:
+            array: contiguous, of the same type and size on every rank.
+
+        Raises:
+            TransportError: an MPI error, or a large array of another size on another rank.
+        """
+        self._require_open()
+        if self.size == 1 or array.size == 0:
+            return
+        data = array.reshape(-1).view(np.uint8)
+        with _as_transport_error(f"broadcast of {data.size} bytes"):
+            if data.size > SMALL_BYTES:
+                self._wait_for_everybody(data.size)
+            for start in range(0, data.size, BROADCAST_BYTES):
+                part = data[start : start + BROADCAST_BYTES]
+                self._wait(lambda part=part: self._comm.Ibcast([part, self._mpi.BYTE], 0), part.size)  # type: ignore[misc]
+
+    def split(self, color: int) -> MPITransport:
+        """A transport among the ranks that give the same color, in the same order. Collective over all ranks.
+
+        Raises:
+            TransportError: an MPI error.
+        """
+        self._require_open()
+        with _as_transport_error("splitting a communicator"):
+            part: Any = self._comm.Split(color, self.rank)
+        try:
+            return MPITransport(part)
+        finally:
+            part.Free()
+
+    def nodes(self) -> list[int]:
+        """For each rank the lowest one that shares its memory, so which ranks are on one machine. Collective."""
+        self._require_open()
+        with _as_transport_error("looking for ranks on the same machine"):
+            near = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
+            lowest = near.bcast(self.rank, 0)
+            near.Free()
+        found = np.empty((self.size, 8), np.uint8)
+        self.allgather(np.array([lowest], np.int64).view(np.uint8), found)
+        return [int(n) for n in found.view(np.int64)[:, 0]]
+
+    def tell_busy(self) -> None:
+        """Say once to the others, who may wait for this rank, that it will come: it waits for somebody else."""
+        self._stall.tell_busy()
 
     def close(self) -> None:
         """Free the communicator, unless MPI is finalized or this is a child of the rank. To be called on every rank."""
@@ -297,6 +352,8 @@ class MPITransport:
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
     def _look_for_others(self, waited: float) -> None:
+        if self.on_long_wait is not None:
+            self.on_long_wait()
         try:
             self._stall.look(waited)
         except StallError:

@@ -58,6 +58,9 @@ class DGCConfig:
     seed: int = 0
     # "sparse": as the compressor says. "dense": nothing is compressed. "auto": whichever is predicted to be faster.
     exchange: str = "sparse"
+    # Add gradients up within a node first, whose ranks then send as one: False, True, "auto" (where it saves traffic),
+    # or how many neighbouring ranks form a group.
+    hierarchical: bool | int | str = False
     # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
     discardable: bool = False
     # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
@@ -95,6 +98,12 @@ class DGCConfig:
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
         require_choice("exchange", self.exchange, ("sparse", "dense", "auto"))
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
+            if isinstance(self.hierarchical, str):
+                raise ConfigError(
+                    f"hierarchical is {self.hierarchical!r}; give True, False, 'auto' or a number of ranks"
+                )
+            require_integer("hierarchical", self.hierarchical, 2)
         if self.exchange == "dense" and self.clips_tensors:
             raise ConfigError(
                 "exchange='dense' clips no single tensors: give clip_scope='global' or leave local_grad_clip_norm out"

@@ -19,7 +19,7 @@ from dgc.core.kernels.base import Kernels, memory_of
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState, State
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, called
 from dgc.core.wire.message import Incoming, Sender
 from dgc.core.wire.plan import BucketPlan, Mode
 from dgc.errors import DGCError
@@ -195,9 +195,9 @@ class BucketExchange:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
         ranks = self.required_outcome.flagged_by
         if own in ranks or not ranks:
-            where = f"rank {own} in the gradient of {names[self._worst_parameter(step)]!r}"
+            where = f"{called(self._transport, own)} in the gradient of {names[self._worst_parameter(step)]!r}"
         else:
-            where = f"rank {ranks[0]}, whose own warning names the parameter"
+            where = f"{called(self._transport, ranks[0])}, whose own warning names the parameter"
         return (
             f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
             "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "

@@ -15,8 +15,9 @@ import numpy as np
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.clipping import Clipping
 from dgc.core.exchange.encoders.choose import make_encoders
+from dgc.core.exchange.gradients.clipping import Clipping
+from dgc.core.exchange.gradients.nodes import NodeSums
 from dgc.core.exchange.pipeline import Pipeline
 from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
 from dgc.core.exchange.status import Phase, StepStatus
@@ -26,7 +27,7 @@ from dgc.core.state.checks import require_place
 from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, group_of, place_of
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -78,8 +79,8 @@ class Exchange:
         self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
         self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
-        end_job = getattr(transport, "end_job", None)
-        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, end_job)
+        nodes = None if group_of(transport) is None else NodeSums(config, kernels, transport)
+        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, transport, nodes)
         self._step: StepContext | None = None
         self._warned = False
 
@@ -229,7 +230,7 @@ class Exchange:
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,
-            "ranks": self.transport.size,
+            "ranks": place_of(self.transport)["size"],
             "kernels": self._kernels.name,
             "discardable": self.unapplied.exact,
         }
@@ -279,7 +280,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), "rank": self.transport.rank, "size": self.transport.size, "op": self.config.op}
+        return {**self.state.to_dict(), **place_of(self.transport), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -290,7 +291,7 @@ class Exchange:
             LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, self.transport.rank, self.transport.size, self.config.op)
+        require_place(saved, op=self.config.op, **place_of(self.transport))
         self.state.load(saved, self.config.own_share(self.transport.size))
         self.unapplied.reset()
         self._status.recover()
@@ -379,7 +380,8 @@ class Exchange:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
         bucket = next(b for b in self._buckets if b.required_outcome.flagged)
         ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
-        if self._warned or (own not in ranks and own != 0):
+        inside = group_of(self.transport)
+        if self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank):
             return
         self._warned = True
         warnings.warn(bucket.refusal(step, own, [p.name for p in self.layout.parameters]), RuntimeWarning, stacklevel=4)

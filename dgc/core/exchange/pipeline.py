@@ -13,11 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.clipping import Clipping
+from dgc.core.exchange.gradients.clipping import Clipping
+from dgc.core.exchange.gradients.nodes import NodeSums
 from dgc.core.exchange.records import RemoteFailure, StepContext
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
 from dgc.core.kernels.base import Kernels
+from dgc.core.transport import Transport
 from dgc.errors import DGCError, RemoteError, StallError, TransportError
 
 _CLOSE_PATIENCE = 5.0
@@ -39,7 +41,8 @@ class Pipeline:
         unapplied: Unapplied,
         kernels: Kernels,
         status: StepStatus,
-        end_job: Callable[[StallError], None] | None = None,
+        transport: Transport,
+        nodes: NodeSums | None = None,
     ) -> None:
         """Take what an exchange works with.
 
@@ -49,23 +52,25 @@ class Pipeline:
             unapplied: keeps what a step changes, where steps can be discarded.
             kernels: their ``overlaps`` says whether there are threads to spare.
             status: of the exchange; its lock guards the gradients that arrive.
-            end_job: ends all ranks, where nobody takes the error about a missing one.
+            transport: its ``end_job``, if it has one, ends all ranks where nobody takes the error about a missing one.
+            nodes: adds up gradients first, where several ranks send as one.
         """
-        self._end_job = end_job
+        self._end_job: Callable[[StallError], None] | None = getattr(transport, "end_job", None)
+        self._nodes = nodes
         self._buckets = buckets
         self._clipping = clipping
         self._unapplied = unapplied
         self._kernels = kernels
         self._status = status
         self._step: StepContext | None = None
-        self._prepared = self._clipped = 0  # buckets before these are
+        self._prepared = self._clipped = self._summed = 0  # buckets before these are
         self._waits = bool(getattr(kernels, "on_device", False))  # whether kernels run while this thread goes on
         self._thread: threading.Thread | None = None
 
     def start(self, step: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
         self._step = step
-        self._prepared = self._clipped = 0
+        self._prepared = self._clipped = self._summed = 0
         for bucket in self._buckets:
             bucket.start()
         self._status.begin()
@@ -158,8 +163,13 @@ class Pipeline:
             DGCError: a message or a collective failed; or another error that cannot be told in this step any more.
         """
         bucket, status = self._buckets[index], self._status
-        if status.announced is None:
+        announced = status.announced
+        if self._nodes is not None:
+            # What another rank of the node met is met by all of them: they send the same message.
+            announced = self._nodes.agree(announced)
+        if announced is None:
             try:
+                self._add_up(step, index)
                 self._prepare(step, index)
                 self._prepare_following(step, index)
                 bucket.run(step)
@@ -174,8 +184,11 @@ class Pipeline:
                 status.announce(wrapped)
                 if bucket.sent:
                     return  # the message of the next bucket tells the others
-        assert status.announced is not None
-        cause, parameter = status.announced
+                announced = status.announced
+        else:
+            status.announce(*announced)
+        assert announced is not None
+        cause, parameter = announced
         try:
             bucket.send_error(step, cause, parameter)
         except RemoteFailure as failure:
@@ -185,6 +198,17 @@ class Pipeline:
     def _sends_no_more(self, step: StepContext, index: int) -> bool:
         """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
         return index == len(self._buckets) - 1 or self._buckets[index].plan(step).allreduces
+
+    def _add_up(self, step: StepContext, index: int) -> None:
+        """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all."""
+        if self._nodes is None or index < self._summed:
+            return
+        stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
+        with step.stats.timed("exchange"):
+            for each in self._buckets[index:stop]:
+                each.encoder.await_gradients(step)
+                self._nodes.add_up(step, each.bucket)
+        self._summed = stop
 
     def _prepare(self, step: StepContext, index: int) -> None:
         """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
@@ -201,7 +225,7 @@ class Pipeline:
         """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
         if index < self._clipped:
             return
-        stop = self._stop(step, index) if self._waits else index + 1
+        stop = self._stop(step, index) if self._waits and self._nodes is None else index + 1
         ready = self._buckets[index:stop]
         for each in self._buckets if self._clipping.needs_all_gradients else ready:
             each.encoder.await_gradients(step)
@@ -210,8 +234,8 @@ class Pipeline:
 
     def _prepare_following(self, step: StepContext, index: int) -> None:
         """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
-        if not self._kernels.overlaps:
-            return
+        if not self._kernels.overlaps or self._nodes is not None:
+            return  # which gradients are there differs between the ranks of a node
         stop = self._stop(step, index)
         # What fails here fails again when it is that bucket's turn, and can be told the other ranks then.
         with contextlib.suppress(Exception):

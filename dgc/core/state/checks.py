@@ -13,7 +13,7 @@ FORMAT = 1
 """Of the states that this version writes and reads."""
 
 
-def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str) -> None:
+def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
     """Refuse the state of another rank, or of a job of another size or op.
 
     Args:
@@ -21,10 +21,17 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str) -> No
         rank: this rank.
         size: number of ranks.
         op: "average" or "sum".
+        nodes: number of nodes whose ranks send as one, if they do.
 
     Raises:
         LayoutError: it is one.
     """
+    if saved.get("nodes") != nodes:
+        theirs, ours = (_senders(n) for n in (saved.get("nodes"), nodes))
+        raise LayoutError(
+            f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
+            "it on as many ranks and nodes with the same hierarchical=..., or go on from the model alone"
+        )
     if saved.get("size") != size:
         raise LayoutError(
             f"the saved compressor state is one of {saved.get('size')} ranks, this job has {size}; pass the "
@@ -36,6 +43,10 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str) -> No
             "differ between ranks: save and load one state per rank"
         )
     require_op(saved, op)
+
+
+def _senders(nodes: int | None) -> str:
+    return "single ranks" if nodes is None else f"{nodes} nodes"
 
 
 def require_op(saved: Mapping[str, Any], op: str) -> None:

@@ -10,17 +10,18 @@ import numpy as np
 
 from dgc import errors
 from dgc.core.kernels.base import HostMemory, Memory
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, called
 from dgc.core.wire.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
 from dgc.core.wire.plan import BucketPlan
 
-_ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
+ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,
     errors.LayoutError,
     errors.ConfigError,
     errors.WireError,
     errors.TransportError,
 )
+"""By their number in messages."""
 _NO_PARAMETER = 2**32 - 1
 
 
@@ -95,7 +96,7 @@ class Sender:
 
     def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
-        code = next((i for i, c in enumerate(_ERROR_CLASSES) if isinstance(error, c)), 0)
+        code = error_code(error)
         text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
         self._message[HEADER_BYTES:] = 0
         self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
@@ -120,12 +121,13 @@ class Sender:
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
         failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
         if failed:
-            return [_failure(headers[i], self._gathered[i], i) for i in failed]
+            return [_failure(headers[i], self._gathered[i], i, called(self._transport, i)) for i in failed]
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             if header.fingerprint != self._fingerprint:
+                theirs, own = (called(self._transport, rank) for rank in (sender, self._transport.rank))
                 raise errors.ConfigError(
-                    f"rank {sender} and rank {self._transport.rank} disagree in step {step} about the learning rate, "
+                    f"{theirs} and {own} disagree in step {step} about the learning rate, "
                     "momentum, Nesterov, weight decay or the layout: schedulers and loaded checkpoints must set the "
                     "same values on every rank (load a checkpoint on all ranks, or broadcast the optimizer's state; "
                     "decide about a learning rate from metrics that are averaged over the ranks)"
@@ -186,12 +188,17 @@ class Sender:
         )
 
 
+def error_code(error: errors.DGCError) -> int:
+    """The number of an error's class among :data:`ERROR_CLASSES`."""
+    return next((i for i, c in enumerate(ERROR_CLASSES) if isinstance(error, c)), 0)
+
+
 def _dense_codec(plan: BucketPlan) -> int:
     return int(plan.small.values.id) if plan.small else 0
 
 
-def _failure(header: Header, data: np.ndarray, sender: int) -> Incoming:
+def _failure(header: Header, data: np.ndarray, sender: int, who: str) -> Incoming:
     text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
-    code = header.error_code if header.error_code < len(_ERROR_CLASSES) else 0
-    error = _ERROR_CLASSES[code](f"rank {sender} failed in step {header.step}: {text}")
+    code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
+    error = ERROR_CLASSES[code](f"{who} failed in step {header.step}: {text}")
     return Incoming(sender, 0, False, data[:0], data[:0], data[:0], error)

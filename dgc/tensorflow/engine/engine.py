@@ -159,7 +159,7 @@ class Engine(EngineBase):
             self._layout_of(indices),
             [self.variables[i] for i in indices],
             self._config,
-            self.transport,
+            self.between,
             self._loss_scale,
         )
         self._groups.append(made)

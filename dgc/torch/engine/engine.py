@@ -270,7 +270,7 @@ class Engine(EngineBase):
         self._places = {i: place for place, i in enumerate(members)}
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
-        return Exchange(layout, self._config, self.transport, kernels, loss_scale=self._loss_scale)
+        return Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
 
     def _clear(self) -> None:
         self._leave_failure()
@@ -368,7 +368,7 @@ class Engine(EngineBase):
         """A momentum_buffer of a dense run becomes u."""
         if index in self._sparse:
             return
-        share = self._config.own_share(self.transport.size)
+        share = self._config.own_share(self.between.size)
         self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.transport.mpi_stall import LIMIT_VARIABLE, longest_wait
+from dgc.transport.waits.mpi_stall import LIMIT_VARIABLE, longest_wait
 
 _PATIENCE = 1.0
 """Seconds that the sum of the step before is waited for. A rank that is missing is waited for in the exchange, which

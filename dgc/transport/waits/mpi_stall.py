@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport.mpi_exit import calling, ranks_in_job
+from dgc.transport.waits.mpi_exit import calling, ranks_in_job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -111,6 +111,11 @@ class StallWatch:
     def missing(self) -> list[int]:
         """Ranks of the communicator that have not said that they came to this collective."""
         return [r for r in range(self._comm.size) if r != self._comm.rank and self._heard[r] < self._number]
+
+    def tell_busy(self) -> None:
+        """Tell the others once that this rank will come, though it waits elsewhere."""
+        if self._limit != _NEVER:
+            self._tell(_BUSY)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ import horovod.torch as hvd
 hvd.init()
 import numpy as np
 import dgc.transport.mpi as mpi
-import dgc.transport.mpi_exit as mpi_exit
+import dgc.transport.waits.mpi_exit as mpi_exit
 from dgc.errors import TransportError
 from mpi4py import MPI
 from worker_tools import report
@@ -84,7 +84,7 @@ def test_mpi_is_not_called_once_another_thread_finalizes_it(call, tmp_path):
 
 LEAVE = """
 import sys
-import dgc.transport.mpi_exit as mpi_exit
+import dgc.transport.waits.mpi_exit as mpi_exit
 from worker_tools import report
 
 met = []

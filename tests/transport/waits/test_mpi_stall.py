@@ -9,8 +9,9 @@ import pytest
 from launch_tools import run_mpi
 
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport import mpi, mpi_stall
-from dgc.transport.mpi_stall import seconds_of
+from dgc.transport import mpi
+from dgc.transport.waits import mpi_stall
+from dgc.transport.waits.mpi_stall import seconds_of
 
 STOPPED = """
 import os, signal, time, warnings
@@ -19,7 +20,7 @@ hvd.init()
 import numpy as np
 from dgc.errors import StallError
 from dgc.transport.mpi import MPITransport
-from dgc.transport.mpi_stall import StallWatch
+from dgc.transport.waits.mpi_stall import StallWatch
 from mpi4py import MPI
 from worker_tools import report
 
@@ -61,7 +62,7 @@ import os, signal
 import horovod.torch as hvd, torch
 hvd.init()
 import dgc.core.exchange.pipeline as pipeline, dgc.torch as dgc
-from dgc.transport.mpi_stall import StallWatch
+from dgc.transport.waits.mpi_stall import StallWatch
 from mpi4py import MPI
 
 pipeline._STALL_PATIENCE = 1.0

@@ -1,0 +1,1 @@
+"""What is done to a step's gradients before they are compressed."""

@@ -1,0 +1,115 @@
+"""Gradients of ranks that send as one: added up within their node before they are compressed.
+
+Every rank of a node then holds the same sum, does the same with it and comes to the same message, of which one copy
+travels. For the compressor a node is a rank: P is the number of nodes, and a node's gradient is what its ranks have
+together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.records import StepContext
+from dgc.core.kernels.base import memory_of
+from dgc.core.state.layout import Bucket
+from dgc.core.transport import Transport, group_of, place_of
+from dgc.core.wire.message import ERROR_CLASSES, error_code
+from dgc.errors import DGCError
+
+_TEXT_BYTES = 2000
+_NO_PARAMETER = -1
+
+Announced = tuple[DGCError, int | None]
+
+
+class NodeSums:
+    """Adds up gradients within this rank's node, and lets its ranks fail together.
+
+    On a GPU the sums pass through host memory.
+    """
+
+    def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
+        """Talk to nobody.
+
+        Args:
+            config: its ``op``.
+            kernels: that read the gradients.
+            transport: among nodes.
+        """
+        inside, place = group_of(transport), place_of(transport)
+        assert inside is not None, "the transport connects nodes"
+        self._inside = inside
+        self._first = place["rank"] - inside.rank
+        self._on_device = bool(getattr(kernels, "on_device", False))
+        self._memory = memory_of(kernels)
+        # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
+        self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
+        self._sums: dict[int, np.ndarray] = {}
+        self._copies: dict[int, Any] = {}  # of the sums, on a device
+
+    def agree(self, own: Announced | None) -> Announced | None:
+        """What this bucket cannot be exchanged for on some rank of the node; the same on all of them. Collective.
+
+        Args:
+            own: what this rank has announced.
+
+        Returns:
+            The error of the first rank that has one, and the parameter it concerns.
+        """
+        fails = np.array([own is not None], np.uint8)
+        flags = np.empty((self._inside.size, 1), np.uint8)
+        self._inside.allgather(fails, flags)
+        if not flags.any():
+            return None
+        text = np.zeros(16 + _TEXT_BYTES, np.uint8)
+        if own is not None:
+            error, parameter = own
+            text[:16].view(np.int64)[:] = error_code(error), _NO_PARAMETER if parameter is None else parameter
+            words = str(error).encode()[:_TEXT_BYTES]
+            text[16 : 16 + len(words)] = np.frombuffer(words, np.uint8)
+        texts = np.empty((self._inside.size, text.size), np.uint8)
+        self._inside.allgather(text, texts)
+        first = int(np.flatnonzero(flags[:, 0])[0])
+        code, concerned = texts[first, :16].view(np.int64).tolist()
+        told = bytes(texts[first, 16:]).rstrip(b"\0").decode(errors="replace")
+        failure = ERROR_CLASSES[code](f"rank {self._first + first}: {told}")
+        if own is not None and first == self._inside.rank:
+            failure.__cause__ = own[0]
+        return failure, None if concerned == _NO_PARAMETER else concerned
+
+    def add_up(self, step: StepContext, bucket: Bucket) -> None:
+        """Put the node's sum in the place of this rank's gradients of a bucket, all of which are in. Collective.
+
+        Args:
+            step: the step.
+            bucket: the bucket.
+        """
+        host = self._sum_of(bucket)
+        items = step.given.of(bucket.segments)
+        for segment, item in zip(bucket.segments, items, strict=True):
+            host[segment.slice] = self._on_host(item.gradient)
+        self._inside.allreduce(host, "sum")
+        if self._factor != 1.0:
+            host *= self._factor
+        summed: Any = host
+        if self._copies:
+            summed = self._copies[bucket.index]
+            self._memory.copy_in(summed, host)
+        for segment, item in zip(bucket.segments, items, strict=True):
+            item.gradient = summed[segment.slice]
+
+    def _sum_of(self, bucket: Bucket) -> np.ndarray:
+        if bucket.index not in self._sums:
+            self._sums[bucket.index] = self._memory.host_array(bucket.size, bucket.dtype)
+            self._sums[bucket.index].fill(0.0)  # between tensors
+            if self._on_device:
+                self._copies[bucket.index] = self._memory.zeros(bucket.size, bucket.dtype)
+        return self._sums[bucket.index]
+
+    def _on_host(self, gradient: Any) -> np.ndarray:
+        host = self._memory.to_host(gradient) if self._on_device else gradient
+        # Bfloat16 arrives as its bits: the upper half of a float32.
+        return (host.astype(np.uint32) << 16).view(np.float32) if host.dtype == np.uint16 else host

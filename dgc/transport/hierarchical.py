@@ -1,0 +1,187 @@
+"""Groups of ranks that exchange as one: the ranks of a node share memory, and only one message leaves it.
+
+P = number of nodes, m = message bytes. Every rank of a node comes to the same message; the lowest one, its *leader*,
+exchanges it with the leaders of the other nodes, and hands on what came.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, TransportError
+from dgc.transport.checks import check_allgather, check_allreduce
+
+logger = logging.getLogger("dgc")
+
+_WORD = 8
+"""Bytes after a leader's message: 1 + the first rank of its node that came to another message, or 0."""
+
+
+class Divisible(Transport, Protocol):
+    """A transport that parts of its ranks can have one like it of their own."""
+
+    def broadcast(self, array: np.ndarray) -> None:
+        """Overwrite ``array`` with that of rank 0."""
+        ...
+
+    def split(self, color: int) -> Divisible:
+        """A transport among the ranks that give the same color. Collective."""
+        ...
+
+
+def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Transport:
+    """What gradients travel over. Collective.
+
+    Args:
+        transport: among all ranks.
+        hierarchical: False: that transport. True: one among nodes. "auto": one among nodes where there are several, and
+            several ranks on one of them. A number: one among groups of so many neighbouring ranks.
+
+    Raises:
+        ConfigError: no nodes can be made of these ranks. On all of them.
+        TransportError: a collective failed.
+    """
+    if hierarchical is False:
+        return transport
+    if not hasattr(transport, "split") or (isinstance(hierarchical, (bool, str)) and not hasattr(transport, "nodes")):
+        if hierarchical == "auto":
+            return transport
+        raise ConfigError(
+            f"hierarchical={hierarchical!r} needs MPI, and gradients travel over {transport.name!r} here: start the "
+            "job with horovodrun --mpi (and mpi4py installed), or leave hierarchical out"
+        )
+    size = transport.size
+    if isinstance(hierarchical, (bool, str)):
+        nodes = transport.nodes()  # type: ignore[attr-defined]
+    elif size % hierarchical:
+        raise ConfigError(f"hierarchical={hierarchical} does not divide {size} ranks into groups of {hierarchical}")
+    else:
+        nodes = [rank - rank % hierarchical for rank in range(size)]
+    count = len(set(nodes))
+    if hierarchical == "auto" and count in (1, size):
+        return transport
+    if count == 1 and size > 1 and transport.rank == 0:
+        logger.warning(
+            "hierarchical=%s: all %d ranks are one node, and nothing travels between nodes; gradients are sparsified "
+            "all the same. hierarchical='auto' does without nodes here",
+            hierarchical,
+            size,
+        )
+    if any(nodes[i] > nodes[i + 1] for i in range(size - 1)):
+        places = ", ".join(str(nodes.index(n)) for n in dict.fromkeys(nodes))
+        raise ConfigError(
+            f"hierarchical={hierarchical!r} needs the ranks of a node to be neighbours, and those of the nodes that "
+            f"begin with ranks {places} are mixed: place ranks by node (horovodrun does; mpirun --map-by slot)"
+        )
+    return HierarchicalTransport(transport, nodes)  # type: ignore[arg-type]
+
+
+class HierarchicalTransport:
+    """A transport among nodes. Every rank of a node calls the same with the same arguments.
+
+    Attributes:
+        rank: of this node among the nodes.
+        size: number of nodes, P.
+        inside: connects the ranks of this node.
+        whole: connects all ranks; it belongs to the caller.
+    """
+
+    def __init__(self, whole: Divisible, nodes: list[int]) -> None:
+        """Make the transports within the nodes and between them. Collective over all ranks.
+
+        Args:
+            whole: connects all ranks.
+            nodes: (ranks,) the first rank of each rank's node; ascending.
+
+        Raises:
+            TransportError: a collective failed.
+        """
+        firsts = sorted(set(nodes))
+        first = nodes[whole.rank]
+        self.whole = whole
+        self.rank = firsts.index(first)
+        self.size = len(firsts)
+        self.name = f"{whole.name}, between nodes"
+        self.inside = whole.split(first)
+        # Whoever does not lead has a group of its own with its like, which nobody uses.
+        across = whole.split(0 if self.inside.rank == 0 else 1)
+        self._across: Any = across if self.inside.rank == 0 else None
+        if self._across is None:
+            across.close()
+        elif hasattr(across, "on_long_wait"):
+            across.on_long_wait = self.inside.tell_busy  # type: ignore[attr-defined]
+        self._first = first
+        self._buffer = np.empty((0, 0), np.uint8)
+
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
+        """Copy every node's message into ``out``. See :class:`dgc.core.transport.Transport`.
+
+        Args:
+            message: (m,) uint8, contiguous, the same on every rank of the node.
+            out: (P, m) uint8, contiguous, written.
+
+        Raises:
+            TransportError: a collective failed, or the ranks of a node came with different messages. On all ranks.
+        """
+        check_allgather(message, out, self.size)
+        size = message.size
+        if self._buffer.shape != (self.size + 1, size + _WORD):
+            self._buffer = np.empty((self.size + 1, size + _WORD), np.uint8)
+        own, gathered = self._buffer[0], self._buffer[1:]
+        own[:size] = message
+        own[size:].view(np.int64)[:] = self._first_that_differs(message)
+        if self._across is not None:
+            self._across.allgather(own, gathered)
+        self.inside.broadcast(gathered)
+        different = gathered[:, size:].copy().view(np.int64)[:, 0]
+        if different.any():
+            node = int(np.flatnonzero(different)[0])
+            raise TransportError(
+                f"rank {different[node] - 1} came to another message than the first rank of its node ({node}): it met "
+                "an error, which it shows itself, or its learning rate, momentum, loss scale or parameters differ"
+            )
+        np.copyto(out, gathered[:, :size])
+
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
+        """Reduce ``array`` in place over the nodes. See :class:`dgc.core.transport.Transport`.
+
+        Args:
+            array: (n,) float32 or float64, contiguous, overwritten with the result; for a sum the same on every rank of
+                the node, of which one counts.
+            op: "sum", or "max" over all ranks.
+
+        Raises:
+            TransportError: a collective failed.
+        """
+        check_allreduce(array, op)
+        if op == "max":
+            self.inside.allreduce(array, op)
+        if self._across is not None:
+            self._across.allreduce(array, op)
+        self.inside.broadcast(array)
+
+    def end_job(self, error: Exception) -> None:
+        """End all ranks with this one, where the transport among them can."""
+        end = getattr(self.whole, "end_job", None)
+        if end is not None:
+            end(error)
+
+    def close(self) -> None:
+        """Release what the nodes have of their own. To be called on every rank; ``whole`` stays open."""
+        if self._across is not None:
+            self._across.close()
+        self.inside.close()
+
+    def _first_that_differs(self, message: np.ndarray) -> int:
+        """1 + the first rank of this node whose message is not the leader's, or 0."""
+        digest = np.array([zlib.crc32(message.data)], np.uint32)
+        digests = np.empty((self.inside.size, 4), np.uint8)
+        self.inside.allgather(digest.view(np.uint8), digests)
+        found = digests.view(np.uint32)[:, 0]
+        others = np.flatnonzero(found != found[0])
+        return 1 + self._first + int(others[0]) if others.size else 0

@@ -1,0 +1,1 @@
+"""How an MPI rank waits, gives up and leaves the job."""

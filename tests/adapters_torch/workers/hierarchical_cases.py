@@ -1,0 +1,176 @@
+"""Ranks that send as one: on 4 ranks, in groups of 2 neighbours."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import horovod.torch as hvd
+import torch
+from models import (
+    OPTIMIZERS,
+    assert_replicas_identical,
+    dense_reference,
+    loss_of,
+    make_model,
+    raises,
+    shared_folder,
+    train,
+    worst_difference,
+    wrap,
+)
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+from dgc.errors import ConfigError, DGCError, LayoutError
+
+SPARSE = {"sparsity": 0.9, "min_numel": 64}
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
+
+
+@case
+def sparsity_0_equals_dense_sgd():
+    for way in "ab":
+        for name in ("nesterov decay", "plain"):
+            model = make_model()
+            expected = dense_reference(model, 20, **OPTIMIZERS[name])
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIMIZERS[name])
+            optimizer, compression = wrap(way, model, inner, hierarchical=2, **EXACT)
+            train(optimizer, model, 20)
+            assert worst_difference(model, expected) <= 1e-5, (way, name)
+            assert_replicas_identical(model, f"{way} {name}")
+            compression.close()
+
+
+@case
+def groups_of_one_batch_each_are_ranks():
+    """Two ranks of a group have the same gradients, so each group's mean is that of either: 2 ranks of the flat way."""
+    group, pairs = hvd.rank() // 2, [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+    models = []
+    for options, hvd_options in (({"hierarchical": 2}, {}), ({}, {"process_set": pairs[hvd.rank() % 2]})):
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        compression = dgc.Compression.dgc(**SPARSE, **options)
+        optimizer = dgc.DistributedOptimizer(
+            inner, named_parameters=model.named_parameters(), compression=compression, **hvd_options
+        )
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(model, step, rank=group).backward()
+            optimizer.step()
+        told = compression.describe()
+        assert (told["ranks"], told["nodes"]) == ((4, 2) if not hvd_options else (2, None)), told
+        assert told["updates"] == "sparse", told
+        compression.close()
+        models.append(model)
+    for pair in pairs:
+        hvd.remove_process_set(pair)
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(a, b)
+
+
+@case
+def a_checkpoint_goes_on_bit_for_bit_and_other_ranks_refuse_it():
+    directory = shared_folder("nodes")
+    straight, resumed = make_model(), make_model()
+    made = {}
+    for name, model in (("straight", straight), ("resumed", resumed)):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made[name] = wrap("b", model, inner, hierarchical=2, **SPARSE)
+        train(made[name][0], model, 5)
+    dgc.save_checkpoint(directory, model=resumed, optimizer=made["resumed"][0], compression=made["resumed"][1])
+    train(made["straight"][0], straight, 5, start=5)
+    for options, error in (
+        ({"hierarchical": 2}, None),
+        ({}, "those of|one of 2 nodes"),
+        ({"hierarchical": 4}, "one of 2"),
+    ):
+        model = make_model(seed=3)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer, compression = wrap("b", model, inner, **options, **SPARSE)
+
+        def load(model=model, optimizer=optimizer, compression=compression):
+            dgc.load_checkpoint(directory, model=model, optimizer=optimizer, compression=compression)
+
+        if error is not None:
+            before = copy.deepcopy(model.state_dict())
+            raises(LayoutError, error, load)
+            assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+            continue
+        load()
+        train(optimizer, model, 5, start=5)
+        for a, b in zip(straight.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@case
+def an_error_on_one_rank_is_one_on_all_and_a_reset_goes_on():
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scale = [1.0]
+    optimizer, compression = wrap("b", model, inner, hierarchical=2, loss_scale=lambda: scale[0], **SPARSE)
+    train(optimizer, model, 2)
+    scale[0] = 0.0 if hvd.rank() == 1 else 1.0
+    raised = raises(DGCError, "loss_scale is 0.0", lambda: train(optimizer, model, 1, start=2))
+    assert "rank 1: " in str(raised) or hvd.rank() == 1, raised
+    scale[0] = 1.0
+    compression.reset()
+    optimizer.zero_grad()
+    train(optimizer, model, 2, start=3)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert_replicas_identical(model, "after a reset")
+
+
+@case
+def learning_rates_that_differ_within_a_group_are_an_error_on_all():
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1 if hvd.rank() != 3 else 0.2)
+    optimizer, _ = wrap("b", model, inner, hierarchical=2, **SPARSE)
+    raises(DGCError, "rank 3 came to another message|learning rate", lambda: train(optimizer, model, 2))
+
+
+@case
+def all_ranks_of_one_machine_are_one_node():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for asked, nodes in ((True, 1), ("auto", None), (4, 1), (2, 2)):
+            model = make_model()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer, compression = wrap("b", model, inner, hierarchical=asked, **SPARSE)
+            train(optimizer, model, 3)
+            assert compression.describe()["nodes"] == nodes
+            assert_replicas_identical(model, f"{asked}")
+            compression.close()
+
+
+@case
+def what_cannot_be_a_group_is_refused_everywhere():
+    for asked in (3, 1, 0, -2, "yes", 2.5, None):
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        raises(
+            (ConfigError, TypeError),
+            "hierarchical",
+            lambda asked=asked, m=model, i=inner: wrap("b", m, i, hierarchical=asked),
+        )
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(ConfigError, "needs MPI", lambda: wrap("b", model, inner, hierarchical=2, transport="horovod"))
+
+
+@case
+def other_compressors_and_auto_send_as_one_too():
+    for name, options in (("qsgd", {}), ("onebit", {}), ("terngrad", {}), ("topk", {}), ("dgc", {"exchange": "auto"})):
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        compression = getattr(dgc.Compression, name)(hierarchical=2, min_numel=64, **options)
+        optimizer = dgc.DistributedOptimizer(inner, named_parameters=model.named_parameters(), compression=compression)
+        train(optimizer, model, 5)
+        assert compression.describe()["nodes"] == 2
+        assert_replicas_identical(model, name)
+        compression.close()
+
+
+if __name__ == "__main__":
+    hvd.init()
+    run_cases()

@@ -1,0 +1,211 @@
+"""Ranks that send as one: the exchange of 2 nodes of 2 ranks is that of 2 ranks with the nodes' sums, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exchange_tools import dense_sgd, errors_of, gradient, make_exchange, parameters, run_step, train, worst
+
+from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
+from dgc.transport.hierarchical import HierarchicalTransport
+from dgc.transport.local import run_ranks
+
+PAIRS = [0, 0, 2, 2]
+STEPS = 8
+SMALL_BUCKETS = {"bucket_bytes": 2048}
+
+
+def train_nodes(nodes, of_rank, steps=STEPS, dtype="float32", loss_scale=1.0, **options):
+    """Train on ranks of which ``nodes[rank]`` send as one; ``of_rank(step, rank, index, numel)`` are the gradients."""
+    specs = parameters(None, dtype)
+
+    def one_rank(transport):
+        over = transport if nodes is None else HierarchicalTransport(transport, nodes)
+        exchange = make_exchange(over, dtype=dtype, loss_scale=loss_scale, **options)
+        rng = np.random.default_rng(1)
+        params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
+        for step in range(steps):
+            grads = [of_rank(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            before = [g.copy() for g in grads]
+            _, results = run_step(exchange, grads, params)
+            for g, b in zip(grads, before, strict=True):
+                np.testing.assert_array_equal(g, b)  # they are the caller's
+            for p, r in zip(params, results, strict=True):
+                p -= r.dtype.type(0.1) * r
+        state = exchange.state_dict()
+        exchange.close()
+        return params, state
+
+    return run_ranks(len(nodes) if nodes else 2, one_rank)
+
+
+def same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "sparsity": 0.9},
+        {
+            "momentum": 0.9,
+            "nesterov": True,
+            "weight_decay": 1e-3,
+            "sparsity": 0.9,
+            "values": "float16",
+            "small": "int8",
+        },
+        {"momentum": 0.9, "sparsity": 0.9, "local_grad_clip_norm": 0.1},
+        {"momentum": 0.9, "sparsity": 0.9, "local_grad_clip_norm": 0.1, "clip_scope": "global"},
+        {"momentum": 0.9, "sparsity": [0.5, 0.9], "rampup_begin_step": 2, "rampup_step": 4},
+        {"momentum": 0.9, "sparsity": 0.0},
+        {"momentum": 0.9, "sparsity": 0.9, "discardable": True},
+    ],
+    ids="plain nesterov clipped clipped_globally warm_up dense discardable".split(),
+)
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_nodes_of_two_are_ranks_with_the_sums_of_two(options, op):
+    factor = np.float32(0.5 if op == "average" else 1.0)
+
+    def node_gradient(step, node, index, numel):
+        return (gradient(step, 2 * node, index, numel) + gradient(step, 2 * node + 1, index, numel)) * factor
+
+    found = train_nodes(PAIRS, gradient, op=op, **options, **SMALL_BUCKETS)
+    expected = train_nodes(None, node_gradient, op=op, **options, **SMALL_BUCKETS)
+    for rank, (params, state) in enumerate(found):
+        same_bits(params, expected[0][0])
+        same_state(state["parameters"], expected[rank // 2][1]["parameters"])
+
+
+def same_state(found, expected):
+    for name, entry in expected.items():
+        for key, value in entry.items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(found[name][key], value)
+
+
+def test_bfloat16_and_float16_gradients_are_added_up_in_float32():
+    for dtype, view in ((np.float16, None), (ml_dtypes.bfloat16, np.uint16)):
+
+        def narrow(step, rank, index, numel, dtype=dtype):
+            return gradient(step, rank, index, numel).astype(dtype)
+
+        def as_given(*args, narrow=narrow, view=view):
+            return narrow(*args) if view is None else narrow(*args).view(view)
+
+        def node_gradient(step, node, index, numel, narrow=narrow):
+            pair = [narrow(step, 2 * node + i, index, numel).astype(np.float32) for i in (0, 1)]
+            return (pair[0] + pair[1]) * np.float32(0.5)
+
+        options = {"momentum": 0.9, "sparsity": 0.9}
+        found = train_nodes(PAIRS, as_given, **options)
+        same_bits(found[3][0], train_nodes(None, node_gradient, **options)[0][0])
+
+
+def test_float64_and_a_loss_scale():
+    def doubled(step, rank, index, numel):
+        return gradient(step, rank, index, numel, "float64")
+
+    def node_gradient(step, node, index, numel):
+        return (doubled(step, 2 * node, index, numel) + doubled(step, 2 * node + 1, index, numel)) * 0.5
+
+    options = {"momentum": 0.9, "sparsity": 0.9, "dtype": "float64", "loss_scale": 8.0}
+    same_bits(train_nodes(PAIRS, doubled, **options)[2][0], train_nodes(None, node_gradient, **options)[0][0])
+
+
+def test_nodes_of_unlike_sizes_give_every_rank_the_same_weight():
+    found = train_nodes([0, 1, 1], gradient, momentum=0.9, sparsity=0.0, momentum_masking=False)
+    assert worst(found[0][0], dense_sgd(3, STEPS, momentum=0.9)) <= 2e-6
+    for params, _ in found[1:]:
+        same_bits(params, found[0][0])
+
+
+def test_a_node_of_one_rank_each_is_the_flat_exchange():
+    options = {"momentum": 0.9, "sparsity": 0.9}
+    same_bits(train_nodes([0, 1], gradient, **options)[0][0], train(2, STEPS, **options)[0][0])
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_rank_that_fails_is_told_to_all_ranks_of_all_nodes(failing):
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, **SMALL_BUCKETS)
+        specs = parameters()
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        run_step(exchange, grads)
+        for i in reversed(range(len(specs))):
+            if transport.rank == failing and i == 2:
+                exchange.fail(ConfigError("the lights are out"))
+            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+        exchange.finish()
+
+    errors = errors_of(4, rank)
+    assert all(isinstance(e, DGCError) for e in errors)
+    assert isinstance(errors[failing], ConfigError)
+    for error in errors:
+        assert "the lights are out" in str(error)
+    others = [str(e) for r, e in enumerate(errors) if r != failing]
+    assert all(f"node {failing // 2} failed in step 1: rank {failing}: the lights are out" in text for text in others)
+
+
+def test_a_missing_gradient_of_one_rank_is_an_error_of_all():
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
+        for i in range(len(parameters()) - (transport.rank == 1)):
+            g = gradient(0, transport.rank, i, parameters()[i].numel)
+            exchange.submit(i, g, np.empty_like(g))
+        exchange.finish()
+
+    assert all("no gradient of 'head.weight'" in str(e) for e in errors_of(4, rank))
+
+
+def test_options_that_differ_within_a_node_are_an_error_of_all():
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
+        if transport.rank == 3:
+            exchange.hyper.momentum = [0.5] * len(parameters())
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
+
+    errors = errors_of(4, rank)
+    assert all(isinstance(e, TransportError) and "rank 3 came to another message" in str(e) for e in errors), errors
+
+
+def test_a_gradient_that_is_not_finite_refuses_the_step_of_all_and_is_told_once_a_node(recwarn):
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, momentum=0.9)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
+        run_step(exchange, grads)
+        before = exchange.state_dict()
+        if transport.rank == 2:
+            grads[2][5] = np.nan
+        refused, _ = run_step(exchange, grads)
+        assert refused
+        assert exchange.state_dict()["step"] == before["step"]
+        exchange.close()
+
+    run_ranks(4, rank)
+    texts = [str(w.message) for w in recwarn if "NaN, infinity" in str(w.message)]
+    assert len(texts) == 2
+    assert any("met by node 1 in the gradient of 'fc.weight'" in text for text in texts)
+
+
+def test_a_state_of_nodes_is_loaded_by_such_nodes_alone():
+    def save(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, momentum=0.9)
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
+        return exchange.state_dict()
+
+    states = run_ranks(4, save)
+    assert [(s["rank"], s["size"], s["nodes"]) for s in states] == [(r, 4, 2) for r in range(4)]
+
+    def load(transport, nodes):
+        over = HierarchicalTransport(transport, nodes) if nodes else transport
+        exchange = make_exchange(over, sparsity=0.9, momentum=0.9)
+        exchange.load_state_dict(states[transport.rank])
+        return exchange.state_dict()["step"]
+
+    assert run_ranks(4, load, PAIRS) == [1] * 4
+    for other in (None, [0, 1, 2, 3]):
+        with pytest.raises(LayoutError, match="one of 2 nodes"):
+            run_ranks(4, load, other)

@@ -1,0 +1,117 @@
+"""A transport among nodes, on ranks that are threads."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from dgc.core.transport import Transport, called, group_of, place_of, whole_of
+from dgc.errors import ConfigError, TransportError
+from dgc.transport.hierarchical import HierarchicalTransport, between_nodes
+from dgc.transport.local import LocalTransport, run_ranks
+
+
+def test_one_message_of_each_node_comes_to_every_rank():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2, 2])
+        assert isinstance(over, Transport)
+        for length in (0, 1, 1000):
+            out = np.zeros((2, length), np.uint8)
+            over.allgather(np.full(length, over.rank + 5, np.uint8), out)
+            assert (out == np.array([[5], [6]])).all()
+        return over.rank, over.size, over.inside.rank, over.inside.size
+
+    assert run_ranks(5, rank) == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 3), (1, 2, 1, 3), (1, 2, 2, 3)]
+
+
+def test_a_sum_counts_each_node_once_and_a_maximum_every_rank():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2])
+        array = np.full(10, over.rank + 1, np.float32)
+        over.allreduce(array)
+        assert (array == 3).all()
+        array[:] = [transport.rank == 1] * 10
+        over.allreduce(array, "max")
+        assert (array == 1).all()
+
+    run_ranks(3, rank)
+
+
+def test_another_message_within_a_node_is_an_error_of_every_rank():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2])
+        with pytest.raises(
+            TransportError, match=r"rank 3 came to another message than the first rank of its node \(1\)"
+        ):
+            over.allgather(np.full(9, transport.rank == 3, np.uint8), np.zeros((2, 9), np.uint8))
+
+    run_ranks(4, rank)
+
+
+def test_what_the_core_asks_of_a_transport():
+    def rank(transport):
+        assert group_of(transport) is None
+        assert whole_of(transport) is transport
+        assert place_of(transport) == {"rank": transport.rank, "size": 4}
+        assert called(transport, 1) == "rank 1"
+        over = HierarchicalTransport(transport, [0, 0, 2, 2])
+        assert group_of(over) is over.inside
+        assert whole_of(over) is transport
+        assert place_of(over) == {"rank": transport.rank, "size": 4, "nodes": 2}
+        assert called(over, 1) == "node 1"
+
+    run_ranks(4, rank)
+
+
+class OnMachines(LocalTransport):
+    """Ranks on machines of their own."""
+
+    def nodes(self):
+        return self.machines
+
+
+def over(machines, hierarchical):
+    """The number of nodes on each rank, None for the flat transport."""
+
+    def rank(transport):
+        transport.__class__ = OnMachines
+        transport.machines = machines
+        made = between_nodes(transport, hierarchical)
+        return None if made is transport else made.size
+
+    return run_ranks(len(machines), rank)
+
+
+def test_nodes_are_machines_or_groups_of_neighbours():
+    assert over([0, 0, 2, 2], False) == [None] * 4
+    assert over([0, 0, 2, 2], True) == [2] * 4
+    assert over([0, 0, 2, 2], "auto") == [2] * 4
+    assert over([0, 0, 0, 3], "auto") == [2] * 4
+    assert over([0, 1, 2, 3], True) == [4] * 4
+    assert over([0, 0, 0, 0, 0, 0], 3) == [2] * 6
+
+
+def test_auto_makes_no_nodes_where_they_would_save_nothing(caplog):
+    with caplog.at_level(logging.WARNING, logger="dgc"):
+        assert over([0, 0, 0, 0], "auto") == [None] * 4
+        assert over([0, 1, 2, 3], "auto") == [None] * 4
+        assert not caplog.records
+        assert over([0, 0, 0, 0], True) == [1] * 4
+    assert ["nothing travels between nodes" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_what_cannot_be_a_node_is_refused_on_all_ranks():
+    with pytest.raises(ConfigError, match="does not divide 4 ranks"):
+        over([0, 0, 0, 0], 3)
+    with pytest.raises(ConfigError, match="needs the ranks of a node to be neighbours"):
+        over([0, 1, 0, 1], True)
+
+    class Flat:
+        rank, size, name = 0, 2, "horovod"
+
+    assert isinstance(between_nodes(Flat(), "auto"), Flat)
+    for asked in (True, 2):
+        with pytest.raises(ConfigError, match="needs MPI"):
+            between_nodes(Flat(), asked)
