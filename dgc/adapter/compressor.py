@@ -176,7 +176,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             if self.works_alone or (members.included() and members.size() > 1):
                 transport = self._make_transport(choice, self._horovod.member_set(members))
                 self._engine = open_engine(transport, members)
-                self._engine.use_log(self._log)
+                self._engine.use_log(self._guest or self._log)
                 self._load_pending()
             elif self._pending is not None:
                 (state, _), self._pending = self._pending, None

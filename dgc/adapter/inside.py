@@ -5,7 +5,6 @@ Every figure is one rank's own. Nothing here asks the other ranks, so any of the
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -190,6 +189,7 @@ class SeesInside:
     """Mixed into a compressor: what its user says and reads about its inside."""
 
     _log: Log | None = None
+    _guest: Log | None = None
 
     def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
         """Write, every so many steps, what this rank's residuals hold back of each tensor; or stop that.
@@ -211,32 +211,38 @@ class SeesInside:
         self._use_log(None if writer is None else Log(self._writer_of(writer), every, prefix, waits=self._waits))
 
     def _use_log(self, log: Log | None) -> None:
-        self._log = log
+        self._log, self._guest = log, None
+        self._look_for(log)
+
+    def _look_for(self, log: Log | None) -> None:
         if (engine := self._looked_into()) is not None:
             engine.use_log(log)
 
-    @contextlib.contextmanager
-    def logging_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> Iterator[None]:
-        """:meth:`log_to` for as long as the context lasts; afterwards a log that was on before is on again.
+    def begin_log(self, writer: Any, every: int = 100, prefix: str = "compression") -> Log:
+        """:meth:`log_to` for a while: a log that is on meanwhile rests, and goes on after :meth:`end_log`.
+
+        Of several the one that began last writes, whatever becomes of the others; :meth:`log_to` ends it.
+
+        Returns:
+            What :meth:`end_log` is to be given.
 
         Raises:
             ConfigError: as :meth:`log_to`.
-
-        Warns:
-            RuntimeWarning: a log was on before.
         """
-        before = self._log
-        self.log_to(writer, every, prefix)
-        if before is not None:
-            warnings.warn(
-                "log_to() was on; while another log of the same compressor lasts, nothing is written to its writer",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        try:
-            yield
-        finally:
-            self._use_log(before)
+        guest = Log(self._writer_of(writer), every, prefix, waits=self._waits)
+        self._guest = guest
+        self._look_for(guest)
+        return guest
+
+    def end_log(self, guest: Log) -> None:
+        """End what :meth:`begin_log` has begun, unless another log has taken its place."""
+        if self._guest is guest:
+            self._use_log(self._log)
+
+    @property
+    def log_rests(self) -> bool:
+        """Whether a log of :meth:`log_to` is on that writes nothing now."""
+        return self._log is not None and self._guest is not None
 
     @property
     def inside(self) -> Look:
@@ -244,7 +250,7 @@ class SeesInside:
         engine = self._looked_into()
         if engine is not None:
             return engine.inside
-        return Look(nothing=OFF if self._log is None else self._unseen())
+        return Look(nothing=OFF if self._log is None and self._guest is None else self._unseen())
 
     _waits = False
     """Whether :meth:`Log.tell` is called after steps."""

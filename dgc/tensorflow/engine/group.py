@@ -100,6 +100,14 @@ class Group:
         self._rate_before = self.rate
         if learning_rate is not None and follows:
             self._follow(learning_rate)
+        # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
+        # moves then, so what is sent stays.
+        still = learning_rate == 0.0 and follows
+        returns = still and not self.exchange.unapplied.exact
+        self.exchange.unapplied.keeps_sent = returns
+        if still:
+            self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
+            gradients = [np.zeros_like(gradient) for gradient in gradients]
         results = []
         for place, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
             wanted = self.exchange.layout.parameters[place].shape
@@ -121,6 +129,8 @@ class Group:
             )
             results.append(result)
         refused = self.exchange.finish()
+        if returns and not refused:
+            self.exchange.unapplied.take_back()
         self._held = self.exchange.held() if holds else []
         held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
         if len(held) == len(self.sparsified):

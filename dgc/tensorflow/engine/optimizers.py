@@ -23,7 +23,19 @@ _NESTEROV_TAKEN = 0
 
 _V1_UPDATES = ("_apply_dense", "_resource_apply_dense")
 
-_UPDATES = ("apply_gradients", "apply", "update_step", *_V1_UPDATES)
+_UPDATES = (
+    "apply_gradients",
+    "apply",
+    "update_step",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_internal_apply_gradients",
+    "_clip_gradients",
+    "_transform_gradients",
+    "_transform_unaggregated_gradients",
+    *_V1_UPDATES,
+)
+"""Methods that gradients pass through on their way into the variables, of either Keras and of ``tf.compat.v1``."""
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
 """Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
 
@@ -89,12 +101,18 @@ def is_sgd(optimizer: Any) -> bool:
 
 
 def own_update(optimizer: Any) -> str | None:
-    """The method by which a user's subclass may change gradients before they update variables; None: there is none."""
-    for cls in type(optimizer).__mro__:
+    """What of the user's own may change gradients before they update variables; None: there is nothing.
+
+    A method of a subclass or of this one optimizer, or ``gradient_transformers``.
+    """
+    if getattr(optimizer, "gradient_transformers", None):
+        return "gradient_transformers"
+    for owner in (optimizer, *type(optimizer).__mro__):
         for name in _UPDATES:
-            method = vars(cls).get(name)
-            method = getattr(method, "python_function", method)  # of what tf.function decorates
+            method = getattr(owner, "__dict__", {}).get(name)
+            method = getattr(method, "func", method)  # of a functools.partial
             if method is not None and str(getattr(method, "__module__", None)).partition(".")[0] not in _KNOWN_UPDATES:
+                cls = owner if isinstance(owner, type) else type(optimizer)
                 return f"{cls.__name__}.{name}()"
     return None
 

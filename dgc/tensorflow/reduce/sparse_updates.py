@@ -21,20 +21,12 @@ from dgc.tensorflow.engine.optimizers import (
     get_momentum,
     is_plain_update,
     learning_rate,
+    own_update,
 )
 from dgc.tensorflow.engine.tensors import raw_variable
 
 _OPTIONS = ("weight_decay", "loss_scale_factor", "gradient_accumulation_steps")
 _FLAGS = ("use_ema", "jit_compile", "_mesh")
-_UPDATES = (
-    "apply",
-    "_backend_apply_gradients",
-    "_backend_update_step",
-    "_internal_apply_gradients",
-    "_clip_gradients",
-    "assign_sub",
-)
-"""Methods of Keras' SGD that take part in its step; ``update_step`` is looked at by itself."""
 
 
 def obstacle_of_sgd(optimizer: Any, variables: Sequence[Any]) -> str | None:
@@ -58,7 +50,7 @@ def obstacle_of_sgd(optimizer: Any, variables: Sequence[Any]) -> str | None:
     for name in _FLAGS:
         if getattr(optimizer, name, None):
             return f"the optimizer has {name.lstrip('_')}"
-    if not is_plain_update(optimizer) or any(name in vars(optimizer) for name in _UPDATES):
+    if not is_plain_update(optimizer) or own_update(optimizer) or "assign_sub" in vars(optimizer):
         return "a method of the optimizer was replaced"
     rate = optimizer._learning_rate
     if callable(rate) and not isinstance(rate, tf.Variable) and not hasattr(rate, "get_config"):

@@ -22,7 +22,12 @@ Absorb = Callable[[int, torch.Tensor], None]
 _LEFT = (
     "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
     "the compressor does plain error feedback. If the step leaves gradients and momentum to torch.optim.SGD, momentum "
-    "correction is to be had with momentum=0 in {0} and momentum= in the compressor"
+    "correction is to be had with momentum=0 and weight_decay=0 in {0}, and both in the compressor"
+)
+_DECAY_LEFT = (
+    "{0} has a step() of its own, so its weight decay stays in it, outside of the momentum that the compressor "
+    "applies: it is weaker than in torch.optim.SGD, a tenth at momentum 0.9. Give weight_decay= to the compressor, and "
+    "0 to {0}"
 )
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
 """Packages whose steps of SGD and of what wraps it are known to do nothing else with gradients."""
@@ -77,8 +82,12 @@ class Adoption:
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         if optimizer is not None:
             self.read(optimizer)
-            if is_sgd(optimizer) and not plain and any(group.get("momentum") for group in optimizer.param_groups):
-                warnings.warn(_LEFT.format(_updating_class(optimizer).__name__), RuntimeWarning, stacklevel=2)
+            if is_sgd(optimizer) and not plain:
+                name, groups = _updating_class(optimizer).__name__, optimizer.param_groups
+                if any(group.get("momentum") for group in groups):
+                    warnings.warn(_LEFT.format(name), RuntimeWarning, stacklevel=2)
+                elif config.momentum and any(group.get("weight_decay") for group in groups):
+                    warnings.warn(_DECAY_LEFT.format(name), RuntimeWarning, stacklevel=2)
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what the optimizer's groups hold.
@@ -243,8 +252,11 @@ def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a user's subclass has a ``step()``, which may do anything with gradients before it updates."""
-    steps = (vars(cls).get("step") for cls in _updating_class(optimizer).__mro__)
+    """Whether a user's subclass has a ``step()``, which may do anything with gradients before it updates.
+
+    So may ``_init_group()``, which collects them.
+    """
+    steps = (vars(cls).get(name) for cls in _updating_class(optimizer).__mro__ for name in ("step", "_init_group"))
     modules = (str(getattr(step, "__module__", None)) for step in steps if step is not None)
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
 

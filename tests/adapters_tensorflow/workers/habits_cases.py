@@ -4,6 +4,7 @@ import warnings
 
 import horovod.tensorflow as hvd
 import models as m
+import numpy as np
 import tensorflow as tf
 from worker_tools import SkipCase, case, run_cases
 
@@ -123,6 +124,107 @@ def an_update_of_the_users_own_keeps_its_momentum():
         said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
         assert len(said) == (hvd.rank() == 0), said
         assert all("Normalised.update_step()" in text and "pass momentum= to the compressor" in text for text in said)
+
+
+def normed(gradients):
+    return [g / (tf.norm(g) + 1e-9) for g in gradients]
+
+
+def subclass(name, change):
+    """Keras' SGD with one method of its own."""
+    return type("Own", (keras.optimizers.SGD,), {name: change(getattr(keras.optimizers.SGD, name))})
+
+
+def first_argument(method):
+    return lambda self, gradients, *more, **options: method(self, normed(gradients), *more, **options)
+
+
+def pairs_of(method):
+    def changed(self, pairs, *more, **options):
+        gradients, variables = zip(*pairs, strict=True)
+        return method(self, zip(normed(gradients), variables, strict=True), *more, **options)
+
+    return changed
+
+
+def compiled_first_argument(method):
+    return tf.function(lambda self, gradient, *more: method(self, normed([gradient])[0], *more), autograph=False)
+
+
+def on_the_instance(**options):
+    optimizer = keras.optimizers.SGD(0.02, **options)
+    plain = optimizer.update_step
+    optimizer.update_step = lambda gradient, *more: plain(normed([gradient])[0], *more)
+    return optimizer
+
+
+def made(cls):
+    return lambda **options: cls(0.02, **options)
+
+
+OWN = {"an instance's": on_the_instance, "clipping": made(subclass("_clip_gradients", first_argument))}
+if m.LEGACY:
+    old = keras.optimizers.legacy.SGD
+    OWN |= {
+        "internal": made(subclass("_internal_apply_gradients", pairs_of)),
+        "pairs": made(subclass("apply_gradients", pairs_of)),
+        "transformers": lambda **o: old(
+            0.02, gradient_transformers=[lambda pairs: [(normed([g])[0], v) for g, v in pairs]], **o
+        ),
+        "transforming": made(
+            type("Own", (old,), {"_transform_gradients": lambda self, pairs: [(normed([g])[0], v) for g, v in pairs]})
+        ),
+    }
+else:
+    OWN |= {
+        "backend's": made(subclass("_backend_update_step", first_argument)),
+        "apply": made(subclass("apply", first_argument)),
+        "compiled": made(subclass("update_step", compiled_first_argument)),
+    }
+
+
+@case
+def whatever_of_the_users_own_changes_gradients_sees_gradients():
+    for name, make in OWN.items():
+        dense = m.values(fitted(make(momentum=0.9)))
+        plain = m.values(fitted(keras.optimizers.SGD(0.02, momentum=0.9)))
+        assert any(abs(a - b).max() > 1e-2 for a, b in zip(dense, plain, strict=True)), f"{name}: nothing is changed"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = m.values(fitted(make(momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)))
+        m.assert_close(found, dense, 1e-5)
+        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
+        assert len(said) == (hvd.rank() == 0), (name, said)
+
+
+@case
+def a_learning_rate_of_0_takes_no_gradient_in():
+    def rates(values):
+        return keras.optimizers.schedules.PiecewiseConstantDecay([1, 2, 8, 10], values)
+
+    for nesterov in (False, True):
+        beginning = [0.0, 0.0, 0.05, 0.05, 0.05]
+        dense = m.values(fitted(keras.optimizers.SGD(rates(beginning), momentum=0.9, nesterov=nesterov)))
+        inner = keras.optimizers.SGD(rates(beginning), momentum=0.9, nesterov=nesterov)
+        m.assert_close(m.values(fitted(inner, dgc.Compression.dgc(**m.SPARSITY_0))), dense, 1e-5)
+
+
+@case
+def nothing_is_lost_at_a_learning_rate_of_0():
+    """The velocity's last movements come when the rate is above 0 again, instead of never."""
+    for exact in (False, True):
+        compression = dgc.Compression.dgc(discardable=exact, **m.SPARSITY_0)
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        model = compiled(inner, compression)
+        m.fit(model, 5)
+        before = m.values(model)
+        inner.learning_rate = 0.0
+        m.fit(model, 2)
+        for a, b in zip(before, m.values(model), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert (compression.residual_norm > 0) != exact
+        assert compression.stats.steps == 7
+        m.assert_replicas(m.values(model))
 
 
 @case

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import shutil
 import tempfile
 import warnings
@@ -176,6 +178,48 @@ def a_log_of_the_users_rests_while_fit_has_one():
         assert any("log_to() was on" in str(w.message) for w in shown) is bool(callbacks)
     assert fits.steps == list(range(2, 10)), fits.steps
     assert users.steps == list(range(10, 16)), users.steps
+    optimizer.compression.close()
+
+
+@case
+def of_several_logs_the_one_that_began_last_writes():
+    class Interrupted(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise InterruptedError("as from outside")
+
+    optimizer = wrapped()
+    users, first, second, third = Writer(), Writer(), Writer(), Writer()
+    model = m.make_model()
+    model.compile(optimizer=optimizer, loss=m.loss_function)
+    x, y = m.dataset(2)
+
+    def fit(*callbacks):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+    log = dgck.callbacks.LogCompression
+    fit()  # of the warm-up there is nothing to see
+    optimizer.compression.log_to(users, every=1)
+    fit(log(first, every=1), log(second, every=1))
+    fit()
+    assert (first.steps, second.steps, users.steps) == ([], [2, 3], [4, 5])
+    left = log(first, every=1)
+    with contextlib.suppress(InterruptedError):
+        fit(left, Interrupted())  # and nobody drops the callback
+    fit(log(second, every=1))
+    del left
+    gc.collect()
+    fit()
+    assert (first.steps, second.steps, users.steps) == ([6], [2, 3, 7, 8], [4, 5, 9, 10])
+
+    class Relogged(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            optimizer.compression.log_to(third if batch == 0 else None, every=1)
+
+    fit(log(first, every=1), Relogged())
+    fit()
+    assert (first.steps, users.steps, third.steps) == ([6], [4, 5, 9, 10], [11])
     optimizer.compression.close()
 
 

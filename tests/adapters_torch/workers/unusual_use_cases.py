@@ -119,7 +119,7 @@ class Normalised(torch.optim.SGD):
 
 @case
 def a_step_of_the_users_own_keeps_its_momentum_and_decay():
-    options = dict(momentum=0.9, weight_decay=0.01)
+    options = dict(momentum=0.9, weight_decay=0.05)
     dense = make_model()
     optimizer = Normalised(dense.parameters(), lr=0.02, **options)
     train(hvd.DistributedOptimizer(optimizer, named_parameters=dense.named_parameters()), dense, 10)
@@ -131,14 +131,58 @@ def a_step_of_the_users_own_keeps_its_momentum_and_decay():
         assert worst_difference(model, dense) <= 1e-5, (way, worst_difference(model, dense))
         assert all(optimizer.state[p]["momentum_buffer"].any() for p in model.parameters() if p.requires_grad)
         compression.close()
-        # The advice of the warning: momentum in the compressor alone.
+
+
+class Counting(torch.optim.SGD):
+    """Leaves gradients and momentum to SGD."""
+
+    def step(self, closure=None):
+        self.decays = [group["weight_decay"] for group in self.param_groups]
+        return super().step(closure)
+
+
+class Collecting(torch.optim.SGD):
+    """Changes gradients where SGD collects them."""
+
+    def _init_group(self, group, params, grads, *others):
+        found = super()._init_group(group, params, grads, *others)
+        grads[:] = [g / (g.norm() + 1e-9) for g in grads]
+        return found
+
+
+@case
+def the_advice_about_a_step_of_the_users_own_is_momentum_sgd_with_decay():
+    for way in "ab":
         model = make_model()
+        expected = dense_reference(model, 10, momentum=0.9, weight_decay=0.05)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            plain = Normalised(model.parameters(), lr=0.02)
-            optimizer, compression = wrap(way, model, plain, momentum=0.9, sparsity=0.9)
-            train(optimizer, model, 3)
-        assert_replicas_identical(model, way)
+            plain = Counting(model.parameters(), lr=0.1)
+            optimizer, compression = wrap(way, model, plain, momentum=0.9, weight_decay=0.05, **EXACT)
+            train(optimizer, model, 10)
+        assert worst_difference(model, expected) <= 1e-5
+        compression.close()
+        model = make_model()
+        plain = Counting(model.parameters(), lr=0.1, weight_decay=0.05)
+        with pytest.warns(RuntimeWarning, match="its weight decay stays in it, outside of the momentum"):
+            optimizer, compression = wrap(way, model, plain, momentum=0.9, **EXACT)
+        train(optimizer, model, 2)
+        assert optimizer.decays == [0.05], "it is the step's"
+        compression.close()
+
+
+@case
+def gradients_that_change_where_sgd_collects_them_are_gradients():
+    options = dict(momentum=0.9, weight_decay=0.01)
+    dense = make_model()
+    optimizer = Collecting(dense.parameters(), lr=0.02, **options)
+    train(hvd.DistributedOptimizer(optimizer, named_parameters=dense.named_parameters()), dense, 10)
+    for way in "ab":
+        model = make_model()
+        with pytest.warns(RuntimeWarning, match="its momentum stays in it"):
+            optimizer, compression = wrap(way, model, Collecting(model.parameters(), lr=0.02, **options), **EXACT)
+        train(optimizer, model, 10)
+        assert worst_difference(model, dense) <= 1e-5, (way, worst_difference(model, dense))
         compression.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import warnings
+import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -47,25 +48,38 @@ class LogCompression(_Callback):
         else:
             Log(NOWHERE, every, prefix, waits=False)
         self._compression: Any = None
-        self._logging = contextlib.ExitStack()
+        self._end: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Turn the log on.
 
         Raises:
             ConfigError: the model's optimizer has no compressor of ours.
+
+        Warns:
+            RuntimeWarning: ``log_to()`` was on.
         """
         optimizer = self.model.optimizer
         owners = (optimizer, without_loss_scale(optimizer))
-        found = next((c for c in (getattr(o, "compression", None) for o in owners) if hasattr(c, "logging_to")), None)
-        self._logging.close()  # of a fit() that an exception ended
+        found = next((c for c in (getattr(o, "compression", None) for o in owners) if hasattr(c, "begin_log")), None)
+        self._end_log()  # of a fit() that an exception ended
         if found is None:
             raise ConfigError(
                 "LogCompression needs an optimizer with a compressor in compile(): "
                 "dgc.tensorflow.keras.DistributedOptimizer(..., compression=Compression.dgc(...)), or DGCMomentum"
             )
         self._compression = found
-        self._logging.enter_context(found.logging_to(*self._arguments))
+        guest = found.begin_log(*self._arguments)
+        # Keras tells no callback of an exception: then the log lasts until the callback is gone.
+        self._end = weakref.finalize(self, found.end_log, guest)
+        self._end.atexit = False
+        if found.log_rests:
+            warnings.warn(
+                "log_to() was on; while LogCompression looks into the same compressor, nothing is written to its "
+                "writer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the total of the latest step that was looked at."""
@@ -77,5 +91,9 @@ class LogCompression(_Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Turn the log off; what was seen last stays in ``compression.inside``."""
-        self._logging.close()
+        self._end_log()
         self._compression = None
+
+    def _end_log(self) -> None:
+        if self._end is not None:
+            self._end()
