@@ -132,13 +132,14 @@ class StepWatch:
         return self.owned_by is not None and self.owned_by(optimizer)
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Horovod averages no gradient of a parameter that was frozen when the optimizer was wrapped."""
+        """Horovod averages no gradient of a parameter that was frozen or missing when the optimizer was wrapped."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in self._ids and p.requires_grad and p.grad is not None:
                     raise LayoutError(
-                        f"a parameter of shape {tuple(p.shape)} needed no gradient when the compressor was built but "
-                        "has one now; nobody averages it: wrap the optimizer anew after unfreezing parameters"
+                        f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
+                        "compressor was built but has one now; nobody averages it: wrap the optimizer anew after "
+                        "adding or unfreezing parameters"
                     )
 
 
