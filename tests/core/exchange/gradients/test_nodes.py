@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exchange_tools import dense_sgd, errors_of, gradient, make_exchange, parameters, run_step, train, worst
 
+from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
@@ -84,6 +85,25 @@ def same_state(found, expected):
         for key, value in entry.items():
             if isinstance(value, np.ndarray):
                 np.testing.assert_array_equal(found[name][key], value)
+
+
+class Eager(ReferenceKernels):
+    """Would begin with a bucket while the one before it is exchanged."""
+
+    overlaps = True
+
+    def begin_selection(self, work, u, v, control):
+        selected = self.accumulate_and_select(work, u, v, control)
+        return lambda: selected
+
+
+def test_no_bucket_is_begun_before_its_sum():
+    def node_gradient(step, node, index, numel):
+        return (gradient(step, 2 * node, index, numel) + gradient(step, 2 * node + 1, index, numel)) * np.float32(0.5)
+
+    options = {"momentum": 0.9, "sparsity": 0.9, **SMALL_BUCKETS}
+    found = train_nodes(PAIRS, gradient, kernels=Eager(), **options)
+    same_bits(found[1][0], train_nodes(None, node_gradient, **options)[0][0])
 
 
 def test_bfloat16_and_float16_gradients_are_added_up_in_float32():
