@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
@@ -106,7 +107,8 @@ class EngineBase(LooksInside, abc.ABC):
     def _agree_on_options(self) -> None:
         agree_or_raise(self.transport, self._config.describe, "options of the compressor")
         self.between = between_nodes(self.transport, self._config.hierarchical)
-        self._choice.measure(self.between, self.updates_entries)
+        with self._closed_if_it_fails():
+            self._choice.measure(self.between, self.updates_entries)
 
     def _place(self, parameters: Sequence[Parameter], kernels: Kernels | None = None) -> Layout:
         """Lay out all tensors of an exchange, with the buckets that travel dense; asks nobody.
@@ -138,11 +140,22 @@ class EngineBase(LooksInside, abc.ABC):
                 for (name, text), (m, n, w), way in zip(self.layout.describe().items(), options, ways, strict=True)
             }
 
-        agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
+        with self._closed_if_it_fails():
+            agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
         self._at_end = weakref.finalize(self, close_all, self._exchanges, self.between, self.transport)
         self._at_end.atexit = False
+
+    @contextlib.contextmanager
+    def _closed_if_it_fails(self) -> Iterator[None]:
+        """What construction has opened beside the caller's transport is closed where an error ends it."""
+        try:
+            yield
+        except BaseException:
+            if self.between is not self.transport:
+                self.between.close()
+            raise
 
     # -- what it does --------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,15 @@ from dgc.transport.checks import check_allgather, check_allreduce
 
 logger = logging.getLogger("dgc")
 
-_WORD = 8
-"""Bytes after a leader's message: 1 + the first rank of its node that came to another message, or 0."""
+_HEAD = 16
+"""Bytes before a leader's message, two int64: 1 + the first rank of its node that came to another message, or 0; and
+the message's size."""
+_TEXT = 1000
+"""Most bytes of what a leader tells its node of an error."""
+_WHY = (
+    "it met an error, which it shows itself, or a step was given up, discarded or loaded on some ranks alone, or "
+    "learning rate, momentum, loss scale or parameters differ"
+)
 
 
 class Divisible(Transport, Protocol):
@@ -46,7 +54,7 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
         ConfigError: no nodes can be made of these ranks. On all of them.
         TransportError: a collective failed.
     """
-    if hierarchical is False:
+    if hierarchical is False or transport.size == 1:
         return transport
     if not hasattr(transport, "split") or (isinstance(hierarchical, (bool, str)) and not hasattr(transport, "nodes")):
         if hierarchical == "auto":
@@ -114,9 +122,11 @@ class HierarchicalTransport:
         if self._across is None:
             across.close()
         elif hasattr(across, "on_long_wait"):
+            # Who waits for this rank is told that it waits for somebody itself.
             across.on_long_wait = self.inside.tell_busy  # type: ignore[attr-defined]
+            self.inside.on_long_wait = across.tell_busy  # type: ignore[attr-defined]
         self._first = first
-        self._buffer = np.empty((0, 0), np.uint8)
+        self._buffers: dict[int, np.ndarray] = {}
 
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         """Copy every node's message into ``out``. See :class:`dgc.core.transport.Transport`.
@@ -130,22 +140,20 @@ class HierarchicalTransport:
         """
         check_allgather(message, out, self.size)
         size = message.size
-        if self._buffer.shape != (self.size + 1, size + _WORD):
-            self._buffer = np.empty((self.size + 1, size + _WORD), np.uint8)
-        own, gathered = self._buffer[0], self._buffer[1:]
-        own[:size] = message
-        own[size:].view(np.int64)[:] = self._first_that_differs(message)
-        if self._across is not None:
-            self._across.allgather(own, gathered)
+        if size not in self._buffers:
+            self._buffers[size] = np.zeros((self.size + 1, _HEAD + size), np.uint8)
+        own, gathered = self._buffers[size][0], self._buffers[size][1:]
+        different = self._first_that_differs(message)
+        own[:_HEAD].view(np.int64)[:] = different, size
+        own[_HEAD:] = message
+        self._by_leader(lambda across: _gather(across, own, gathered))
+        if different:  # its buffer may have another size
+            raise _unlike(different - 1, self.rank)
         self.inside.broadcast(gathered)
-        different = gathered[:, size:].copy().view(np.int64)[:, 0]
-        if different.any():
-            node = int(np.flatnonzero(different)[0])
-            raise TransportError(
-                f"rank {different[node] - 1} came to another message than the first rank of its node ({node}): it met "
-                "an error, which it shows itself, or its learning rate, momentum, loss scale or parameters differ"
-            )
-        np.copyto(out, gathered[:, :size])
+        for node, word in enumerate(gathered[:, :8].copy().view(np.int64)[:, 0].tolist()):
+            if word:
+                raise _unlike(word - 1, node)
+        np.copyto(out, gathered[:, _HEAD:])
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
         """Reduce ``array`` in place over the nodes. See :class:`dgc.core.transport.Transport`.
@@ -161,8 +169,7 @@ class HierarchicalTransport:
         check_allreduce(array, op)
         if op == "max":
             self.inside.allreduce(array, op)
-        if self._across is not None:
-            self._across.allreduce(array, op)
+        self._by_leader(lambda across: across.allreduce(array, op))
         self.inside.broadcast(array)
 
     def end_job(self, error: Exception) -> None:
@@ -177,11 +184,50 @@ class HierarchicalTransport:
             self._across.close()
         self.inside.close()
 
+    def _by_leader(self, collective: Callable[[Transport], None]) -> None:
+        """Let the leader exchange with the others, and all ranks of the node know whether that went well.
+
+        Raises:
+            TransportError: it did not.
+        """
+        told, failure = np.zeros(1 + _TEXT, np.uint8), None
+        if self._across is not None:
+            try:
+                collective(self._across)
+            except TransportError as error:
+                failure, text = error, str(error).encode()[:_TEXT]
+                told[0] = 1
+                told[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+        self.inside.broadcast(told)
+        if failure is not None:
+            raise failure
+        if told[0]:
+            raise TransportError(f"rank {self._first}: {bytes(told[1:]).rstrip(bytes(1)).decode(errors='replace')}")
+
     def _first_that_differs(self, message: np.ndarray) -> int:
         """1 + the first rank of this node whose message is not the leader's, or 0."""
-        digest = np.array([zlib.crc32(message.data)], np.uint32)
-        digests = np.empty((self.inside.size, 4), np.uint8)
-        self.inside.allgather(digest.view(np.uint8), digests)
-        found = digests.view(np.uint32)[:, 0]
-        others = np.flatnonzero(found != found[0])
+        own = np.array([message.size, zlib.crc32(message.data)], np.int64)
+        rows = np.empty((self.inside.size, own.nbytes), np.uint8)
+        self.inside.allgather(own.view(np.uint8), rows)
+        others = np.flatnonzero((rows != rows[0]).any(axis=1))
         return 1 + self._first + int(others[0]) if others.size else 0
+
+
+def _gather(across: Transport, own: np.ndarray, gathered: np.ndarray) -> None:
+    """Exchange the leaders' messages.
+
+    Raises:
+        TransportError: the collective failed, or another node came with a message of another size.
+    """
+    gathered[:, :_HEAD] = 0
+    across.allgather(own, gathered)
+    sizes = gathered[:, 8:_HEAD].copy().view(np.int64)[:, 0]
+    if (sizes != own.size - _HEAD).any():
+        raise TransportError(
+            "the nodes came with messages of different sizes: they are in different steps, or do different things at "
+            "the same time; every step, reset() and load must come on all ranks, in the same order"
+        )
+
+
+def _unlike(rank: int, node: int) -> TransportError:
+    return TransportError(f"rank {rank} came to another message than the first rank of its node ({node}): {_WHY}")

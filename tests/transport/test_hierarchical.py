@@ -50,6 +50,90 @@ def test_another_message_within_a_node_is_an_error_of_every_rank():
     run_ranks(4, rank)
 
 
+def test_messages_of_other_sizes_within_a_node_are_an_error_of_every_rank():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2])
+        size = 9 + (transport.rank == 1)
+        with pytest.raises(
+            TransportError, match=r"rank 1 came to another message than the first rank of its node \(0\)"
+        ):
+            over.allgather(np.zeros(size, np.uint8), np.zeros((2, size), np.uint8))
+
+    run_ranks(4, rank)
+
+
+class Torn:
+    """What connects the leaders, and fails on one of them."""
+
+    def __init__(self, across, fails):
+        self.across, self.fails = across, fails
+
+    def allgather(self, message, out):
+        self.across.allgather(message, out)
+        if self.fails:
+            raise TransportError("the cable is out")
+
+    def allreduce(self, array, op="sum"):
+        self.across.allreduce(array, op)
+        if self.fails:
+            raise TransportError("the cable is out")
+
+
+def test_what_a_leader_meets_is_met_by_its_node_and_the_next_collective_works():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2])
+        if over._across is not None:
+            over._across = torn = Torn(over._across, transport.rank == 2)
+
+        def gathers():
+            out = np.zeros((2, 5), np.uint8)
+            over.allgather(np.full(5, over.rank + 1, np.uint8), out)
+            assert (out == [[1], [2]]).all()
+
+        def sums():
+            array = np.ones(5, np.float32)
+            over.allreduce(array)
+            assert (array == 2).all()
+
+        for collective in (gathers, sums):
+            if over.rank == 0:
+                collective()
+                continue
+            with pytest.raises(
+                TransportError, match="the cable is out" if transport.rank == 2 else "rank 2: the cable"
+            ):
+                collective()
+        if transport.rank == 2:
+            torn.fails = False
+        gathers()
+        sums()
+
+    run_ranks(4, rank)
+
+
+def test_nodes_that_come_with_messages_of_other_sizes_are_told():
+    """Where the transport does not notice: what it leaves is another message's, or nothing."""
+
+    class Short:
+        def allgather(self, message, out):
+            out[0] = message
+            out[1, 8:16] = np.array([7], np.int64).view(np.uint8)
+
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0])
+        if over._across is not None:
+            over._across, over.size = Short(), 2
+        over.size = 2
+        with pytest.raises(TransportError, match="messages of different sizes"):
+            over.allgather(np.zeros(9, np.uint8), np.zeros((2, 9), np.uint8))
+
+    run_ranks(2, rank)
+
+
+def test_one_process_is_no_node():
+    assert over([0], True) == over([0], 4) == [None]
+
+
 def test_what_the_core_asks_of_a_transport():
     def rank(transport):
         assert group_of(transport) is None

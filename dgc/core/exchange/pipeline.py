@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.gradients.clipping import Clipping
-from dgc.core.exchange.gradients.nodes import NodeSums
+from dgc.core.exchange.gradients.nodes import Announced, NodeSums
 from dgc.core.exchange.records import RemoteFailure, StepContext
 from dgc.core.exchange.status import Phase, StepStatus
 from dgc.core.exchange.unapplied import Unapplied
@@ -163,13 +163,9 @@ class Pipeline:
             DGCError: a message or a collective failed; or another error that cannot be told in this step any more.
         """
         bucket, status = self._buckets[index], self._status
-        announced = status.announced
-        if self._nodes is not None:
-            # What another rank of the node met is met by all of them: they send the same message.
-            announced = self._nodes.agree(announced)
+        announced = status.announced if self._nodes is None else self._add_up(step, index, self._nodes)
         if announced is None:
             try:
-                self._add_up(step, index)
                 self._prepare(step, index)
                 self._prepare_following(step, index)
                 bucket.run(step)
@@ -179,9 +175,7 @@ class Pipeline:
             except Exception as error:
                 if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(step, index)):
                     raise  # the others see it in the messages as well, or cannot hear of it in this step
-                wrapped = error if isinstance(error, DGCError) else RemoteError(f"{type(error).__name__}: {error}")
-                wrapped.__cause__ = None if wrapped is error else error
-                status.announce(wrapped)
+                status.announce(_told(error))
                 if bucket.sent:
                     return  # the message of the next bucket tells the others
                 announced = status.announced
@@ -199,16 +193,28 @@ class Pipeline:
         """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
         return index == len(self._buckets) - 1 or self._buckets[index].plan(step).allreduces
 
-    def _add_up(self, step: StepContext, index: int) -> None:
-        """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all."""
-        if self._nodes is None or index < self._summed:
-            return
+    def _add_up(self, step: StepContext, index: int, nodes: NodeSums) -> Announced | None:
+        """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
+
+        Returns:
+            What any of them cannot go on for. It is met by all of them, as they send the same message.
+        """
         stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
+        buckets = self._buckets[max(index, self._summed) : stop]
         with step.stats.timed("exchange"):
-            for each in self._buckets[index:stop]:
-                each.encoder.await_gradients(step)
-                self._nodes.add_up(step, each.bucket)
-        self._summed = stop
+            try:
+                if self._status.announced is None:
+                    for each in buckets:
+                        each.encoder.await_gradients(step)
+                        nodes.collect(step, each.bucket)
+            except Exception as error:
+                self._status.announce(_told(error))
+            announced = nodes.agree(self._status.announced)
+            if announced is None:
+                for each in buckets:
+                    nodes.add_up(step, each.bucket)
+        self._summed = max(self._summed, stop)
+        return announced
 
     def _prepare(self, step: StepContext, index: int) -> None:
         """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
@@ -248,3 +254,12 @@ class Pipeline:
         while stop < len(self._buckets) and step.given.is_complete(stop):
             stop += 1
         return stop
+
+
+def _told(error: Exception) -> DGCError:
+    """What the other ranks are told of an error here."""
+    if isinstance(error, DGCError):
+        return error
+    wrapped = RemoteError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

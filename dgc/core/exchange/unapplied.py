@@ -11,7 +11,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.records import StepContext, StepStats
 from dgc.core.kernels.base import Kernels, memory_of
 from dgc.core.state.state import State
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, whole_of
 from dgc.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class Unapplied:
         self.discarded = self.returned = 0
         self._state = state
         self._buckets = buckets
-        self._transport = transport
+        self._transport = whole_of(transport)
         self._memory = memory_of(kernels)
         self._copies: list[tuple[Any, Any, np.ndarray, np.ndarray]] = []
         self._owed: list[bool] = []

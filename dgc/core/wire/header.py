@@ -228,7 +228,7 @@ def check_header(
     max_count: int,
     max_payload: int,
     dense_bytes: int,
-    sender: int,
+    sender: int | str,
     dense_codec: int = 0,
 ) -> None:
     """Compare a header with what this rank expects.
@@ -277,8 +277,9 @@ def check_header(
         raise _mismatch(sender, "dense bytes", str(header.dense_bytes), str(dense_bytes))
 
 
-def _mismatch(sender: int, field: str, came: str, expected: str) -> WireError:
-    return WireError(f"message from rank {sender}: {field} {came} came, {expected} was expected. {_ADVICE[field]}")
+def _mismatch(sender: int | str, field: str, came: str, expected: str) -> WireError:
+    origin = sender if isinstance(sender, str) else f"rank {sender}"
+    return WireError(f"message from {origin}: {field} {came} came, {expected} was expected. {_ADVICE[field]}")
 
 
 def _codec(ids: type[IndexCodecId] | type[ValueCodecId], number: int) -> str:

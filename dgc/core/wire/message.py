@@ -27,9 +27,10 @@ _NO_PARAMETER = 2**32 - 1
 
 @dataclass(slots=True)
 class Incoming:
-    """One rank's message of one bucket, checked."""
+    """One rank's message of one bucket, checked. ``who`` is its sender as a user reads it."""
 
     sender: int
+    who: str
     count: int
     nonfinite: bool
     payload: np.ndarray
@@ -39,7 +40,7 @@ class Incoming:
 
 
 @contextmanager
-def blaming(sender: int, bucket: int) -> Iterator[None]:
+def blaming(who: str, bucket: int) -> Iterator[None]:
     """Say whose message of which bucket is damaged.
 
     Raises:
@@ -48,7 +49,7 @@ def blaming(sender: int, bucket: int) -> Iterator[None]:
     try:
         yield
     except (errors.WireError, errors.LayoutError) as error:
-        raise errors.WireError(f"message of rank {sender} for bucket {bucket}: {error}") from error
+        raise errors.WireError(f"message of {who} for bucket {bucket}: {error}") from error
 
 
 class Sender:
@@ -124,13 +125,13 @@ class Sender:
             return [_failure(headers[i], self._gathered[i], i, called(self._transport, i)) for i in failed]
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
+            who, own = called(self._transport, sender), called(self._transport, self._transport.rank)
             if header.fingerprint != self._fingerprint:
-                theirs, own = (called(self._transport, rank) for rank in (sender, self._transport.rank))
                 raise errors.ConfigError(
-                    f"{theirs} and {own} disagree in step {step} about the learning rate, "
-                    "momentum, Nesterov, weight decay or the layout: schedulers and loaded checkpoints must set the "
-                    "same values on every rank (load a checkpoint on all ranks, or broadcast the optimizer's state; "
-                    "decide about a learning rate from metrics that are averaged over the ranks)"
+                    f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight decay "
+                    "or the layout: schedulers and loaded checkpoints must set the same values on every rank (load a "
+                    "checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate from "
+                    "metrics that are averaged over the ranks)"
                 )
             check_header(
                 header,
@@ -143,12 +144,13 @@ class Sender:
                 max_count=sum(plan.ks),
                 max_payload=plan.payload_bytes,
                 dense_bytes=plan.dense_bytes,
-                sender=sender,
+                sender=who,
                 dense_codec=_dense_codec(plan),
             )
             coded, at = plan.coded_bytes_at, plan.inline_bytes_at
             message = Incoming(
                 sender=sender,
+                who=who,
                 count=header.count,
                 nonfinite=bool(header.flags & Flags.NONFINITE),
                 payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
@@ -201,4 +203,4 @@ def _failure(header: Header, data: np.ndarray, sender: int, who: str) -> Incomin
     text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
     code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
     error = ERROR_CLASSES[code](f"{who} failed in step {header.step}: {text}")
-    return Incoming(sender, 0, False, data[:0], data[:0], data[:0], error)
+    return Incoming(sender, who, 0, False, data[:0], data[:0], data[:0], error)

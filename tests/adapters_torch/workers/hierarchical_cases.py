@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import horovod.torch as hvd
@@ -22,7 +23,7 @@ from models import (
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 
 SPARSE = {"sparsity": 0.9, "min_numel": 64}
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
@@ -119,6 +120,41 @@ def an_error_on_one_rank_is_one_on_all_and_a_reset_goes_on():
     train(optimizer, model, 2, start=3)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     assert_replicas_identical(model, "after a reset")
+
+
+@case
+def a_group_that_gives_a_step_up_alone_is_an_error_and_a_reset_of_all_goes_on():
+    """The groups' messages have other sizes then; nobody may be left in a collective of the step before."""
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = {"min_numel": 64, "sparsity": [0.5, 0.9, 0.99], "rampup_step": 6}
+    optimizer, compression = wrap("b", model, inner, hierarchical=2, **schedule)
+    train(optimizer, model, 4)
+    if hvd.rank() >= 2:
+        compression.reset()
+    raised = raises(DGCError, "", lambda: train(optimizer, model, 1, start=4))
+    assert not isinstance(raised, StallError), raised
+    compression.reset()
+    optimizer.zero_grad()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(optimizer, model, 3, start=5)
+    assert_replicas_identical(model, "after all were reset")
+    compression.close()
+
+
+@case
+def a_construction_that_fails_can_be_repeated():
+    model = make_model()
+    for attempt in range(3):
+        momentum = 0.9 if attempt == 2 or hvd.rank() else 0.5
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        if attempt < 2:
+            raises(LayoutError, "momentum", functools.partial(wrap, "a", model, inner, hierarchical=2, **SPARSE))
+            continue
+        optimizer, compression = wrap("a", model, inner, hierarchical=2, **SPARSE)
+        train(optimizer, model, 2)
+        assert_replicas_identical(model, "the third attempt")
+        compression.close()
 
 
 @case

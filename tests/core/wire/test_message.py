@@ -174,11 +174,14 @@ def test_buffers_stay_while_the_size_does():
 
 @pytest.mark.parametrize("error", [errors.WireError, errors.LayoutError])
 def test_blame_names_the_sender_and_the_bucket(error):
-    with pytest.raises(errors.WireError, match=r"^message of rank 2 for bucket 4: too short$") as caught, blaming(2, 4):
+    with (
+        pytest.raises(errors.WireError, match=r"^message of rank 2 for bucket 4: too short$") as caught,
+        blaming("rank 2", 4),
+    ):
         raise error("too short")
     assert type(caught.value.__cause__) is error
 
 
 def test_nobody_is_blamed_for_other_errors():
-    with pytest.raises(errors.TransportError, match=r"^gone$"), blaming(2, 4):
+    with pytest.raises(errors.TransportError, match=r"^gone$"), blaming("rank 2", 4):
         raise errors.TransportError("gone")

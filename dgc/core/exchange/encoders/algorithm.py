@@ -282,7 +282,7 @@ class AlgorithmEncoder(Encoder):
         return None
 
     def _decode(self, message: Incoming, spec: BucketSpec) -> SparseValues | DenseValues:
-        with blaming(message.sender, self._bucket.index):
+        with blaming(message.who, self._bucket.index):
             return self._algorithm.decode(message.payload, message.count, spec)
 
     def _spec(self, density: float | None) -> BucketSpec:

@@ -121,7 +121,7 @@ class DenseVector:
             small = self.values[: plan.plain_start]
             small.fill(0)
             for message in messages:
-                with blaming(message.sender, self._bucket.index):
+                with blaming(message.who, self._bucket.index):
                     plan.small.add(message.coded, small)
         if plan.inline and plain.size:
             plain.fill(0)

@@ -204,7 +204,7 @@ class DeviceEncoder(TopKEncoder):
             return
         # A damaged message is refused before anything is applied.
         for message in messages:
-            with blaming(message.sender, self._bucket.index):
+            with blaming(message.who, self._bucket.index):
                 check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
         self._kernels.receive(
             [item.result for item in step.given.of(self._bucket.sparse)],

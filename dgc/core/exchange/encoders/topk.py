@@ -105,7 +105,7 @@ class TopKEncoder(Encoder):
     ) -> None:
         entries = []
         for message in messages:
-            with blaming(message.sender, self._bucket.index):
+            with blaming(message.who, self._bucket.index):
                 entries.append(plan.codec.decode(message.payload, message.count))
                 bounds_of(self._bucket, entries[-1][0])
         self._put(step, entries, share * step.loss_scale, outcome)

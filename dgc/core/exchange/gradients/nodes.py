@@ -80,17 +80,20 @@ class NodeSums:
             failure.__cause__ = own[0]
         return failure, None if concerned == _NO_PARAMETER else concerned
 
+    def collect(self, step: StepContext, bucket: Bucket) -> None:
+        """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
+        host = self._sum_of(bucket)
+        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
+            host[segment.slice] = self._on_host(item.gradient)
+
     def add_up(self, step: StepContext, bucket: Bucket) -> None:
-        """Put the node's sum in the place of this rank's gradients of a bucket, all of which are in. Collective.
+        """Put the node's sum in the place of this rank's gradients, which were collected. Collective.
 
         Args:
             step: the step.
             bucket: the bucket.
         """
         host = self._sum_of(bucket)
-        items = step.given.of(bucket.segments)
-        for segment, item in zip(bucket.segments, items, strict=True):
-            host[segment.slice] = self._on_host(item.gradient)
         self._inside.allreduce(host, "sum")
         if self._factor != 1.0:
             host *= self._factor
@@ -98,7 +101,7 @@ class NodeSums:
         if self._copies:
             summed = self._copies[bucket.index]
             self._memory.copy_in(summed, host)
-        for segment, item in zip(bucket.segments, items, strict=True):
+        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
 
     def _sum_of(self, bucket: Bucket) -> np.ndarray:

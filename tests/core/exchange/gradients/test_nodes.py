@@ -191,6 +191,35 @@ def test_options_that_differ_within_a_node_are_an_error_of_all():
     assert all(isinstance(e, TransportError) and "rank 3 came to another message" in str(e) for e in errors), errors
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_collect_its_gradients_leaves_nobody_in_the_sum(failing):
+    def poor(step, bucket):
+        raise MemoryError("no room")
+
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
+        if transport.rank == failing:
+            exchange._pipeline._nodes.collect = poor
+        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
+
+    errors = errors_of(4, rank)
+    assert all(isinstance(e, DGCError) and "MemoryError: no room" in str(e) for e in errors), errors
+    assert errors[3 - failing].args[0].startswith(f"node 0 failed in step 0: rank {failing}: ")
+
+
+def test_a_step_that_is_discarded_on_one_rank_of_a_node_is_told_by_its_number():
+    def rank(transport):
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, discardable=True)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
+        run_step(exchange, grads)
+        if transport.rank == 3:
+            exchange.unapplied.take_back()
+        run_step(exchange, grads)
+
+    errors = errors_of(4, rank)
+    assert all("rank 0 has discarded 0 steps and rank 3 1" in str(e) for e in errors), errors
+
+
 def test_a_gradient_that_is_not_finite_refuses_the_step_of_all_and_is_told_once_a_node(recwarn):
     def rank(transport):
         exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, momentum=0.9)
