@@ -128,8 +128,8 @@ class Sender:
             who, own = called(self._transport, sender), called(self._transport, self._transport.rank)
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
-                    f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight decay "
-                    "or the layout: schedulers and loaded checkpoints must set the same values on every rank (load a "
+                    f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "
+                    "decay or the layout: schedulers and loaded checkpoints must set the same values on every rank (load a "
                     "checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate from "
                     "metrics that are averaged over the ranks)"
                 )
