@@ -129,9 +129,9 @@ class Sender:
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "
-                    "decay or the layout: schedulers and loaded checkpoints must set the same values on every rank (load a "
-                    "checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate from "
-                    "metrics that are averaged over the ranks)"
+                    "decay or the layout: schedulers and loaded checkpoints must set the same values on every rank "
+                    "(load a checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate "
+                    "from metrics that are averaged over the ranks)"
                 )
             check_header(
                 header,
