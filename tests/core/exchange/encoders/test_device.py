@@ -19,6 +19,7 @@ from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.state.layout import make_layout
 from dgc.errors import DGCError, LayoutError, TransportError
+from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
@@ -62,16 +63,18 @@ def one_step(exchange, step, rank, params, *, dtype="float32", limit=None, spoil
     return exchange.finish(), results, grads
 
 
-def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=None, waits=False, **options):
+def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=None, waits=False, nodes=None, **options):
     """Some steps on all ranks; parameters stay as they are, so that no step needs the one before.
 
-    ``spoil`` = (step, rank, parameter) gets an infinity. Returns per rank (refusals, results, state).
+    ``nodes[rank]`` is the first rank of those that send as one with it; ``spoil`` = (step, rank, parameter) gets an
+    infinity. Returns per rank (refusals, results, state).
     """
     specs = parameters(SHAPES, dtype)
 
     def one_rank(transport):
         kernels = kernels_of_rank()
-        exchange = make_exchange(transport, SHAPES, dtype=dtype, kernels=kernels, **options)
+        over = HierarchicalTransport(transport, nodes) if nodes else transport
+        exchange = make_exchange(over, SHAPES, dtype=dtype, kernels=kernels, **options)
         rng = np.random.default_rng(1)
         params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
         refusals, results, kept = [], [], []
@@ -123,6 +126,13 @@ def test_equals_the_cpu(case, ranks):
         for mine, theirs in zip(results, expected, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ["default", "nesterov", "ramp-up", "dense", "loss scale", "several buckets", "coded"])
+def test_ranks_that_send_as_one_equal_the_cpu(case):
+    """Sums of a node pass through host memory, while nobody has waited for the gradients."""
+    options = {"sparsity": 0.99, "nodes": [0, 0, 2], **CASES[case]}
+    assert_equal(run(device_kernels, 3, 6, **options), run(lambda: NumbaKernels(1), 3, 6, **options))
 
 
 def topk(**options):
