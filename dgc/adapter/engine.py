@@ -144,7 +144,7 @@ class EngineBase(LooksInside, abc.ABC):
             agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
-        self._at_end = weakref.finalize(self, close_all, self._exchanges, self.between, self.transport)
+        self._at_end = weakref.finalize(self, close_all, self._exchanges, *self._nodes(), self.transport)
         self._at_end.atexit = False
 
     @contextlib.contextmanager
@@ -153,9 +153,13 @@ class EngineBase(LooksInside, abc.ABC):
         try:
             yield
         except BaseException:
-            if self.between is not self.transport:
-                self.between.close()
+            for each in self._nodes():
+                each.close()
             raise
+
+    def _nodes(self) -> list[Transport]:
+        """The transport between nodes, where it is one of its own."""
+        return [] if self.between is self.transport else [self.between]
 
     # -- what it does --------------------------------------------------------------------------------------------
 
@@ -314,8 +318,7 @@ class EngineBase(LooksInside, abc.ABC):
         self._is_closed = True
         self.use_log(None)
         self._at_end.detach()
-        own = (each for each in (self.between, self.transport) if not keep_transport or each is not self.transport)
-        close_all(self._exchanges, *own)
+        close_all(self._exchanges, *self._nodes(), *([] if keep_transport else [self.transport]))
 
 
 def _require_extras(saved: Mapping[str, Any]) -> None:
