@@ -25,7 +25,7 @@ from compress import MODELS, MOMENTUM, RESULTS, Row, plot
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import entries_to_send
-from dgc.core.exchange.encoders.device import device_format
+from dgc.core.exchange.encoders.device.topk import device_format
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.gpu.cupy_runtime import CupyKernels
 from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout

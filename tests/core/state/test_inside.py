@@ -166,7 +166,8 @@ def test_training_has_the_same_bits(case):
 
 
 def watched(transport, **options):
-    exchange, seen = make_plain(transport, sparsity=0.9, **options), Seen()
+    default = {} if "algorithm" in options else {"sparsity": 0.9}
+    exchange, seen = make_plain(transport, **default, **options), Seen()
     exchange.inside = Inside(exchange.layout, seen)
     return exchange, seen
 
@@ -321,14 +322,16 @@ def test_compressors_made_of_compressors():
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
-@pytest.mark.parametrize("values", ["float32", "int8"])
-def test_a_device_shows_what_the_host_does(values):
-    """Of codecs that the device writes itself, and of others."""
+@pytest.mark.parametrize(
+    "options", [{"values": "float32"}, {"values": "int8"}, {"algorithm": "onebit"}, {"algorithm": "qsgd"}], ids=str
+)
+def test_a_device_shows_what_the_host_does(options):
+    """Of codecs that the device writes itself, of others, and of all elements."""
 
     def one_rank(transport):
         found = []
         for kernels in (ReferenceKernels(), DeviceKernels(HostRuntime(seed=3))):
-            exchange, seen = watched(transport, kernels=kernels, values=values)
+            exchange, seen = watched(transport, kernels=kernels, **options)
             alive = []  # the device reads them later
             for step in range(4):
                 given = grads_of(step, transport.rank)

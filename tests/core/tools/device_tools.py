@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dgc.core.exchange.encoders.device import device_format
+from dgc.core.exchange.encoders.device.topk import device_format
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.state.layout import Bucket as LayoutBucket

@@ -27,8 +27,9 @@ def parameters(shapes=None, dtype="float32"):
     return [Parameter(n, tuple(s), dtype) for n, s in (shapes or SHAPES).items()]
 
 
-def make_exchange(transport, shapes=None, *, dtype="float32", kernels=None, loss_scale=1.0, **options):
-    config = make_config({"min_numel": 64, "values": "float32", "small": "float32", **options})
+def make_exchange(transport, shapes=None, *, algorithm="dgc", dtype="float32", kernels=None, loss_scale=1.0, **options):
+    exact = {"values": "float32", "small": "float32"} if algorithm == "dgc" else {}
+    config = make_config({"min_numel": 64, **exact, **options}, algorithm=algorithm)
     layout = make_layout(parameters(shapes, dtype), config)
     return Exchange(layout, config, transport, kernels or ReferenceKernels(), loss_scale=loss_scale)
 

@@ -1,12 +1,13 @@
 """The oracle of the quantising compressors' loops, in NumPy.
 
-See :class:`dgc.core.compressors.quantizers.loops.Loops`. Bytes are the same; sums (``norms``, ``spread``,
-``split_means``) agree within float64 rounding.
+See :class:`dgc.core.compressors.quantizers.loops.Loops`. Everything is the same bit for bit, sums included.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from dgc.core.compressors.quantizers.codes import ROWS, TILE
 
 _U64 = np.uint64
 _LARGEST = np.finfo(np.float32).max
@@ -49,11 +50,29 @@ def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
     for g in range(out.size):
         part = np.abs(x[g * group : (g + 1) * group].astype(np.float64))
-        out[g] = max(part.max(), np.sqrt(np.dot(part, part))) if squared else part.max()
+        out[g] = max(part.max(), np.sqrt(_sum(part * part, 32))) if squared else part.max()
 
 
-def spread(x: np.ndarray) -> tuple[float, float]:
-    return float(np.abs(x).max()), float(np.std(x, dtype=np.float64))
+def _sum(values: np.ndarray, lanes: int) -> float:
+    """In the order that ``codes`` writes down."""
+    rows = np.zeros((-(-values.size // lanes), lanes))
+    rows.reshape(-1)[: values.size] = values
+    sums = np.zeros(lanes)
+    for row in rows:
+        sums += row
+    parts = sums.reshape(-1, 32)
+    while parts.shape[1] > 1:
+        half = parts.shape[1] // 2
+        parts = parts[:, :half] + parts[:, half:]
+    return sum(parts[:, 0].tolist(), 0.0)
+
+
+def moments(x: np.ndarray, out: np.ndarray) -> None:
+    for tile in range(len(out)):
+        part = x[tile * TILE : (tile + 1) * TILE].astype(np.float64)
+        total = _sum(part, 256)
+        apart = part - total / part.size
+        out[tile] = np.abs(part).max(), total, _sum(apart * apart, 256)
 
 
 def round_signed(
@@ -94,8 +113,28 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
     high = ~(x < 0)
     signs[...] = high.reshape(-1)
     for side, members in enumerate((~high, high)):
-        sums = np.where(members, x, 0).sum((0, 2), dtype=np.float64)
+        values = np.where(members, x, 0).astype(np.float64)
+        sums = _down(values[:, :, 0]) if x.shape[2] == 1 else _along(values)
         means[side] = sums / np.maximum(members.sum((0, 2)), 1)
+
+
+def _down(matrix: np.ndarray) -> np.ndarray:
+    sums = np.zeros(matrix.shape[1])
+    for first in range(0, len(matrix), ROWS):
+        piece = np.zeros(matrix.shape[1])
+        for row in matrix[first : first + ROWS]:
+            piece += row
+        sums += piece
+    return sums
+
+
+def _along(x: np.ndarray) -> np.ndarray:
+    sums = np.zeros(x.shape[1])
+    for matrix in x:
+        for c, run in enumerate(matrix):
+            for first in range(0, run.size, TILE):
+                sums[c] += _sum(run[first : first + TILE], 256)
+    return sums
 
 
 def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:

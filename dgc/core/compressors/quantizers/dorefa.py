@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.quantizers.codes import Coded, CodeForm
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_integer, require_number
 
@@ -24,7 +26,7 @@ class DorefaOptions:
         require_number("bits", self.bits, low=1, high=8)
 
 
-class Dorefa(PerTensor):
+class Dorefa(Coded):
     """k-bit gradients: unbiased, without error feedback.
 
     ``f(r) = 2M [quantise_k(r / 2M + 1/2 + noise) - 1/2]`` with ``M = max|r|`` of the tensor, noise uniform in
@@ -43,14 +45,21 @@ class Dorefa(PerTensor):
     bits = "4 (or 1 to 8) + 1 float a tensor"
     error_feedback = False
     unbiased = True
+    measures = True
     Options = DorefaOptions
 
     @property
     def _levels(self) -> int:
         return 2**self.options.bits - 1
 
+    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
+        return CodeForm("span", self.options.bits, self._levels, scales=1, group=tensor.n)
+
+    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:  # noqa: D102
+        return as_scale(float(moments[:, 0].max())), math.inf
+
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return 4 + -(-tensor.n * self.options.bits // 8)
+        return self.form(tensor).bytes(tensor.n)
 
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo

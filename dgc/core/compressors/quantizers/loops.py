@@ -40,8 +40,13 @@ class Loops(Protocol):
         """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
         ...
 
-    def spread(self, x: np.ndarray) -> tuple[float, float]:
-        """The largest magnitude and the standard deviation of (n,) finite floats, n > 0."""
+    def moments(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Of each tile of (n,) finite floats the largest magnitude, the sum, and the squares' sum about the mean.
+
+        Args:
+            x: the floats.
+            out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.codes.spread`.
+        """
         ...
 
     def round_signed(

@@ -1,7 +1,7 @@
 """The loops of the quantising compressors in Numba, see :class:`dgc.core.compressors.quantizers.loops.Loops`.
 
 They call nothing outside this file: it alone decides when compiled code is out of date. All hashing is in uint64, since
-Numba turns a mix of int64 and uint64 into float64.
+Numba turns a mix of int64 and uint64 into float64. ``codes`` says in which order is added up.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import numpy as np
 from numba import uint8, uint64
 
+from dgc.core.compressors.quantizers.numba_gamma import gamma_decode as gamma_decode
+from dgc.core.compressors.quantizers.numba_gamma import gamma_encode as gamma_encode
 from dgc.core.kernels.compile import entry, helper
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
+_TILE, _ROWS = 4096, 64  # as in ``codes``
 _LARGEST = np.finfo(np.float32).max
 _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
@@ -160,34 +163,70 @@ def unpack_trits(data, codes):
     return True
 
 
+@helper
+def _halved(sums, first):
+    """32 sums from ``first`` on as one; see ``codes`` for the order."""
+    half = 16
+    while half > 0:
+        for j in range(first, first + half):
+            sums[j] += sums[j + half]
+        half //= 2
+    return sums[first]
+
+
+@helper
+def _tile_sum(sums):
+    """256 sums as one."""
+    total = 0.0
+    for first in range(0, 256, 32):
+        total += _halved(sums, first)
+    return total
+
+
 @entry(__file__)
 def norms(x, group, squared, out):
     """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+    sums = np.empty(32)
     for g in range(out.size):
         largest = 0.0
-        total = 0.0
-        for i in range(g * group, min((g + 1) * group, x.size)):
-            magnitude = abs(np.float64(x[i]))
-            largest = max(largest, magnitude)
-            total += magnitude * magnitude
-        out[g] = max(largest, np.sqrt(total)) if squared else largest
+        stop = min((g + 1) * group, x.size)
+        if not squared:
+            for i in range(g * group, stop):
+                largest = max(largest, abs(np.float64(x[i])))
+            out[g] = largest
+            continue
+        sums[:] = 0.0
+        for start in range(g * group, stop, 32):
+            for j in range(min(32, stop - start)):
+                magnitude = abs(np.float64(x[start + j]))
+                largest = max(largest, magnitude)
+                sums[j] += magnitude * magnitude
+        out[g] = max(largest, np.sqrt(_halved(sums, 0)))
 
 
 @entry(__file__)
-def spread(x):
+def moments(x, out):
     """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    largest = 0.0
-    total = 0.0
-    for i in range(x.size):
-        value = np.float64(x[i])
-        largest = max(largest, abs(value))
-        total += value
-    mean = total / x.size
-    squares = 0.0
-    for i in range(x.size):
-        difference = np.float64(x[i]) - mean
-        squares += difference * difference
-    return largest, np.sqrt(squares / x.size)
+    sums = np.empty(256)
+    for tile in range(len(out)):
+        stop = min((tile + 1) * _TILE, x.size)
+        largest = 0.0
+        sums[:] = 0.0
+        for start in range(tile * _TILE, stop, 256):
+            for j in range(min(256, stop - start)):
+                value = np.float64(x[start + j])
+                largest = max(largest, abs(value))
+                sums[j] += value
+        total = _tile_sum(sums)
+        mean = total / (stop - tile * _TILE)
+        sums[:] = 0.0
+        for start in range(tile * _TILE, stop, 256):
+            for j in range(min(256, stop - start)):
+                difference = np.float64(x[start + j]) - mean
+                sums[j] += difference * difference
+        out[tile, 0] = largest
+        out[tile, 1] = total
+        out[tile, 2] = _tile_sum(sums)
 
 
 @entry(__file__)
@@ -245,38 +284,62 @@ def round_span(x, scale, levels, key, codes):
         codes[i] = int(max(0.0, min(float(levels), np.floor(place + _uniform(key, i)))))
 
 
+@helper
+def _split_rows(x, low, high, above, signs):
+    """The sums of the columns of (rows, columns, 1), of pieces of some rows."""
+    rows, columns, _ = x.shape
+    below_sums, above_sums = np.zeros(columns), np.zeros(columns)
+    for o in range(rows):
+        for c in range(columns):
+            value = np.float64(x[o, c, 0])
+            negative = value < 0
+            signs[o * columns + c] = 0 if negative else 1
+            below_sums[c] += value if negative else 0.0
+            above_sums[c] += 0.0 if negative else value
+            above[c] += 0 if negative else 1
+        if (o + 1) % _ROWS == 0 or o == rows - 1:
+            for c in range(columns):
+                low[c] += below_sums[c]
+                high[c] += above_sums[c]
+                below_sums[c] = 0.0
+                above_sums[c] = 0.0
+
+
+@helper
+def _split_run(x, c, low, high, above, signs):
+    """The sums of one column that lies in one piece, tile by tile."""
+    below_sums, above_sums = np.empty(256), np.empty(256)
+    count = 0
+    for tile in range(0, x.size, _TILE):
+        stop = min(tile + _TILE, x.size)
+        below_sums[:] = 0.0
+        above_sums[:] = 0.0
+        for start in range(tile, stop, 256):
+            for j in range(min(256, stop - start)):
+                value = np.float64(x[start + j])
+                negative = value < 0
+                signs[start + j] = 0 if negative else 1
+                below_sums[j] += value if negative else 0.0
+                above_sums[j] += 0.0 if negative else value
+                count += 0 if negative else 1
+        low[c] += _tile_sum(below_sums)
+        high[c] += _tile_sum(above_sums)
+    above[c] += count
+
+
 @entry(__file__)
 def split_means(x, means, signs):
     """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
     outer, columns, inner = x.shape
     low, high, above = np.zeros(columns), np.zeros(columns), np.zeros(columns, np.int64)
     if inner == 1:
-        for o in range(outer):
-            for c in range(columns):
-                value = x[o, c, 0]
-                negative = value < 0
-                signs[o * columns + c] = 0 if negative else 1
-                low[c] += value if negative else 0.0
-                high[c] += 0.0 if negative else value
-                above[c] += 0 if negative else 1
+        _split_rows(x, low, high, above, signs)
     else:
         at = 0
         for o in range(outer):
             for c in range(columns):
-                below_sum = 0.0
-                above_sum = 0.0
-                count = 0
-                for i in range(inner):
-                    value = x[o, c, i]
-                    negative = value < 0
-                    signs[at + i] = 0 if negative else 1
-                    below_sum += value if negative else 0.0
-                    above_sum += 0.0 if negative else value
-                    count += 0 if negative else 1
+                _split_run(x[o, c], c, low, high, above, signs[at : at + inner])
                 at += inner
-                low[c] += below_sum
-                high[c] += above_sum
-                above[c] += count
     for c in range(columns):
         below = outer * inner - above[c]
         means[0, c] = low[c] / below if below else 0.0
@@ -300,81 +363,3 @@ def spread_means(signs, means, out):
             for i in range(inner):
                 out[o, c, i] = high if signs[at + i] else low
             at += inner
-
-
-@helper
-def _put(words, at, value, length):
-    """Write the low ``length`` bits of a value, lowest first, from bit ``at`` on."""
-    for j in range(length):
-        if (value >> uint64(j)) & uint64(1):
-            words[(at + j) >> 6] |= uint64(1) << uint64((at + j) & 63)
-    return at + length
-
-
-@helper
-def _put_gamma(words, at, value):
-    length = 0
-    while (value >> length) > 1:
-        length += 1
-    at += length  # so many zeros
-    words[at >> 6] |= uint64(1) << uint64(at & 63)
-    return _put(words, at + 1, uint64(value), length)
-
-
-@entry(__file__)
-def gamma_encode(codes, levels, words):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    words[:] = 0
-    at = 0
-    last = -1
-    entries = 0
-    for i in range(codes.size):
-        level = int(codes[i]) - levels
-        if level == 0:
-            continue
-        at = _put_gamma(words, at, i - last)
-        at = _put(words, at, uint64(1 if level < 0 else 0), 1)
-        at = _put_gamma(words, at, abs(level))
-        last = i
-        entries += 1
-    return entries, at
-
-
-@helper
-def _bit(words, at):
-    return (words[at >> 6] >> uint64(at & 63)) & uint64(1)
-
-
-@helper
-def _take_gamma(words, at, end):
-    """Value and the bit after it; value 0 when the code does not end before ``end`` or is beyond 2**31."""
-    length = 0
-    while at < end and _bit(words, at) == uint64(0):
-        length += 1
-        at += 1
-    at += 1
-    if length > 30 or at + length > end:
-        return 0, at
-    value = 0
-    for j in range(length):
-        value |= int(_bit(words, at + j)) << j
-    return value | (1 << length), at + length
-
-
-@entry(__file__)
-def gamma_decode(words, bits, entries, levels, codes):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    codes[:] = levels
-    at = 0
-    last = -1
-    for _ in range(entries):
-        gap, at = _take_gamma(words, at, bits)
-        if gap == 0 or last + gap >= codes.size or at >= bits:
-            return False
-        last += gap
-        negative = _bit(words, at)
-        level, at = _take_gamma(words, at + 1, bits)
-        if level == 0 or level > levels:
-            return False
-        codes[last] = levels - level if negative else levels + level
-    return at == bits

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, put, take
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, put, take
+from dgc.core.compressors.quantizers.codes import Coded, CodeForm
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_choice
 from dgc.errors import WireError
@@ -25,7 +26,7 @@ class OnebitOptions:
         require_choice("means", self.means, ("column", "row", "tensor"))
 
 
-class Onebit(PerTensor):
+class Onebit(Coded):
     """One bit an entry, with error feedback.
 
     ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 where there are none),
@@ -46,8 +47,12 @@ class Onebit(PerTensor):
     error_feedback = True
     Options = OnebitOptions
 
+    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
+        shape = self._shape(tensor)
+        return CodeForm("sign", 1, 1, scales=2 * shape[1], group=tensor.n, shape=shape)
+
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return 8 * self._shape(tensor)[1] + -(-tensor.n // 8)
+        return self.form(tensor).bytes(tensor.n)
 
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, DenseValues, PerTensor, StepInfo, Tensor, put, take, take_scales
+from dgc.core.compressors.base import BucketSpec, DenseValues, StepInfo, Tensor, put, take, take_scales
+from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, Coded, CodeForm
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_choice, require_integer
+from dgc.core.config.config import DGCConfig
 from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import WireError
 
@@ -34,7 +36,7 @@ class QsgdOptions:
         require_choice("coding", self.coding, ("fixed", "elias"))
 
 
-class Qsgd(PerTensor):
+class Qsgd(Coded):
     """Quantised SGD: unbiased, without error feedback.
 
     In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``: with ``a = |x_i| * s / norm``, ξ is
@@ -55,6 +57,11 @@ class Qsgd(PerTensor):
     unbiased = True
     Options = QsgdOptions
 
+    @classmethod
+    def runs_on_device(cls, config: DGCConfig) -> bool:
+        """Unless codes have lengths of their own, or a norm is of very many elements."""
+        return config.own.coding == "fixed" and config.own.bucket_size <= LARGEST_GROUP  # type: ignore[no-any-return]
+
     @property
     def varying(self) -> bool:  # noqa: D102
         return self.options.coding == "elias"
@@ -63,10 +70,14 @@ class Qsgd(PerTensor):
     def _levels(self) -> int:
         return 2 ** (self.options.bits - 1) - 1
 
+    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
+        own = self.options
+        return CodeForm("signed", own.bits, self._levels, self._groups(tensor), own.bucket_size, norm=own.norm)
+
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         norms = 4 * self._groups(tensor)
         if not self.varying:
-            return norms + -(-tensor.n * self.options.bits // 8)
+            return self.form(tensor).bytes(tensor.n)
         # The longest: every element sent, at distance 1 (one bit), with its sign and the code of the largest level.
         longest = 2 + 2 * (self._levels.bit_length() - 1) + 1
         return padded(norms) + 16 + 8 * -(-tensor.n * longest // 64)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.quantizers.codes import Coded, CodeForm, spread, tiles_of
 from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_number
 from dgc.core.config.config import DGCConfig
@@ -29,7 +30,7 @@ class TerngradOptions:
         require_number("clip_factor", self.clip_factor, low=0.0, low_open=True, high=1e6, optional=True)
 
 
-class Terngrad(PerTensor):
+class Terngrad(Coded):
     """Ternary gradients: unbiased (of the clipped gradient), without error feedback.
 
     Of each tensor: cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, not where σ = 0; ``s = max|g|`` of all ranks
@@ -48,6 +49,7 @@ class Terngrad(PerTensor):
     error_feedback = False
     unbiased = True
     shares = True
+    measures = True
     Options = TerngradOptions
 
     def __init__(self, config: DGCConfig) -> None:
@@ -55,24 +57,32 @@ class Terngrad(PerTensor):
         super().__init__(config)
         self._limits: dict[str, float] = {}
 
+    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
+        return CodeForm("signed", 0, 1, scales=1, group=tensor.n)
+
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return 4 + -(-tensor.n // 5)
+        return self.form(tensor).bytes(tensor.n)
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
         """Each tensor's largest magnitude after clipping."""
-        largest = np.zeros(len(spec.tensors))
-        for i, tensor in enumerate(spec.tensors):
-            top, self._limits[tensor.name] = self._extent(x[tensor.slice])
-            largest[i] = min(top, self._limits[tensor.name])
-        return largest
+        return np.array([self.measured(t, _moments(x[t.slice])) for t in spec.tensors])
+
+    def measured(self, tensor: Tensor, moments: np.ndarray) -> float:
+        """The largest magnitude after clipping; where it is cut is kept for :meth:`scale`."""
+        largest, self._limits[tensor.name] = self._extent(moments, tensor.n)
+        return min(largest, self._limits[tensor.name])
+
+    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:  # noqa: D102
+        limit = self._limits.pop(tensor.name, None)
+        if limit is None:
+            limit = self._extent(moments, tensor.n)[1]
+        return as_scale(float(info.shared[index])), limit
 
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        scale = as_scale(float(info.shared[spec.tensors.index(tensor)]))
-        limit = self._limits.pop(tensor.name, None)
-        if limit is None:
-            limit = self._extent(x)[1]
+        measured = np.empty((0, 3)) if tensor.name in self._limits else _moments(x)
+        scale, limit = self.scale(tensor, spec.tensors.index(tensor), measured, info)
         codes = np.empty(tensor.n, np.uint8)
         loops().round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, info.key(tensor.name), codes)
         loops().pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
@@ -86,10 +96,16 @@ class Terngrad(PerTensor):
         loops().scale_signed(codes, scale, tensor.n, 1, out)
         return out
 
-    def _extent(self, x: np.ndarray) -> tuple[float, float]:
+    def _extent(self, moments: np.ndarray, n: int) -> tuple[float, float]:
         """A tensor's largest magnitude, and where it is cut."""
-        largest, deviation = loops().spread(x)
+        largest, deviation = spread(moments, n)
         factor = self.options.clip_factor
         if deviation <= CONSTANT * largest:  # rounding leaves a trace of deviation in a constant float64 tensor
             deviation = 0.0
         return largest, math.inf if factor is None else factor * deviation or math.inf
+
+
+def _moments(x: np.ndarray) -> np.ndarray:
+    found = np.empty((tiles_of(x.size), 3))
+    loops().moments(x, found)
+    return found

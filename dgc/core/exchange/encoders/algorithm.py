@@ -26,7 +26,7 @@ from dgc.core.exchange.encoders.base import (
 )
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import Kernels, Undo
+from dgc.core.kernels.base import Array, Kernels, Undo, memory_of
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
@@ -58,6 +58,9 @@ class AlgorithmEncoder(Encoder):
     encoding, if the algorithm has that; the allreduce of the longest message, if lengths vary.
     """
 
+    on_device = False
+    """Whether it works on the memory of a device."""
+
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
@@ -66,19 +69,20 @@ class AlgorithmEncoder(Encoder):
         Args:
             bucket: the bucket.
             algorithm: shared by all buckets of the model.
-            kernels: of the host.
+            kernels: of the host, or of a device for an encoder that works there.
             transport: connects the ranks.
             layout: of the model.
 
         Raises:
             ConfigError: the kernels work on a device.
         """
-        if getattr(kernels, "on_device", False):
+        if getattr(kernels, "on_device", False) and not self.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         self._bucket = bucket
         self._algorithm = algorithm
         self._config = algorithm.config
         self._kernels = kernels
+        self._memory = memory_of(kernels)
         self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
@@ -122,14 +126,14 @@ class AlgorithmEncoder(Encoder):
         info = StepInfo(step.step, self._transport.rank, self._config.seed, state.control)
         outcome.flagged = self._accumulate(step, plan, state, info)
         if algorithm.shares:
-            info.shared = self._share(step, algorithm.prepare(state.v, spec))
+            info.shared = self._share(step, self._prepare(state, spec))
         in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
         if in_message:
             buffers.start(step, plan)
             self._own = buffers.payload
         elif self._own.size != padded(algorithm.max_bytes(spec)):
-            self._own = np.empty(padded(algorithm.max_bytes(spec)), np.uint8)
-        outcome.count, used = algorithm.encode(state.v, self._own, spec, info)
+            self._own = self._memory.host_array(padded(algorithm.max_bytes(spec)), np.uint8)
+        outcome.count, used = self._encode(state, spec, info)
         self._own[used:] = 0
         self._count_sent = outcome.count
         if in_message:
@@ -182,14 +186,14 @@ class AlgorithmEncoder(Encoder):
         if self._algorithm.error_feedback and self._config.error_feedback:
             outcome.undo = self._subtract(plan, state)
         else:
-            state.v.fill(0)
+            self._memory.fill(state.v, 0)
         self._algorithm.finish(self._spec(plan.density), state.control, refused=False)
 
     def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
             return
         if not self._algorithm.error_feedback:
-            state.v.fill(0)
+            self._memory.fill(state.v, 0)
         self._algorithm.finish(self._spec(plan.density), state.control, refused=True)
 
     def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
@@ -201,10 +205,7 @@ class AlgorithmEncoder(Encoder):
             self._kernels.restore(state.u, state.v, outcome.undo)
             outcome.undo = None
             return
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
-        assert isinstance(decoded, DenseValues)
-        for tensor, values in zip(self._tensors, decoded.values, strict=True):
-            state.v[tensor.slice] += values
+        self._add_own(state.v, plan)
 
     def what_was_sent(  # noqa: D102
         self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
@@ -217,11 +218,9 @@ class AlgorithmEncoder(Encoder):
             return Sent(outcome.undo.positions, outcome.undo.v, state.v)
         if not look:
             return Sent(None, state.v, state.v)
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
-        assert isinstance(decoded, DenseValues)
-        before = state.v.copy()
-        for tensor, values in zip(self._tensors, decoded.values, strict=True):
-            before[tensor.slice] += values
+        before = self._memory.zeros(state.v.size, state.v.dtype)
+        self._memory.copy(before, state.v)
+        self._add_own(before, plan)
         return Sent(None, before, state.v)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -239,6 +238,21 @@ class AlgorithmEncoder(Encoder):
             return nonfinite
         state.v[~np.isfinite(state.v)] = 0
         return True
+
+    def _prepare(self, state: BucketState, spec: BucketSpec) -> np.ndarray:
+        """What the ranks share before they encode, (S,)."""
+        return self._algorithm.prepare(state.v, spec)
+
+    def _encode(self, state: BucketState, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
+        """Write this rank's own message; returns entries and bytes."""
+        return self._algorithm.encode(state.v, self._own, spec, info)
+
+    def _add_own(self, v: Array, plan: BucketPlan) -> None:
+        """Add what this rank's own message holds, of all elements, to a vector like v."""
+        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
+        assert isinstance(decoded, DenseValues)
+        for tensor, values in zip(self._tensors, decoded.values, strict=True):
+            v[tensor.slice] += values
 
     def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
         """The largest of all ranks of each number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def runs_on_devices(config: DGCConfig) -> bool:
     if config.algorithm in WRAPPERS:
         parts: Parts = config.own
         return all(member is None or runs_on_devices(member) for member in parts.configs)
-    return compressor_class(config.algorithm).is_plain_selection(config)
+    return compressor_class(config.algorithm).runs_on_device(config)
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class _Maker:
             return [self._selection(b, config) for b in buckets]
         for dtype in sorted({b.dtype for b in buckets}):
             _warm_up(row(config), dtype, self.kernels)
-        algorithm = row(config)
-        return [AlgorithmEncoder(b, algorithm, self.kernels, self.transport, self.layout) for b in buckets]
+        algorithm, make = row(config), _encoder_of(row, config, self.kernels)
+        return [make(b, algorithm, self.kernels, self.transport, self.layout) for b in buckets]
 
     def _selection(self, bucket: Bucket, config: DGCConfig) -> Encoder:
         kernels, ranks = self.kernels, self.transport.size
         if not getattr(kernels, "on_device", False):
             return TopKEncoder(bucket, config, kernels, ranks)
-        from dgc.core.exchange.encoders.device import DeviceEncoder
+        from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 
         return DeviceEncoder(bucket, config, kernels, ranks, self.vectors[bucket.index])  # type: ignore[arg-type]
 
@@ -99,9 +100,18 @@ class _Maker:
 def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: bool) -> DenseVector:
     if not getattr(kernels, "on_device", False):
         return DenseVector(bucket, kernels, own_share, keeps_error)
-    from dgc.core.exchange.encoders.device import DeviceVector
+    from dgc.core.exchange.encoders.device.vector import DeviceVector
 
     return DeviceVector(bucket, kernels, own_share, keeps_error)  # type: ignore[arg-type]
+
+
+def _encoder_of(row: Any, config: DGCConfig, kernels: Kernels) -> Any:
+    """The encoder of a compressor that is no plain selection."""
+    if not (getattr(kernels, "on_device", False) and row.runs_on_device(config)):
+        return AlgorithmEncoder
+    from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
+
+    return DeviceCodesEncoder
 
 
 def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:

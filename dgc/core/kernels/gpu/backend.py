@@ -14,14 +14,15 @@ import numpy as np
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
-from dgc.core.kernels.gpu.buckets import BLOCKS, BucketKernels
+from dgc.core.kernels.gpu.buckets import BLOCKS
+from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
 from dgc.core.kernels.gpu.tables import DenseTensor, Format
 from dgc.errors import LayoutError
 
 
-class DeviceKernels(BucketKernels):
+class DeviceKernels(CodeKernels):
     """The protocol :class:`dgc.core.kernels.base.Kernels` on a device, and the operations of whole buckets.
 
     Safe to call from several threads; they take turns.
@@ -72,8 +73,24 @@ class DeviceKernels(BucketKernels):
         chosen = self.accumulate_and_select(work, u, v, control)
         self.restore(u, v, self.mask(u, v, chosen.positions, chosen.values, masking=True))
         self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
+        self._warm_up_codes(v, r)
         self.memory.fill(r, np.nan)
         self.wait()
+
+    def _warm_up_codes(self, v: Array, result: Array) -> None:
+        """Run what the compressors of few bits need."""
+        n = 4096
+        common = {"length": n, "group": n, "columns": 64, "scales": 0}
+        payload = self.runtime.host_array(4 * n, np.uint8)
+        for tensor, norm in (
+            (CodedTensor(kind="span", bits=4, levels=15, inner=1, codes=4, bytes=n // 2, scale=1.0, **common), ""),
+            (CodedTensor(kind="signed", bits=4, levels=7, inner=1, codes=4, bytes=n // 2, **common), "l2"),
+            (CodedTensor(kind="sign", bits=1, levels=1, inner=1, codes=512, bytes=n // 8, **common), ""),
+            (CodedTensor(kind="sign", bits=1, levels=1, inner=64, codes=512, bytes=n // 8, **common), ""),
+        ):
+            self.moments(v, [tensor])
+            self.write_codes(v, [tensor], payload, norm)
+            self.add_codes([result[:n]], [tensor], [payload], 1.0)
 
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""

@@ -205,7 +205,7 @@ class BucketKernels:
             targets = self._target_table(results, offsets)
             targets["first_tile"] = geometry.first_tile
             tables = self._tables.send(counts, ends, targets)
-            whole, stride = _together([payload for payload, _ in messages], self._tables)
+            whole, stride = together([payload for payload, _ in messages], self._tables)
             came = self._workspace.get("came", np.uint8, whole.size)
             self.runtime.upload(came, whole)
             self._launch(
@@ -366,7 +366,7 @@ class BucketKernels:
         return known
 
 
-def _together(payloads: Sequence[np.ndarray], tables: Tables) -> tuple[np.ndarray, int]:
+def together(payloads: Sequence[np.ndarray], tables: Tables) -> tuple[np.ndarray, int]:
     """All payloads in one array, and at what distance they lie.
 
     That is the memory of the gathered messages, from the first payload to the end of the last one; payloads that lie

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dgc.core.compressors.quantizers import numba_loops
+from dgc.core.compressors.quantizers.codes import spread, tiles_of
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
@@ -118,11 +119,20 @@ def test_rounding_within_a_span(n, levels):
     assert (np.abs(codes * (4 / levels) - 2 - x) <= 4 / levels + 1e-6).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 1), (1, 5, 7), (1, 1, 33), (3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (7, 5, 1), (200, 3, 1), (1, 5, 7), (1, 1, 33), (1, 2, 5000), (3, 4, 5)], ids=str
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_means_of_either_sign(shape, dtype):
     x = rng.standard_normal(shape).astype(dtype)
     x.reshape(-1)[0] = 0
+
+    def make(module):
+        means, signs = np.empty((2, shape[1]), np.float32), np.empty(x.size, np.uint8)
+        module.split_means(x, means, signs)
+        return means, signs
+
+    same(make)
     for module in BOTH:
         means, signs = np.empty((2, shape[1]), np.float32), np.empty(x.size, np.uint8)
         out = np.empty(shape, np.float32)
@@ -173,16 +183,36 @@ def test_both_judge_damaged_gamma_codes_alike():
 
 @pytest.mark.parametrize("n", SIZES[1:])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_norms_and_spread(n, dtype):
+@pytest.mark.parametrize("group", [50, 512])
+def test_norms(n, dtype, group):
     x = rng.standard_normal(n).astype(dtype)
     for squared in (False, True):
-        found = [np.empty(-(-n // 50)) for _ in BOTH]
-        for module, out in zip(BOTH, found, strict=True):
-            module.norms(x, 50, squared, out)
-        np.testing.assert_allclose(*found, rtol=1e-12)
-        wanted = np.linalg.norm(x[:50].astype(np.float64)) if squared else np.abs(x[:50]).max()
-        assert found[0][0] == pytest.approx(wanted)
-    np.testing.assert_allclose(*(module.spread(x) for module in BOTH), rtol=1e-9, atol=1e-12)
+
+        def make(module, squared=squared):
+            out = np.empty(-(-n // group))
+            module.norms(x, group, squared, out)
+            return (out,)
+
+        (found,) = same(make)
+        wanted = np.linalg.norm(x[:group].astype(np.float64)) if squared else np.abs(x[:group]).max()
+        assert found[0] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("n", [*SIZES[1:], 4096, 4097, 20_000])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+def test_spread(n, dtype, mean):
+    x = (mean + rng.standard_normal(n)).astype(dtype)
+
+    def make(module):
+        out = np.empty((tiles_of(n), 3))
+        module.moments(x, out)
+        return (out,)
+
+    (found,) = same(make)
+    largest, deviation = spread(found, n)
+    assert largest == np.abs(x).max()
+    assert deviation == pytest.approx(np.std(x, dtype=np.float64), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("levels", [1, 15, 255])

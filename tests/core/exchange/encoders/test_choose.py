@@ -6,7 +6,7 @@ import pytest
 from exchange_tools import parameters
 
 from dgc.core.compressors.build import make_config, make_wrapper_config
-from dgc.core.compressors.registry import compressor_names
+from dgc.core.compressors.registry import compressor_class, compressor_names
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.choose import make_encoders, runs_on_devices
 from dgc.core.exchange.encoders.composite import CompositeEncoder
@@ -31,14 +31,31 @@ def encoders(config, specs=None, kernels=None):
 def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm(name):
     config = make_config({"min_numel": 64}, algorithm=name)
     _, found = encoders(config)
-    assert {type(e) for e in found} == {TopKEncoder if runs_on_devices(config) else AlgorithmEncoder}
+    plain = compressor_class(name).is_plain_selection(config)
+    assert {type(e) for e in found} == {TopKEncoder if plain else AlgorithmEncoder}
 
 
-def test_dgc_runs_on_devices_and_what_is_no_selection_does_not():
-    assert runs_on_devices(make_config({}))
-    assert not runs_on_devices(make_config({}, algorithm="qsgd"))
-    assert runs_on_devices(make_wrapper_config("by_size", {0: None, 100: member("topk"), 200: member("dgc")}, {}))
-    assert not runs_on_devices(make_wrapper_config("by_size", {0: member("topk"), 100: member("qsgd")}, {}))
+@pytest.mark.parametrize(
+    ("name", "options", "there"),
+    [
+        ("dgc", {}, True),
+        ("topk", {}, True),
+        ("topk", {"threshold": "global"}, False),
+        ("qsgd", {}, True),
+        ("qsgd", {"coding": "elias"}, False),
+        ("qsgd", {"bucket_size": 10**6}, False),
+        ("onebit", {}, True),
+        ("terngrad", {}, True),
+        ("dorefa", {"bits": 3}, True),
+        ("strom", {}, False),
+        ("dryden", {}, False),
+        ("adacomp", {}, False),
+    ],
+)
+def test_what_runs_on_devices(name, options, there):
+    assert runs_on_devices(make_config(options, algorithm=name)) is there
+    both = {0: member("topk"), 100: member(name, **options)}
+    assert runs_on_devices(make_wrapper_config("by_size", both, {})) is there
 
 
 def test_an_algorithm_refuses_the_kernels_of_a_device():

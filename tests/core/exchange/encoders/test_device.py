@@ -8,24 +8,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from device_exchange_tools import SHAPES, assert_equal, device_kernels, one_step, run
 from exchange_tools import gradient, make_exchange, parameters
-from host_runtime import HostRuntime, compiler
+from host_runtime import compiler
 
 from dgc.core.compressors.build import make_config, make_wrapper_config
 from dgc.core.exchange.encoders.choose import runs_on_devices
-from dgc.core.exchange.encoders.device import DeviceEncoder
+from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.state.layout import make_layout
 from dgc.errors import DGCError, LayoutError, TransportError
-from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
-
-# The first one is selected by thresholds, the second one without; the others travel dense.
-SHAPES = {"a.weight": (90, 100), "a.bias": (90,), "b.weight": (40, 40), "c.weight": (7, 5)}
 
 CASES = {
     "default": {"values": "float16", "momentum": 0.9},
@@ -45,70 +42,6 @@ CASES = {
     "coded": {"momentum": 0.9, "small": "int8", "weight_decay": 0.01, "loss_scale": 64.0},
     "coded and exact": {"values": "sign", "momentum": 0.9, "small": "float16", "exclude": ["c.*"]},
 }
-
-
-def device_kernels(**options):
-    return DeviceKernels(HostRuntime(**{"seed": 7, "deferred": True, **options}))
-
-
-def one_step(exchange, step, rank, params, *, dtype="float32", limit=None, spoil=None):
-    """Submit one step's gradients and finish; nothing waits for a device here."""
-    grads = [gradient(step, rank, i, p.numel, dtype) for i, p in enumerate(exchange.layout.parameters)]
-    if spoil is not None:
-        grads[spoil][3] = np.inf
-    wide = np.float64 if dtype == "float64" else np.float32
-    results = [np.full(g.size, 7, wide) for g in grads]
-    for i in reversed(range(len(grads))):
-        exchange.submit(i, grads[i], results[i], params[i], limit)
-    return exchange.finish(), results, grads
-
-
-def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=None, waits=False, nodes=None, **options):
-    """Some steps on all ranks; parameters stay as they are, so that no step needs the one before.
-
-    ``nodes[rank]`` is the first rank of those that send as one with it; ``spoil`` = (step, rank, parameter) gets an
-    infinity. Returns per rank (refusals, results, state).
-    """
-    specs = parameters(SHAPES, dtype)
-
-    def one_rank(transport):
-        kernels = kernels_of_rank()
-        over = HierarchicalTransport(transport, nodes) if nodes else transport
-        exchange = make_exchange(over, SHAPES, dtype=dtype, kernels=kernels, **options)
-        rng = np.random.default_rng(1)
-        params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
-        refusals, results, kept = [], [], []
-        for step in range(steps):
-            bad = spoil[2] if spoil is not None and spoil[:2] == (step, transport.rank) else None
-            refused, result, gradients = one_step(
-                exchange, step, transport.rank, params, dtype=dtype, limit=limit, spoil=bad
-            )
-            kept.append(gradients)
-            refusals.append(refused)
-            results.append(result)
-            if waits:
-                kernels.wait()
-        if isinstance(kernels, DeviceKernels):
-            kernels.wait()
-        state = exchange.state_dict()
-        norm = exchange.state.residual_norm()
-        exchange.close()
-        return refusals, results, state, norm
-
-    return run_ranks(ranks, one_rank)
-
-
-def assert_equal(got, wanted):
-    for (refusals, results, state, norm), (r, expected, s, n) in zip(got, wanted, strict=True):
-        assert refusals == r
-        for step, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
-            for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-                np.testing.assert_array_equal(a, b, err_msg=f"step {step}, parameter {i}")
-        assert state["step"] == s["step"]
-        for name, entry in s["parameters"].items():
-            for key, value in entry.items():
-                np.testing.assert_array_equal(state["parameters"][name][key], value, err_msg=f"{name} {key}")
-        assert norm == pytest.approx(n, rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -9,7 +9,7 @@ from host_runtime import HostRuntime, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.exchange.encoders.device import check_payload, device_format
+from dgc.core.exchange.encoders.device.topk import check_payload, device_format
 from dgc.core.kernels.base import MomentumRule
 from dgc.core.kernels.gpu import selection
 from dgc.core.kernels.gpu.backend import DeviceKernels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from device_tools import Bucket, as_bfloat16, codec_of, convert, draw, same_bits
 
-from dgc.core.exchange.encoders.device import device_format
+from dgc.core.exchange.encoders.device.topk import device_format
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels

@@ -6,13 +6,15 @@ import re
 from functools import cache
 from importlib.resources import files
 
-FILES = ("common.cuh", "sweep.cu", "select.cu", "message.cu", "entries.cu", "dense.cu")
+FILES = ("common.cuh", "sweep.cu", "select.cu", "message.cu", "entries.cu", "dense.cu", "codes.cu")
 
 THREADS = 256
 """Threads of every block; THREADS in common.cuh."""
 WARPS = THREADS // 32
 TILE = 4096
 """Elements of one segment that a block updates together; TILE in common.cuh."""
+ROWS = 64
+"""Rows of a matrix that are added up together, column by column; ROWS in codes.cu."""
 SPAN = 16
 """Tiles that a block tallies together; SPAN in common.cuh."""
 BIN_BITS = 12

@@ -1,0 +1,102 @@
+"""Messages of scales and codes: what such compressors have in common, and what kernels need to know of them.
+
+Letters: n elements of a tensor. Sums over many elements are made in an order that is written down here, so that every
+backend gets the same bits:
+
+- Of a group of elements: 32 sums, of the elements i, i + 32, ... in turn. Those of the upper half are added to those of
+  the lower half, until one is left.
+- Of a tile of ``TILE`` elements: 256 sums of that kind. Each 32 of them become one, and those are added in turn.
+- Of a tensor, or a row of it: over its tiles in turn. Down a column: over pieces of ``ROWS`` rows in turn.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from dgc.core.compressors.base import PerTensor, StepInfo, Tensor
+from dgc.core.config.config import DGCConfig
+
+TILE = 4096
+"""Elements that are added up together."""
+ROWS = 64
+"""Rows of a matrix that are added up together, column by column."""
+LARGEST_GROUP = 65536
+"""Elements with a common norm up to which a device adds them up: 32 threads do that together."""
+
+
+@dataclass(frozen=True)
+class CodeForm:
+    """How a tensor's block lies in a message: ``scales`` float32 numbers, and behind them the codes of all elements."""
+
+    kind: Literal["signed", "span", "sign"]
+    """What a code means: see ``round_signed``, ``round_span`` and ``split_means`` of the loops."""
+    bits: int
+    """Of a code, 1 to 8; 0: five of them to a byte, as a number to the base 3."""
+    levels: int
+    scales: int
+    group: int
+    """Elements that share a scale."""
+    shape: tuple[int, int, int] = (1, 1, 1)
+    """(outer, columns, inner) of a sign; a column has a pair of means."""
+    norm: Literal["", "l2", "max"] = ""
+    """The scale is each group's norm; "": it is chosen from the tensor's moments."""
+
+    def bytes(self, n: int) -> int:
+        """Of a block, without what pads it."""
+        return 4 * self.scales + (-(-n // 5) if self.bits == 0 else -(-n * self.bits // 8))
+
+
+class Coded(PerTensor):
+    """A compressor that sends scales and a code for each element, which kernels of a device write and read, too."""
+
+    measures: ClassVar[bool] = False
+    """Whether scales are chosen from the tensors' moments, by :meth:`measured` and :meth:`scale`."""
+
+    @abstractmethod
+    def form(self, tensor: Tensor) -> CodeForm:
+        """How this tensor's block lies."""
+
+    @classmethod
+    def runs_on_device(cls, config: DGCConfig) -> bool:  # noqa: D102
+        return True
+
+    def measured(self, tensor: Tensor, moments: np.ndarray) -> float:
+        """Look at a tensor's moments, (tiles, 3) float64; returns the number of which all ranks need the largest."""
+        return 0.0
+
+    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:
+        """A tensor's scale, and where its magnitudes are cut.
+
+        Args:
+            tensor: which.
+            index: its place in the bucket.
+            moments: its own, as :meth:`measured` has seen them.
+            info: the step.
+        """
+        raise NotImplementedError(f"{self.name!r} has no scale of a whole tensor")
+
+
+def tiles_of(n: int) -> int:
+    """How many tiles a tensor has."""
+    return -(-n // TILE)
+
+
+def spread(moments: np.ndarray, n: int) -> tuple[float, float]:
+    """The largest magnitude and the standard deviation of a tensor, n > 0.
+
+    Args:
+        moments: (tiles, 3) float64: of each tile the largest magnitude, the sum, and the sum of squares of what its
+            elements differ from their mean (Chan et al. 1983 put them together).
+        n: elements.
+    """
+    counts = np.full(len(moments), float(TILE))
+    counts[-1] = n - TILE * (len(moments) - 1)
+    mean = moments[:, 1].sum() / n
+    with np.errstate(over="ignore"):
+        apart = moments[:, 1] / counts - mean
+        squares = moments[:, 2].sum() + (counts * apart * apart).sum()
+    return float(moments[:, 0].max()), float(np.sqrt(squares / n))

@@ -1,0 +1,1 @@
+"""Encoders of tensors that are on a device."""
