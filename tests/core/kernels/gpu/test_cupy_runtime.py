@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from code_tools import CASES, check_codes
 from device_tools import Bucket, as_bfloat16, codec_of, convert, draw, same_bits
 
 from dgc.core.exchange.encoders.device.topk import device_format
@@ -218,6 +219,14 @@ def test_nothing_waits_but_the_message(kernels, monkeypatch):
     assert inside[0] - start < 1, "everything was enqueued while the stream was held up"
     assert middle - start > 1, "the stream was not held up: the test shows nothing"
     assert end - middle < 1, "results are enqueued, not waited for"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_codes_equal_the_hosts(kernels, case, dtype):
+    check_codes(
+        case, kernels, dtype, lambda alone: alone.random(), lambda a: on_device(kernels, a), kernels.memory.to_host
+    )
 
 
 def test_views_of_foreign_memory(kernels):

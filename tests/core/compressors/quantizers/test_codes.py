@@ -1,0 +1,83 @@
+"""What messages of scales and codes have in common: their forms say their lengths, and moments give the spread."""
+
+import math
+
+import numpy as np
+import pytest
+from contract_tools import Alone, Case
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dgc.core.compressors.build import make_config
+from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, TILE, Coded, spread, tiles_of
+from dgc.core.compressors.registry import compressor_class
+
+SHAPES = {"a": (31, 9), "b": (6, 5, 3, 3), "c": (70,), "d": (1,)}
+CASES = [
+    Case("onebit"), Case("onebit", {"means": "row"}), Case("onebit", {"means": "tensor"}),
+    Case("qsgd"), Case("qsgd", {"bits": 2, "bucket_size": 7}), Case("terngrad"),
+    *[Case("dorefa", {"bits": bits}) for bits in range(1, 9)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forms_say_where_a_message_ends(case):
+    alone = Alone(case, SHAPES)
+    _, count, used = alone.encode(alone.random())
+    assert count == sum(math.prod(s) for s in SHAPES.values())
+    assert used == sum(-(-alone.algorithm.form(t).bytes(t.n) // 8) * 8 for t in alone.tensors)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_codes_lie_behind_the_scales(case):
+    """What comes before them is finite numbers; a change behind them changes no scale."""
+    alone = Alone(case, {"a": (31, 9)})
+    (tensor,) = alone.tensors
+    form = alone.algorithm.form(tensor)
+    message, _, _ = alone.encode(alone.random())
+    scales = message[: 4 * form.scales].view(np.float32)
+    assert np.isfinite(scales).all()
+    assert scales.any()
+    assert form.bytes(tensor.n) - scales.nbytes in {-(-279 // 5), *(-(-279 * bits // 8) for bits in range(1, 9))}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "runs"),
+    [
+        ("onebit", {}, True), ("terngrad", {}, True), ("dorefa", {}, True), ("qsgd", {}, True),
+        ("qsgd", {"bucket_size": LARGEST_GROUP}, True), ("qsgd", {"bucket_size": LARGEST_GROUP + 1}, False),
+        ("qsgd", {"coding": "elias"}, False), ("strom", {}, False), ("dryden", {}, False), ("adacomp", {}, False),
+        ("topk", {}, True), ("topk", {"threshold": "global"}, False), ("dgc", {}, True),
+    ],
+)  # fmt: skip
+def test_who_runs_on_a_device(algorithm, options, runs):
+    row = compressor_class(algorithm)
+    assert row.runs_on_device(make_config(options, algorithm=algorithm)) is runs
+    assert not issubclass(row, Coded) or runs or options
+
+
+@given(
+    n=st.sampled_from([1, 2, TILE - 1, TILE, TILE + 1, 3 * TILE + 5]),
+    mean=st.sampled_from([0.0, 1.0, -1e6]),
+    seed=st.integers(0, 99),
+)
+def test_the_spread_from_moments_is_numpys(n, mean, seed):
+    x = mean + np.random.default_rng(seed).standard_normal(n)
+    parts = [x[i : i + TILE] for i in range(0, n, TILE)]
+    assert len(parts) == tiles_of(n)
+    moments = np.array([(np.abs(p).max(), p.sum(), ((p - p.mean()) ** 2).sum()) for p in parts])
+    largest, deviation = spread(moments, n)
+    assert largest == np.abs(x).max()
+    assert deviation == pytest.approx(np.std(x), rel=1e-8, abs=1e-12)
+
+
+def test_a_spread_beyond_float64_is_infinite():
+    assert spread(np.array([[1e200, 0.0, np.inf]]), 5) == (1e200, np.inf)
+
+
+def test_a_compressor_that_measures_nothing_has_no_common_scale():
+    alone = Alone(Case("onebit"), SHAPES)
+    assert not alone.algorithm.measures
+    assert alone.algorithm.measured(alone.tensors[0], np.zeros((1, 3))) == 0
+    with pytest.raises(NotImplementedError, match="onebit"):
+        alone.algorithm.scale(alone.tensors[0], 0, np.zeros((1, 3)), None)
