@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from dgc.core.exchange.encoders.choose import compressors_on_devices
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.choose import choose_kernels
 from dgc.errors import ConfigError
@@ -198,13 +199,16 @@ def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None
 
     Args:
         parameters: the model's.
-        algorithm: the compressor's name, if that works in host memory only.
+        algorithm: the compressor's name, if it works in host memory with its options.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):
         return HostTensors()
     if algorithm is not None:
-        _warn_once(f"gradients pass through host memory: compressor {algorithm!r} works there; dgc and topk need not")
+        _warn_once(
+            f"gradients pass through host memory: compressor {algorithm!r} works there with these options; "
+            f"with their defaults {', '.join(compressors_on_devices())} work on the GPU"
+        )
         return HostTensors()
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(str(device) for device in devices))

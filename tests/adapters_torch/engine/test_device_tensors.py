@@ -63,10 +63,11 @@ def on_host(parameters, algorithm=None):
     return tensors
 
 
-def train(choose, monkeypatch, dtype, steps=4, **options):
+def train(choose, monkeypatch, dtype, steps=4, algorithm="dgc", **options):
     """A small model on two ranks; returns rank 0's parameters and what the engine used."""
     monkeypatch.setattr(engine_module, "tensors_for", choose)
-    config = make_config({"min_numel": 64, "sparsity": 0.99, "momentum": 0.9, **options})
+    common = {"sparsity": 0.99, "momentum": 0.9} if algorithm == "dgc" else {}
+    config = make_config({"min_numel": 64, **common, **options}, algorithm=algorithm)
 
     def one_rank(transport):
         generator = torch.Generator().manual_seed(0)
@@ -96,7 +97,14 @@ def train(choose, monkeypatch, dtype, steps=4, **options):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.01, "nesterov": True}, {"rampup_begin_step": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"weight_decay": 0.01, "nesterov": True}, {"rampup_begin_step": 2}, {"algorithm": "onebit", "momentum": 0.9},
+        {"algorithm": "qsgd"}, {"algorithm": "terngrad"}, {"algorithm": "dorefa"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_training_on_a_device_equals_the_host(dtype, options, monkeypatch):
     got = train(on_stand_in, monkeypatch, dtype, **options)
     wanted = train(on_host, monkeypatch, dtype, **options)
@@ -160,6 +168,26 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
         assert isinstance(tensors_for([OnGPU("cuda:1")]), HostTensors)
     with pytest.warns(RuntimeWarning, match="cpu, cuda:0, not all on one GPU"):
         assert isinstance(tensors_for([OnGPU("cuda:0"), OnGPU("cpu")]), HostTensors)
+
+
+def test_a_compressor_of_the_host_says_which_are_not():
+    device_tensors._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="'strom' works there.* dgc, topk, onebit, qsgd, terngrad, dorefa work on"):
+        assert isinstance(tensors_for([OnGPU("cuda:0")], "strom"), HostTensors)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "named"),
+    [("dgc", {}, None), ("onebit", {}, None), ("qsgd", {}, None), ("qsgd", {"coding": "elias"}, "qsgd"),
+     ("terngrad", {}, None), ("dorefa", {}, None), ("adacomp", {}, "adacomp")],
+)  # fmt: skip
+def test_the_engine_says_which_compressors_need_the_host(monkeypatch, algorithm, options, named):
+    asked = []
+    monkeypatch.setattr(engine_module, "tensors_for", lambda parameters, name: asked.append(name) or HostTensors())
+    weight = torch.zeros(4, 5, requires_grad=True)
+    config = make_config(options, algorithm=algorithm)
+    run_ranks(1, lambda transport: Engine([("w", weight)], config, transport, optimizer=None).close())
+    assert asked == [named]
 
 
 def test_a_gpu_with_kernels_is_used(monkeypatch):

@@ -35,9 +35,10 @@ def make_parameters(dtype, device):
     return {n: p.to(device).requires_grad_() for n, p in made.items()}
 
 
-def train(device, dtype, ranks=2, steps=6, around=None, **options):
+def train(device, dtype, ranks=2, steps=6, around=None, algorithm="dgc", **options):
     """Returns per rank the parameters (on the CPU) and the engine's tensors."""
-    config = make_config({"min_numel": 64, "sparsity": 0.99, "momentum": 0.9, **options})
+    common = {"sparsity": 0.99, "momentum": 0.9} if algorithm == "dgc" else {}
+    config = make_config({"min_numel": 64, **common, **options}, algorithm=algorithm)
 
     def one_rank(transport):
         parameters = make_parameters(dtype, device)
@@ -65,8 +66,14 @@ def submit_all(engine, gradients):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.01}, {"rampup_begin_step": 3}, {"values": "int8"}, {"sparsity": 0.5}], ids=str
-)
+    "options",
+    [
+        {}, {"weight_decay": 0.01}, {"rampup_begin_step": 3}, {"values": "int8"}, {"sparsity": 0.5},
+        {"algorithm": "onebit", "momentum": 0.9}, {"algorithm": "onebit", "means": "row"}, {"algorithm": "qsgd"},
+        {"algorithm": "terngrad"}, {"algorithm": "dorefa"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_training_equals_the_cpu(dtype, options):
     got, wanted = train("cuda", dtype, **options), train("cpu", dtype, **options)
     assert isinstance(got[0][1], DeviceTensors)

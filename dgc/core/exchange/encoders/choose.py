@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, StepInfo, Tensor
-from dgc.core.compressors.registry import compressor_class
+from dgc.core.compressors.build import make_config
+from dgc.core.compressors.registry import OWN_NUMBERS, compressor_class, compressor_names
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
@@ -50,6 +51,12 @@ def runs_on_devices(config: DGCConfig) -> bool:
         parts: Parts = config.own
         return all(member is None or runs_on_devices(member) for member in parts.configs)
     return compressor_class(config.algorithm).runs_on_device(config)
+
+
+def compressors_on_devices() -> list[str]:
+    """Names of this package's compressors that work on a GPU's own memory with their defaults."""
+    own = [name for name in compressor_names() if compressor_class(name).number in OWN_NUMBERS]
+    return [name for name in own if runs_on_devices(make_config({}, algorithm=name))]
 
 
 @dataclass(frozen=True)

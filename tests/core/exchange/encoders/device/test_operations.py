@@ -39,9 +39,10 @@ class Echo:
         return
 
 
-def operations_of_a_step(options, limit=None):
+def operations_of_a_step(options, limit=None, algorithm="dgc"):
     """Operations by name, and host waits, of a step whose gradients are all there before the first bucket begins."""
-    config = make_config({"sparsity": 0.999, "momentum": 0.9, **options})
+    common = {"sparsity": 0.999, "momentum": 0.9} if algorithm == "dgc" else {}
+    config = make_config({**common, **options}, algorithm=algorithm)
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     runtime = Idle()
     exchange = Exchange(layout, config, Echo(), DeviceKernels(runtime))
@@ -84,4 +85,15 @@ def test_operations_of_resnet50_on_eight_ranks(options, limit, most, waits):
     assert operations["wait"] == waits
     assert operations["sweep"] == operations["choose"] == operations["send"] == operations["receive"] == buckets
     assert operations["wait for an event"] == buckets
+    assert operations.total() <= most, operations
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "most", "waits"), [("onebit", 155, 5), ("qsgd", 125, 4), ("terngrad", 140, 5), ("dorefa", 140, 5)]
+)
+def test_operations_of_codes(algorithm, most, waits):
+    """They wait for each bucket, several times: beside every element's code on the wire that is little."""
+    operations, buckets = operations_of_a_step({}, algorithm=algorithm)
+    assert operations["wait"] == waits * buckets
+    assert operations["encode"] == buckets
     assert operations.total() <= most, operations
