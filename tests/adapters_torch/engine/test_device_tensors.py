@@ -100,8 +100,9 @@ def train(choose, monkeypatch, dtype, steps=4, algorithm="dgc", **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"weight_decay": 0.01, "nesterov": True}, {"rampup_begin_step": 2}, {"algorithm": "onebit", "momentum": 0.9},
-        {"algorithm": "qsgd"}, {"algorithm": "terngrad"}, {"algorithm": "dorefa"},
+        {}, {"weight_decay": 0.01, "nesterov": True}, {"rampup_begin_step": 2},
+        {"algorithm": "onebit", "momentum": 0.9}, {"algorithm": "qsgd"},
+        {"algorithm": "terngrad"}, {"algorithm": "dorefa"},
     ],
     ids=str,
 )  # fmt: skip
