@@ -36,6 +36,8 @@ class Tensors(Protocol):
     """How tensors become the arrays that ``kernels`` work on."""
 
     kernels: Kernels
+    device: torch.device | None
+    """Where the kernels work, if that is not the host."""
 
     def array(self, tensor: torch.Tensor) -> Any:
         """The tensor's values in logical order as a 1-D array, without a copy where the memory allows."""
@@ -60,6 +62,8 @@ class Tensors(Protocol):
 
 class HostTensors:
     """Views of CPU tensors; tensors on other devices are copied to the host, and results back."""
+
+    device = None
 
     def __init__(self) -> None:
         """Take the CPU's kernels."""
@@ -106,11 +110,11 @@ class TorchStreams:
 
     def __init__(self, device: torch.device) -> None:
         """Look at nothing yet: which stream is current may change at any time."""
-        self._device = device
+        self.device = device
 
     def ready(self) -> Ready:
         """The current stream, for an event that stands behind what it was given so far."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         return Ready(int(stream.cuda_stream), partial(self._record, stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Recorded:
@@ -120,7 +124,7 @@ class TorchStreams:
 
     def current(self) -> int:
         """The current stream's CUDA handle."""
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def capturing(self) -> bool:
         """Whether the current stream is recording a CUDA graph instead of running."""
@@ -128,11 +132,11 @@ class TorchStreams:
 
     def keep_for(self, tensor: torch.Tensor, stream: int) -> None:
         """Memory of ours is used by another stream, by handle: it is handed out again when that is through, too."""
-        tensor.record_stream(torch.cuda.ExternalStream(stream, device=self._device))  # type: ignore[arg-type]
+        tensor.record_stream(torch.cuda.ExternalStream(stream, device=self.device))  # type: ignore[arg-type]
 
     def allocate(self, nbytes: int, stream: int) -> int:
         """Take memory from torch's pool for a stream; returns its address."""
-        return int(torch.cuda.caching_allocator_alloc(nbytes, self._device, stream))
+        return int(torch.cuda.caching_allocator_alloc(nbytes, self.device, stream))
 
     def free(self, address: int) -> None:
         """Give it back."""
@@ -150,7 +154,7 @@ class DeviceTensors:
             kernels: a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels` on the tensors' device.
             streams: what :class:`TorchStreams` has.
         """
-        self.kernels = kernels
+        self.kernels, self.device = kernels, streams.device
         self._streams = streams
         # Two pools would keep memory from each other that neither uses.
         kernels.allocate_with(streams.allocate, streams.free)

@@ -1,7 +1,6 @@
 """One model's parameters on one rank, bound to an exchange of the core. Ways A and B both stand on this.
 
-Every torch tensor becomes an array here, and every parameter has one index: its place among the parameters that the
-compressor was built for.
+Every torch tensor becomes an array here, and every parameter has one index: its place among those that are exchanged.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
+from dgc.torch.engine.horovod.device_sums import use_devices
 from dgc.torch.engine.horovod.horovod import averages_first_pass, is_idle
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
@@ -86,8 +86,7 @@ class Engine(EngineBase):
 
         def build() -> Layout:
             pairs = named() if callable(named) else named
-            self.names = [n for n, _ in pairs]
-            self.parameters = [p for _, p in pairs]
+            self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
             self._sparse = SparseGradients(self.names, self.parameters)
             self._loss_scale = loss_scale
@@ -98,6 +97,7 @@ class Engine(EngineBase):
 
         self._agree_on_options()
         self._agree_on_tensors(build)
+        use_devices(transport, self._tensors.device)
         self._last = LastStep(self.parameters, lambda: self.exchange)
         self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
         self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0

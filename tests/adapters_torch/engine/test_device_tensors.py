@@ -26,6 +26,8 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 class Streams:
     """In place of torch's streams: counts what is recorded."""
 
+    device = torch.device("cpu")
+
     def __init__(self):
         self.recorded = 0
         self.kept = []
