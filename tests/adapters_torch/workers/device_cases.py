@@ -58,8 +58,8 @@ def steps_of(model, optimizer, place, scaler=None, dtype=None):
         scaler.update()
 
 
-def trained(place, way, make=None, scaler=None, dtype=None, **options):
-    model = make_model().to(place)
+def trained(place, way, make=None, scaler=None, dtype=None, width=64, **options):
+    model = make_model(width=width).to(place)
     make = make or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3))
     if scaler is not None:
         options["loss_scale"] = scaler
@@ -76,6 +76,11 @@ def way_a(place):
 
 def way_b(place):
     return trained(place, "b", rampup_begin_step=3)
+
+
+def large(place):
+    """Its two inner layers travel in sums of a megabyte and more while they are dense: by NCCL where Horovod has it."""
+    return trained(place, "b", width=600, rampup_begin_step=5)
 
 
 def clipped(place):
@@ -110,6 +115,11 @@ def stock_horovods_optimizer():
 @case
 def our_optimizer_with_dense_steps_first():
     both(way_b)
+
+
+@case
+def dense_steps_of_large_tensors():
+    both(large)
 
 
 @case
