@@ -129,7 +129,7 @@ class Speech:
     dropout: ClassVar[float] = 0.2
     clip: float | None = 1.0
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(train_part(32, 60), test_part(8, 30), 128, 32, 30, 5),
+        "full": Size(train_part(32, 60), test_part(8, 30), 128, 16, 60, 5),
         "quick": Size(train_part(8, 40), test_part(2, 20), 96, 32, 12, 2),
         "tiny": Size(train_part(1, 8), test_part(1, 4), 32, 8, 2, 1),
     }
