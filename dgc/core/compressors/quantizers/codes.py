@@ -95,8 +95,13 @@ def spread(moments: np.ndarray, n: int) -> tuple[float, float]:
     """
     counts = np.full(len(moments), float(TILE))
     counts[-1] = n - TILE * (len(moments) - 1)
-    mean = moments[:, 1].sum() / n
+    mean = _in_turn(moments[:, 1]) / n
     with np.errstate(over="ignore"):
         apart = moments[:, 1] / counts - mean
-        squares = moments[:, 2].sum() + (counts * apart * apart).sum()
+        squares = _in_turn(moments[:, 2]) + _in_turn(counts * apart * apart)
     return float(moments[:, 0].max()), float(np.sqrt(squares / n))
+
+
+def _in_turn(values: np.ndarray) -> float:
+    """A sum in the order of its terms, which ``np.sum`` does not keep."""
+    return float(np.cumsum(values)[-1])

@@ -164,22 +164,32 @@ def unpack_trits(data, codes):
 
 
 @helper
-def _halved(sums, first):
-    """32 sums from ``first`` on as one; see ``codes`` for the order."""
-    half = 16
-    while half > 0:
-        for j in range(first, first + half):
-            sums[j] += sums[j + half]
-        half //= 2
-    return sums[first]
+def _cleared(sums, size):
+    """Set to 0 what :func:`_halved` reads of ``size`` sums."""
+    for j in range(32 * ((size + 31) // 32) if size > 16 else 16 if size > 8 else 8):
+        sums[j] = 0.0
 
 
 @helper
-def _tile_sum(sums):
-    """256 sums as one."""
+def _halved(sums, first, size):
+    """32 sums from ``first`` on as one, in the order of ``codes``. All but the first ``size`` are 0, and none is -0."""
+    if size > 16:
+        for j in range(first, first + 16):
+            sums[j] += sums[j + 16]
+    if size > 8:
+        for j in range(first, first + 8):
+            sums[j] += sums[j + 8]
+    for j in range(first, first + 4):
+        sums[j] += sums[j + 4]
+    return (sums[first] + sums[first + 2]) + (sums[first + 1] + sums[first + 3])
+
+
+@helper
+def _tile_sum(sums, size):
+    """256 sums as one; all but the first ``size`` are 0."""
     total = 0.0
-    for first in range(0, 256, 32):
-        total += _halved(sums, first)
+    for first in range(0, min(size, 256), 32):
+        total += _halved(sums, first, size - first)
     return total
 
 
@@ -195,13 +205,13 @@ def norms(x, group, squared, out):
                 largest = max(largest, abs(np.float64(x[i])))
             out[g] = largest
             continue
-        sums[:] = 0.0
+        _cleared(sums, min(32, stop - g * group))
         for start in range(g * group, stop, 32):
             for j in range(min(32, stop - start)):
                 magnitude = abs(np.float64(x[start + j]))
                 largest = max(largest, magnitude)
                 sums[j] += magnitude * magnitude
-        out[g] = max(largest, np.sqrt(_halved(sums, 0)))
+        out[g] = max(largest, np.sqrt(_halved(sums, 0, stop - g * group)))
 
 
 @entry(__file__)
@@ -217,7 +227,7 @@ def moments(x, out):
                 value = np.float64(x[start + j])
                 largest = max(largest, abs(value))
                 sums[j] += value
-        total = _tile_sum(sums)
+        total = _tile_sum(sums, stop - tile * _TILE)
         mean = total / (stop - tile * _TILE)
         sums[:] = 0.0
         for start in range(tile * _TILE, stop, 256):
@@ -226,7 +236,7 @@ def moments(x, out):
                 sums[j] += difference * difference
         out[tile, 0] = largest
         out[tile, 1] = total
-        out[tile, 2] = _tile_sum(sums)
+        out[tile, 2] = _tile_sum(sums, stop - tile * _TILE)
 
 
 @entry(__file__)
@@ -306,14 +316,13 @@ def _split_rows(x, low, high, above, signs):
 
 
 @helper
-def _split_run(x, c, low, high, above, signs):
-    """The sums of one column that lies in one piece, tile by tile."""
-    below_sums, above_sums = np.empty(256), np.empty(256)
+def _split_run(x, c, low, high, above, signs, below_sums, above_sums):
+    """The sums of one column that lies in one piece, tile by tile; room for 256 sums of either sign is given."""
     count = 0
     for tile in range(0, x.size, _TILE):
         stop = min(tile + _TILE, x.size)
-        below_sums[:] = 0.0
-        above_sums[:] = 0.0
+        _cleared(below_sums, min(256, stop - tile))
+        _cleared(above_sums, min(256, stop - tile))
         for start in range(tile, stop, 256):
             for j in range(min(256, stop - start)):
                 value = np.float64(x[start + j])
@@ -322,8 +331,8 @@ def _split_run(x, c, low, high, above, signs):
                 below_sums[j] += value if negative else 0.0
                 above_sums[j] += 0.0 if negative else value
                 count += 0 if negative else 1
-        low[c] += _tile_sum(below_sums)
-        high[c] += _tile_sum(above_sums)
+        low[c] += _tile_sum(below_sums, stop - tile)
+        high[c] += _tile_sum(above_sums, stop - tile)
     above[c] += count
 
 
@@ -336,9 +345,10 @@ def split_means(x, means, signs):
         _split_rows(x, low, high, above, signs)
     else:
         at = 0
+        below_sums, above_sums = np.empty(256), np.empty(256)
         for o in range(outer):
             for c in range(columns):
-                _split_run(x[o, c], c, low, high, above, signs[at : at + inner])
+                _split_run(x[o, c], c, low, high, above, signs[at : at + inner], below_sums, above_sums)
                 at += inner
     for c in range(columns):
         below = outer * inner - above[c]

@@ -25,6 +25,9 @@ from dgc.core.state.layout import Bucket, Layout, Segment
 from dgc.core.transport import Transport
 from dgc.core.wire import padded
 
+_LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl")
+"""What a compressor may have of its own and still encode as the one that it derives from."""
+
 
 def make_encoders(
     layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
@@ -50,7 +53,21 @@ def runs_on_devices(config: DGCConfig) -> bool:
     if config.algorithm in WRAPPERS:
         parts: Parts = config.own
         return all(member is None or runs_on_devices(member) for member in parts.configs)
-    return compressor_class(config.algorithm).runs_on_device(config)
+    row = compressor_class(config.algorithm)
+    return is_unchanged(row) and row.runs_on_device(config)
+
+
+def is_unchanged(row: type[Algorithm]) -> bool:
+    """Whether a compressor encodes as one of this package does, which the selection or a device's kernels stand in for.
+
+    A user's class may derive from one of ours and change what is sent: then its own methods have to be called.
+    """
+    for each in row.__mro__:
+        if vars(each).get("number") in OWN_NUMBERS:
+            return True
+        if any(name not in _LABELS and (name == "__init__" or not name.startswith("__")) for name in vars(each)):
+            return False
+    return False
 
 
 def compressors_on_devices() -> list[str]:
@@ -88,7 +105,7 @@ class _Maker:
 
     def encoders(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
         row = compressor_class(config.algorithm)
-        if row.is_plain_selection(config):
+        if is_unchanged(row) and row.is_plain_selection(config):
             return [self._selection(b, config) for b in buckets]
         for dtype in sorted({b.dtype for b in buckets}):
             _warm_up(row(config), dtype, self.kernels)
@@ -114,7 +131,7 @@ def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: boo
 
 def _encoder_of(row: Any, config: DGCConfig, kernels: Kernels) -> Any:
     """The encoder of a compressor that is no plain selection."""
-    if not (getattr(kernels, "on_device", False) and row.runs_on_device(config)):
+    if not (getattr(kernels, "on_device", False) and is_unchanged(row) and row.runs_on_device(config)):
         return AlgorithmEncoder
     from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 

@@ -72,6 +72,19 @@ def test_the_spread_from_moments_is_numpys(n, mean, seed):
     assert deviation == pytest.approx(np.std(x), rel=1e-8, abs=1e-12)
 
 
+def test_tiles_are_added_up_in_turn():
+    """Their order is part of the result's bits, and NumPy's own sum has another one."""
+    moments = np.random.default_rng(0).standard_normal((300, 3)) ** 2
+    n, total, squares, about = 300 * TILE, 0.0, 0.0, 0.0
+    for _, each, _ in moments:
+        total += each
+    for _, each, square in moments:
+        apart = each / TILE - total / n
+        squares += square
+        about += TILE * apart * apart
+    assert spread(moments, n)[1] == np.sqrt((squares + about) / n)
+
+
 def test_a_spread_beyond_float64_is_infinite():
     assert spread(np.array([[1e200, 0.0, np.inf]]), 5) == (1e200, np.inf)
 

@@ -5,10 +5,14 @@ from types import SimpleNamespace
 import pytest
 from exchange_tools import parameters
 
+from dgc.core.compressors import registry
 from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.compressors.quantizers.onebit import Onebit
+from dgc.core.compressors.quantizers.qsgd import Qsgd
 from dgc.core.compressors.registry import compressor_class, compressor_names
+from dgc.core.compressors.sparsifiers.topk import Topk
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.choose import make_encoders, runs_on_devices
+from dgc.core.exchange.encoders.choose import is_unchanged, make_encoders, runs_on_devices
 from dgc.core.exchange.encoders.composite import CompositeEncoder
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.reference import ReferenceKernels
@@ -93,3 +97,28 @@ def test_a_message_of_2_gib_is_refused_before_training():
     config = make_config({"sparsity": [0.999, 0.55], "values": "float32", "indices": "int32"})
     with pytest.raises(LayoutError, match="the limit is 2 GiB: choose a higher sparsity"):
         encoders(config, [Parameter("w", (2**15, 2**15), "float32")])
+
+
+@pytest.mark.parametrize("base", [Onebit, Qsgd, Topk])
+def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
+    """Whoever derives from one of our compressors and changes what is sent has the change in every step."""
+
+    class Relabelled(base):
+        name, number, source = "relabelled", 201, "somebody"
+
+    class Changed(Relabelled):
+        name, number = "changed", 200
+
+        def encode_tensor(self, x, out, tensor, spec, info):
+            return super().encode_tensor(x * 0, out, tensor, spec, info)
+
+    class Further(Changed):
+        name, number = "further", 202
+
+    assert [is_unchanged(c) for c in (base, Relabelled, Changed, Further)] == [True, True, False, False]
+    for row, changed in ((Relabelled, False), (Further, True)):
+        monkeypatch.setitem(registry._BY_NAME, row.name, row)
+        config = make_config({"min_numel": 64}, algorithm=row.name)
+        assert runs_on_devices(config) is not changed
+        expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder
+        assert {type(e) for e in encoders(config)[1]} == {expected}

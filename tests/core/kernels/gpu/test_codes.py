@@ -15,8 +15,16 @@ VALUES = {
     "constant": lambda alone: alone.flat({t.name: -0.5 for t in alone.tensors}),
     "one sign": lambda alone: np.abs(alone.random()),
     "tiny": lambda alone: (alone.random() * 1e-42).astype(alone.dtype),
+    "all magnitudes": lambda alone: decades(alone),
     "huge": lambda alone: (alone.random() * 1e38).astype(alone.dtype),
 }
+
+
+def decades(alone):
+    """Beyond what float32 can hold, in float64: such scales are cut to its largest, and small ones round up."""
+    spans = {"float32": (-44, 38), "float64": (-70, 45)}[alone.dtype]
+    x = alone.random()
+    return (np.sign(x) * 10.0 ** np.random.default_rng(2).uniform(*spans, x.size)).astype(alone.dtype)
 
 
 @pytest.fixture(autouse=True)

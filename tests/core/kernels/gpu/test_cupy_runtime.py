@@ -221,12 +221,17 @@ def test_nothing_waits_but_the_message(kernels, monkeypatch):
     assert end - middle < 1, "results are enqueued, not waited for"
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.0, 1e-42, 1e38])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_codes_equal_the_hosts(kernels, case, dtype):
-    check_codes(
-        case, kernels, dtype, lambda alone: alone.random(), lambda a: on_device(kernels, a), kernels.memory.to_host
-    )
+def test_codes_equal_the_hosts(kernels, case, dtype, factor):
+    """Zeros, what is denormal, and what overflows included."""
+
+    def values(alone):
+        return (alone.random() * factor).astype(alone.dtype)
+
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        check_codes(case, kernels, dtype, values, lambda a: on_device(kernels, a), kernels.memory.to_host)
 
 
 def test_views_of_foreign_memory(kernels):

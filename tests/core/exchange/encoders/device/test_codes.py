@@ -21,7 +21,7 @@ from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 
-# More than a tile, pieces of rows that are not full, a kernel of a convolution, a vector; the last travels dense.
+# More than a tile, pieces of rows that are not full, a kernel of a convolution; vectors and what is small travel dense.
 SHAPES = {"a.weight": (150, 90), "b.weight": (6, 5, 3, 3), "c.weight": (700,), "d.weight": (7, 5)}
 
 CASES = {
@@ -36,7 +36,8 @@ CASES = {
     "terngrad, not cut": {"algorithm": "terngrad", "clip_factor": None, "loss_scale": 1024.0},
     "dorefa": {"algorithm": "dorefa"},
     **{f"dorefa, {bits} bits": {"algorithm": "dorefa", "bits": bits} for bits in (1, 3, 5, 8)},
-    "clipped": {"algorithm": "qsgd", "rampup_begin_step": 2},
+    "dense first": {"algorithm": "qsgd", "rampup_begin_step": 2},
+    "vectors, too": {"algorithm": "onebit", "include": ["*"], "min_numel": 0},
 }
 
 
