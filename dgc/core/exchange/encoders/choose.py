@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -109,7 +108,7 @@ class _Maker:
             return [self._selection(b, config) for b in buckets]
         for dtype in sorted({b.dtype for b in buckets}):
             _warm_up(row(config), dtype, self.kernels)
-        algorithm, make = row(config), _encoder_of(row, config, self.kernels)
+        algorithm, make = row(config), _encoder_of(config, self.kernels)
         return [make(b, algorithm, self.kernels, self.transport, self.layout) for b in buckets]
 
     def _selection(self, bucket: Bucket, config: DGCConfig) -> Encoder:
@@ -129,9 +128,9 @@ def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: boo
     return DeviceVector(bucket, kernels, own_share, keeps_error)  # type: ignore[arg-type]
 
 
-def _encoder_of(row: Any, config: DGCConfig, kernels: Kernels) -> Any:
+def _encoder_of(config: DGCConfig, kernels: Kernels) -> type[AlgorithmEncoder]:
     """The encoder of a compressor that is no plain selection."""
-    if not (getattr(kernels, "on_device", False) and is_unchanged(row) and row.runs_on_device(config)):
+    if not (getattr(kernels, "on_device", False) and runs_on_devices(config)):
         return AlgorithmEncoder
     from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 

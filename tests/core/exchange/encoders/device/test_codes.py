@@ -4,18 +4,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device_exchange_tools import assert_equal, device_kernels, one_step, run
-from exchange_tools import make_exchange, parameters
+from device_exchange_tools import assert_equal, device_kernels, one_step, run, run_combined
+from exchange_tools import make_exchange
 from host_runtime import compiler
 
-from dgc.core.compressors.build import make_config, make_wrapper_config
+from dgc.core.compressors.build import make_config
 from dgc.core.compressors.quantizers import codes
-from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.cuda import source
-from dgc.core.state.layout import make_layout
 from dgc.errors import DGCError, WireError
 from dgc.transport.local import run_ranks
 
@@ -88,23 +85,7 @@ def member(algorithm, **options):
     ids=str,
 )
 def test_combinators_of_codes_and_entries_equal_the_cpu(kind, members):
-    config = make_wrapper_config(kind, members, {"min_numel": 64})
-    assert runs_on_devices(config)
-    layout = make_layout(parameters(SHAPES), config)
-
-    def steps(kernels_of_rank):
-        def one_rank(transport):
-            kernels = kernels_of_rank()
-            exchange = Exchange(layout, config, transport, kernels)
-            done = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(5)]
-            getattr(kernels, "wait", int)()
-            state, norm = exchange.state_dict(), exchange.state.residual_norm()
-            exchange.close()
-            return [d[0] for d in done], [d[1] for d in done], state, norm
-
-        return run_ranks(2, one_rank)
-
-    assert_equal(steps(device_kernels), steps(numba))
+    assert_equal(run_combined(device_kernels, kind, members), run_combined(numba, kind, members))
 
 
 @pytest.mark.parametrize("discardable", [False, True])

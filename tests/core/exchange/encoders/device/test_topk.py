@@ -8,17 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device_exchange_tools import SHAPES, assert_equal, device_kernels, one_step, run
-from exchange_tools import gradient, make_exchange, parameters
+from device_exchange_tools import SHAPES, assert_equal, device_kernels, one_step, run, run_combined
+from exchange_tools import gradient, make_exchange
 from host_runtime import compiler
 
-from dgc.core.compressors.build import make_config, make_wrapper_config
-from dgc.core.exchange.encoders.choose import runs_on_devices
+from dgc.core.compressors.build import make_config
 from dgc.core.exchange.encoders.device.topk import DeviceEncoder
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.state.layout import make_layout
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.local import run_ranks
 
@@ -83,24 +80,7 @@ def topk(**options):
     ids=str,
 )
 def test_combinators_whose_members_run_on_devices_equal_the_cpu(kind, members):
-    config = make_wrapper_config(kind, members, {"min_numel": 64})
-    assert runs_on_devices(config)
-    layout = make_layout(parameters(SHAPES), config)
-
-    def steps(kernels_of_rank):
-        def one_rank(transport):
-            kernels = kernels_of_rank()
-            exchange = Exchange(layout, config, transport, kernels)
-            results = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(6)]
-            if isinstance(kernels, DeviceKernels):
-                kernels.wait()
-            state, norm = exchange.state_dict(), exchange.state.residual_norm()
-            exchange.close()
-            return [r[0] for r in results], [r[1] for r in results], state, norm, results
-
-        return [outcome[:4] for outcome in run_ranks(2, one_rank)]
-
-    assert_equal(steps(device_kernels), steps(lambda: NumbaKernels(1)))
+    assert_equal(run_combined(device_kernels, kind, members), run_combined(lambda: NumbaKernels(1), kind, members))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", None), ("float16", 65504.0), ("float16", 0.001)])
