@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dgc.core.kernels.gpu.cuda.source import THREADS, kernel_names, source
+from dgc.core.kernels.gpu.memory import GROUP_BYTES
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 
@@ -64,6 +67,38 @@ def _compile(text, built):
         draft.replace(built)
 
 
+class Meeting:
+    """Where the ranks of a group hand over what they add up; broken when one of them does not come."""
+
+    def __init__(self, size):
+        self.arrays = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+_meetings = {}
+
+
+class HostGroup:
+    """What NCCL does, done by whoever runs the queues: like its kernels, it waits for the others when it runs."""
+
+    def __init__(self, runtime, meeting, rank):
+        self.runtime = runtime
+        self.meeting = meeting
+        self.rank = rank
+
+    def add_up(self, array):
+        self.runtime.operations.append("add up")
+        self.runtime._enqueue(lambda: self._meet(array))
+
+    def _meet(self, array):
+        meeting = self.meeting
+        meeting.arrays[self.rank] = array.copy()
+        meeting.barrier.wait()
+        total = functools.reduce(np.add, meeting.arrays)
+        meeting.barrier.wait()
+        array[...] = total
+
+
 class HostRuntime:
     """What a device does, done by the processor.
 
@@ -72,6 +107,7 @@ class HostRuntime:
         deferred: do nothing before somebody waits, the latest that a device may be: whoever reads results too early, or
             overwrites what was to be copied, gets wrong numbers.
         text: kernels in place of the sources.
+        groups: devices can add up together, as by NCCL. Ranks are threads.
 
     Memory that nobody wrote is filled with a pattern, so that reading it shows. Counts waits and launches;
     ``operations`` names all that a driver would be called for in a step: launches, copies, events and waits.
@@ -80,7 +116,7 @@ class HostRuntime:
     name = "host"
     stream_handle = 55
 
-    def __init__(self, seed=0, *, deferred=False, text=None):
+    def __init__(self, seed=0, *, deferred=False, text=None, groups=False):
         self.seed = seed
         self.deferred = deferred
         self.waits = 0
@@ -93,6 +129,7 @@ class HostRuntime:
         self.threads = []
         self.allocators = []
         self._text = text
+        self._groups = groups
         self._queue = collections.deque()
         self._done = 0
         self._lock = threading.RLock()
@@ -170,6 +207,16 @@ class HostRuntime:
         self.operations += ["record", "let a stream wait"]
         self.released_to.append(stream)
         self._flush(self._enqueued())
+
+    def new_group(self):
+        if not self._groups:
+            raise RuntimeError("no NCCL here")
+        return secrets.token_bytes(GROUP_BYTES)
+
+    def join(self, group, rank, size):
+        with _compiling:
+            meeting = _meetings.setdefault(group, Meeting(size))
+        return HostGroup(self, meeting, rank)
 
     def _copy(self, to, source):
         assert to.dtype == source.dtype

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
+from dgc.core.exchange.gradients.device_group import join_devices
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import memory_of
+from dgc.core.kernels.gpu.memory import Joined
 from dgc.core.state.layout import Bucket
 from dgc.core.transport import Transport, group_of, place_of
 from dgc.core.wire.message import ERROR_CLASSES, error_code
@@ -28,7 +30,8 @@ Announced = tuple[DGCError, int | None]
 class NodeSums:
     """Adds up gradients within this rank's node, and lets its ranks fail together.
 
-    On a GPU the sums pass through host memory.
+    On GPUs that NCCL connects (:mod:`~dgc.core.exchange.gradients.device_group`) gradients stay there, and the host
+    waits for nothing; else sums pass through host memory.
     """
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
@@ -43,12 +46,16 @@ class NodeSums:
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
         self._first = place["rank"] - inside.rank
+        self._kernels = kernels
         self._on_device = bool(getattr(kernels, "on_device", False))
+        self._devices: Joined | None = None
+        self._asked = not self._on_device
         self._memory = memory_of(kernels)
         # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}
-        self._copies: dict[int, Any] = {}  # of the sums, on a device
+        self._vectors: dict[int, Any] = {}  # the same on a device
+        self._on_host: set[int] = set()  # buckets that were collected there
 
     def agree(self, own: Announced | None) -> Announced | None:
         """What this bucket cannot be exchanged for on some rank of the node; the same on all of them. Collective.
@@ -63,6 +70,9 @@ class NodeSums:
         flags = np.empty((self._inside.size, 1), np.uint8)
         self._inside.allgather(fails, flags)
         if not flags.any():
+            if not self._asked:  # the first time that all of them are here
+                self._asked = True
+                self._devices = join_devices(self._kernels, self._inside)
             return None
         text = np.zeros(16 + _TEXT_BYTES, np.uint8)
         if own is not None:
@@ -82,9 +92,15 @@ class NodeSums:
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
+        given = [item.gradient for item in step.given.of(bucket.segments)]
+        if self._devices is not None:
+            offsets = [segment.slice.start for segment in bucket.segments]
+            self._kernels.gather(given, offsets, self._vector_of(bucket))
+            return
         host = self._sum_of(bucket)
-        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
-            host[segment.slice] = self._on_host(item.gradient)
+        for segment, gradient in zip(bucket.segments, given, strict=True):
+            host[segment.slice] = self._from(gradient)
+        self._on_host.add(bucket.index)
 
     def add_up(self, step: StepContext, bucket: Bucket) -> None:
         """Put the node's sum in the place of this rank's gradients, which were collected. Collective.
@@ -93,26 +109,44 @@ class NodeSums:
             step: the step.
             bucket: the bucket.
         """
+        summed = self._sum_on_devices(bucket) if self._devices is not None else self._sum_on_host(bucket)
+        self._on_host.discard(bucket.index)
+        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
+            item.gradient = summed[segment.slice]
+
+    def _sum_on_devices(self, bucket: Bucket) -> Any:
+        assert self._devices is not None, "they are connected"
+        vector = self._vector_of(bucket)
+        if bucket.index in self._on_host:  # before they were
+            self._memory.copy_in(vector, self._sums.pop(bucket.index))
+        self._devices.add_up(vector)
+        if self._factor != 1.0:
+            self._kernels.scale(vector, self._factor)
+        return vector
+
+    def _sum_on_host(self, bucket: Bucket) -> Any:
         host = self._sum_of(bucket)
         self._inside.allreduce(host, "sum")
         if self._factor != 1.0:
             host *= self._factor
-        summed: Any = host
-        if self._copies:
-            summed = self._copies[bucket.index]
-            self._memory.copy_in(summed, host)
-        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
-            item.gradient = summed[segment.slice]
+        if not self._on_device:
+            return host
+        vector = self._vector_of(bucket)
+        self._memory.copy_in(vector, host)
+        return vector
 
     def _sum_of(self, bucket: Bucket) -> np.ndarray:
         if bucket.index not in self._sums:
             self._sums[bucket.index] = self._memory.host_array(bucket.size, bucket.dtype)
             self._sums[bucket.index].fill(0.0)  # between tensors
-            if self._on_device:
-                self._copies[bucket.index] = self._memory.zeros(bucket.size, bucket.dtype)
         return self._sums[bucket.index]
 
-    def _on_host(self, gradient: Any) -> np.ndarray:
+    def _vector_of(self, bucket: Bucket) -> Any:
+        if bucket.index not in self._vectors:
+            self._vectors[bucket.index] = self._memory.zeros(bucket.size, bucket.dtype)
+        return self._vectors[bucket.index]
+
+    def _from(self, gradient: Any) -> np.ndarray:
         host = self._memory.to_host(gradient) if self._on_device else gradient
         # Bfloat16 arrives as its bits: the upper half of a float32.
         return (host.astype(np.uint32) << 16).view(np.float32) if host.dtype == np.uint16 else host

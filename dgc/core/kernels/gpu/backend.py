@@ -18,7 +18,7 @@ from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
-from dgc.core.kernels.gpu.tables import DenseTensor, Format
+from dgc.core.kernels.gpu.tables import SUMMARY, DenseTensor, Format
 from dgc.errors import LayoutError
 
 
@@ -105,6 +105,24 @@ class DeviceKernels(CodeKernels):
                 self.wait()
             ends = np.cumsum(geometry.tiles_of)
             return np.array([host[e - c : e].sum() for e, c in zip(ends, geometry.tiles_of, strict=True)], np.float64)
+
+    def gather(self, gradients: Sequence[Array], offsets: Sequence[int], vector: Array) -> None:
+        """Copy gradients of any float types to ``offsets`` of a device vector, (n,). Does not wait.
+
+        Raises:
+            LayoutError: one is not what a kernel may read.
+        """
+        bits = 8 * np.dtype(vector.dtype).itemsize
+        with self.lock:
+            tensors = [DenseTensor(gradient=g, vector=at) for g, at in zip(gradients, offsets, strict=True)]
+            met = self._scratch.host("gathered", SUMMARY.itemsize)  # nobody reads it
+            self._over_tensors("pack", bits, tensors, vector, np.int64(vector.size), met)
+
+    def scale(self, vector: Array, factor: float) -> None:
+        """Multiply a device vector, (n,), by a factor of its type. Does not wait."""
+        with self.lock:
+            tensor = DenseTensor(result=vector, vector=0, scale=factor)
+            self._over_tensors("update", 8 * np.dtype(vector.dtype).itemsize, [tensor], vector, vector)
 
     def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
         """See :class:`~dgc.core.kernels.base.Kernels`. Waits."""

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,11 @@ class CupyRuntime:
         self._malloc: Callable[[int], Any] = cupy.cuda.alloc
 
     @property
+    def current(self) -> CurrentDevice:
+        """Makes the device current."""
+        return self._device
+
+    @property
     def stream(self) -> Any:
         """The CuPy stream on which everything runs."""
         return self._stream
@@ -237,6 +243,13 @@ class CupyRuntime:
         with self._device:
             cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
+    def new_group(self) -> bytes:  # noqa: D102
+        numbers = np.array(_nccl().get_unique_id(), np.int16)  # of C's char, which has a sign here and none there
+        return numbers.tobytes()
+
+    def join(self, group: bytes, rank: int, size: int) -> NcclGroup:  # noqa: D102
+        return NcclGroup(self, group, rank, size)
+
     def compile(self, state_bits: int) -> None:
         """Compile all kernels for state of one width, or load them from the cache on disk; seconds when cold."""
         with self._compiling, self._device:
@@ -246,6 +259,41 @@ class CupyRuntime:
             module.load(compile_for(int(cupy.cuda.Device(self.device).compute_capability), state_bits))
             functions = {(name, state_bits): module.get_function(f"dgc_{name}") for name in kernel_names()}
             self._functions.update(functions)
+
+
+class NcclGroup:
+    """Devices that add up by NCCL, on the runtimes' own streams; see :class:`dgc.core.kernels.gpu.memory.Joined`.
+
+    NCCL finishes each element on one device and hands it to the others, so all have the same bits.
+    """
+
+    def __init__(self, runtime: CupyRuntime, group: bytes, rank: int, size: int) -> None:
+        """Connect: see :meth:`dgc.core.kernels.gpu.memory.Runtime.join`."""
+        self._nccl, self._runtime = _nccl(), runtime
+        with runtime.current:
+            numbers = tuple(np.frombuffer(group, np.int16).tolist())
+            self._communicator = self._nccl.NcclCommunicator(size, numbers, rank)
+
+    def add_up(self, array: Any) -> None:  # noqa: D102
+        kind = self._nccl.NCCL_FLOAT64 if array.dtype == np.float64 else self._nccl.NCCL_FLOAT32
+        address, runtime = int(array.data.ptr), self._runtime
+        with runtime.current:
+            self._communicator.allReduce(address, address, array.size, kind, self._nccl.NCCL_SUM, runtime.stream_handle)
+
+
+def _nccl() -> Any:
+    """CuPy's bindings to NCCL.
+
+    Raises:
+        RuntimeError: there is no NCCL that they could load.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is missing is said here, once
+        from cupy.cuda import nccl
+    if not nccl.available:
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        raise RuntimeError(f"CuPy finds no NCCL: pip install nvidia-nccl-cu{major}")
+    return nccl
 
 
 class CupyKernels(DeviceKernels):

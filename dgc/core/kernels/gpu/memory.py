@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+GROUP_BYTES = 256
+"""Of what :meth:`Runtime.new_group` returns."""
+
 
 class Runtime(Protocol):
     """One device and one stream on it. Safe to use from several threads."""
@@ -97,6 +100,35 @@ class Runtime(Protocol):
 
     def release_to(self, stream: int) -> None:
         """Let another stream, given as its CUDA handle, wait for everything enqueued here so far."""
+        ...
+
+    def new_group(self) -> bytes:
+        """What devices that are to add up together are given to :meth:`join`: GROUP_BYTES; one of them makes it.
+
+        Raises:
+            RuntimeError: this process has no NCCL.
+        """
+        ...
+
+    def join(self, group: bytes, rank: int, size: int) -> Joined:
+        """Connect this device with the others of a group. Collective, blocking.
+
+        Args:
+            group: from :meth:`new_group` of one of them.
+            rank: this device's place in the group, 0 <= rank < size.
+            size: number of devices; each has another one.
+
+        Raises:
+            RuntimeError: they could not be connected.
+        """
+        ...
+
+
+class Joined(Protocol):
+    """Devices that add up together."""
+
+    def add_up(self, array: Any) -> None:
+        """Enqueue: the sum over the group in the place of each one's array, the same bits everywhere. Collective."""
         ...
 
 

@@ -234,6 +234,18 @@ def test_codes_equal_the_hosts(kernels, case, dtype, factor):
         check_codes(case, kernels, dtype, values, lambda a: on_device(kernels, a), kernels.memory.to_host)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_group_of_one_device_adds_up_to_what_is_there(kernels, dtype):
+    """All that one device can show of NCCL: it is found, connects, takes our memory, and works on our stream."""
+    pytest.importorskip("torch", reason="PyTorch brings NCCL along")
+    values = np.arange(5000, dtype=dtype)
+    array = on_device(kernels, values)
+    joined = kernels.runtime.join(kernels.runtime.new_group(), 0, 1)
+    joined.add_up(array)
+    kernels.scale(array, 0.5)
+    np.testing.assert_array_equal(kernels.memory.to_host(array), values * values.dtype.type(0.5))
+
+
 def test_views_of_foreign_memory(kernels):
     import cupy
 

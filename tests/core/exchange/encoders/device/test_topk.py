@@ -65,6 +65,16 @@ def test_ranks_that_send_as_one_equal_the_cpu(case):
     assert_equal(run(device_kernels, 3, 6, **options), run(lambda: NumbaKernels(1), 3, 6, **options))
 
 
+@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize("nodes", [[0, 0, 2], [0, 0, 2, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("case", ["default", "nesterov", "ramp-up", "dense", "loss scale", "several buckets", "coded"])
+def test_devices_that_add_up_within_a_node_equal_the_cpu(case, nodes, op):
+    options = {"sparsity": 0.99, "nodes": nodes, "op": op, **CASES[case]}
+    ranks = len(nodes)
+    got = run(lambda: device_kernels(groups=True), ranks, 5, **options)
+    assert_equal(got, run(lambda: NumbaKernels(1), ranks, 5, **options))
+
+
 def topk(**options):
     options = {"sparsity": 0.99, **options}
     return SimpleNamespace(config=make_config(options, algorithm="topk"), given_options=options)
