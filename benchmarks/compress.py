@@ -26,7 +26,7 @@ import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import entries_to_send
-from dgc.core.exchange.clipping import clip_factors
+from dgc.core.exchange.gradients.clipping import clip_factors
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout

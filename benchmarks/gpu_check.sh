@@ -3,8 +3,8 @@
 #
 # Needs python3 (or $PYTHON) with NumPy, Numba, CuPy, PyTorch, pytest, pytest-timeout, hypothesis and psutil, and g++
 # ($CXX). Neither Horovod nor TensorFlow nor MPI: those have gpu_horovod.sh. A test that skips itself has failed (DGC_REQUIRE_GPU=1).
-# Results go to $OUT if that is set, else to benchmarks/results: gpu-machine.txt, gpu-tests.txt, gpu-benchmarks.txt and
-# one file of figures a model. Ends with 0 only if everything ran and passed, with 2 where there is no device.
+# Results go to $OUT if that is set, else to benchmarks/results: gpu-machine.txt, gpu-tests.txt, gpu-benchmarks.txt,
+# one file of figures a model, and one of the other compressors. Ends with 0 only if everything ran and passed, with 2 where there is no device.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${OUT:-benchmarks/results}"
@@ -31,4 +31,5 @@ failed=0
 for model in resnet50 flat transformer; do
     "$python" benchmarks/compress_gpu.py --model "$model" --out "$out" 2>&1 | tee -a "$out/gpu-benchmarks.txt" || failed=1
 done
+"$python" benchmarks/compressors_gpu.py --out "$out" 2>&1 | tee -a "$out/gpu-benchmarks.txt" || failed=1
 exit "$failed"

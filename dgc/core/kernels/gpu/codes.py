@@ -59,6 +59,9 @@ class CodedTensor:
         return self.length // self.columns
 
 
+_FIELDS = "length scales codes bytes key limit scale bits levels group columns inner".split()
+
+
 class CodeKernels(BucketKernels):
     """What an exchange on a device does with the tensors that travel in few bits."""
 
@@ -84,7 +87,6 @@ class CodeKernels(BucketKernels):
         """
         with self.lock:
             message = self._workspace.get("codes", np.uint8, payload.size)
-            self.runtime.fill(message, 0)
             grouped = [t for t in tensors if t.scale < 0 and t.kind != "sign"]
             groups = [-(-t.length // t.group) for t in grouped]
             self._over_parts(
@@ -167,10 +169,9 @@ class CodeKernels(BucketKernels):
         own = isinstance(values, (list, tuple))
         dtype = np.dtype((values[0] if own else values).dtype)
         address = self.runtime.address
-        for row, t in zip(table, tensors, strict=True):
-            for field in ("length", "scales", "codes", "bytes", "key", "limit", "scale", "bits", "levels", "group"):
-                row[field] = getattr(t, field)
-            row["columns"], row["inner"], row["kind"] = t.columns, t.inner, KINDS[t.kind]
+        for field in _FIELDS:  # not row by row, which takes four times as long with hundreds of tensors
+            table[field] = [getattr(t, field) for t in tensors]
+        table["kind"] = [KINDS[t.kind] for t in tensors]
         starts = [address(a) for a in values] if own else [address(values) + dtype.itemsize * t.offset for t in tensors]
         table["values"] = starts
         table["partial"] = 0 if partial is None else partial

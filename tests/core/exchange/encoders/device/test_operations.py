@@ -89,7 +89,7 @@ def test_operations_of_resnet50_on_eight_ranks(options, limit, most, waits):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "most", "waits"), [("onebit", 155, 5), ("qsgd", 125, 4), ("terngrad", 140, 5), ("dorefa", 140, 5)]
+    ("algorithm", "most", "waits"), [("onebit", 150, 5), ("qsgd", 120, 4), ("terngrad", 135, 5), ("dorefa", 135, 5)]
 )
 def test_operations_of_codes(algorithm, most, waits):
     """They wait for each bucket, several times: beside every element's code on the wire that is little."""
