@@ -32,7 +32,7 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     **{name: ("dense", "dgc") for name in CLASSES},
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
-    "transformer": ("dense", "dgc", *LESS_SPARSE),
+    "transformer": ("dense", "dgc", *LESS_SPARSE, "no-correction"),
     "speech": ("dense", "dgc", *LESS_SPARSE, "no-masking", "no-clipping"),
 }
 """What is trained of each application."""

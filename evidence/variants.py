@@ -29,7 +29,12 @@ class Variant:
     rampup: bool = True
     """Whether the sparsity rises, by the paper's list to 99.9 % or by the one among ``options``."""
     separate_decay: bool = False
-    """Whether weight decay stays out of what is compressed: see ``evidence.optimizers.SeparateDecay``."""
+    """Whether weight decay stays out of what is compressed: see ``evidence.trainers.optimizers.SeparateDecay``."""
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether momentum, or Adam's first moment, is the compressor's."""
+        return self.compressor == _DGC and self.options.get("momentum") != 0.0
 
 
 _DGC = "dgc"

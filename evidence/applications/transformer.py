@@ -40,10 +40,10 @@ class TransformerLanguage(WordsTraining):
     title: ClassVar[str] = "Language model, Transformer"
     lr: ClassVar[float] = 2e-3
     heads: ClassVar[int] = 4
-    dropout: ClassVar[float] = 0.1
+    dropout: ClassVar[float] = 0.2
     clip: float | None = None
     sizes: ClassVar[dict[Scale, Size]] = {
-        "full": Size(1000, 96, 2, 16, 16, 450_000, 4, 16, 1, 22_000),
+        "full": Size(1000, 96, 2, 16, 16, 150_000, 1, 20, 1, 22_000),
         "quick": Size(2000, 64, 2, 16, 32, 22_500, 1, 4, 1, 6000),
         "tiny": Size(500, 32, 1, 8, 8, 1100, 1, 3, 1, 600),
     }
@@ -57,7 +57,8 @@ class TransformerLanguage(WordsTraining):
             f"embeddings, dropout {self.dropout:g}",
             "training": f"AdamW at a learning rate of {self.lr:g} that falls to 0 from three fifths of the steps on, "
             f"{size.streams} pieces of {size.length} words a step on all ranks together, {size.epochs} epochs; DGC "
-            "corrects no momentum here, it is plain error feedback before AdamW",
+            "corrects the first moment's momentum (0.9), and AdamW has a beta1 of 0 then; without the correction it is "
+            "plain error feedback before AdamW",
         }
 
     def make_model(self) -> nn.Module:

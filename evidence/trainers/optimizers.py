@@ -7,6 +7,24 @@ from typing import Any
 
 import torch
 
+from evidence.application import EvidenceError
+
+
+def take_first_moment(optimizer: torch.optim.Optimizer) -> float | None:
+    """Move Adam's first moment elsewhere: its beta1 becomes 0, and is returned; None where the optimizer has no betas.
+
+    Raises:
+        EvidenceError: parameter groups differ in it.
+    """
+    betas = [group["betas"] for group in optimizer.param_groups if "betas" in group]
+    if not betas:
+        return None
+    if len({first for first, _ in betas}) > 1:
+        raise EvidenceError("the parameter groups have different beta1: a compressor has one momentum")
+    for group in optimizer.param_groups:
+        group["betas"] = (0.0, group["betas"][1])
+    return float(betas[0][0])
+
 
 class SeparateDecay(torch.optim.Optimizer):
     """``w <- p's decay velocity: m*w + decay*p; p <- p - lr*(gradient + w)``, where the gradient has its momentum.

@@ -13,7 +13,7 @@ import dgc.torch as dgc
 from evidence.application import EvidenceError
 from evidence.data.cache import write_atomically
 from evidence.trainers.base import EndOfEpoch, Record, Task, add_up
-from evidence.trainers.optimizers import SeparateDecay
+from evidence.trainers.optimizers import SeparateDecay, take_first_moment
 from evidence.trainers.random_states import random_states, seed_all, set_random_states
 from evidence.variants import compressor_options
 
@@ -54,16 +54,20 @@ class TorchTrainer:
             # order of additions. A run could not be repeated bit for bit.
             self.optimizer = hvd.DistributedOptimizer(optimizer, named, num_groups=1)
         else:
-            momentum = optimizer.param_groups[0].get("momentum")
+            options = compressor_options(variant, application, self._steps, self._taken_momentum(optimizer))
             if variant.separate_decay:
                 optimizer = _with_separate_decay(optimizer)
-            options = compressor_options(
-                variant, application, self._steps, momentum if variant.separate_decay else None
-            )
             self.compression = getattr(dgc.Compression, variant.compressor)(**options)
             self.optimizer = dgc.DistributedOptimizer(optimizer, named, compression=self.compression)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+    def _taken_momentum(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """A momentum that the compressor does not take over by itself."""
+        variant = self._task.variant
+        if variant.separate_decay:
+            return optimizer.param_groups[0].get("momentum")
+        return take_first_moment(optimizer) if variant.corrects_momentum else None
 
     def resume(self) -> Record:
         """Take up the run's checkpoint, if there is one; returns the record of the epochs it has made."""

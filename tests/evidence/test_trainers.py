@@ -6,14 +6,16 @@ import io
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from evidence.application import Metric
+from evidence.application import EvidenceError, Metric
 from evidence.applications.digits import DigitsTraining
 from evidence.applications.language import PIECES, Language
 from evidence.data.images import prepare_digits
-from evidence.trainers.optimizers import SeparateDecay
+from evidence.trainers.optimizers import SeparateDecay, take_first_moment
 from evidence.trainers.random_states import random_states, seed_all, set_random_states
+from evidence.variants import VARIANTS
 
 
 def test_a_decay_of_its_own_is_sgds_where_nothing_is_compressed():
@@ -78,3 +80,19 @@ def test_every_held_out_word_is_counted_once():
     assert whole[1] == PIECES * (600 // PIECES - 1)
     assert sum(count for _, count in parts) == whole[1]
     assert abs(sum(total for total, _ in parts) - whole[0]) < 1e-3 * whole[1]
+
+
+def test_adams_first_moment_becomes_the_compressors():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    adam = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.1}], betas=(0.8, 0.99))
+    assert take_first_moment(adam) == 0.8
+    assert [group["betas"] for group in adam.param_groups] == [(0.0, 0.99)] * 2
+    assert take_first_moment(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) is None
+    adam.param_groups[0]["betas"] = (0.7, 0.99)
+    with pytest.raises(EvidenceError, match="different beta1"):
+        take_first_moment(adam)
+
+
+def test_the_first_moment_is_moved_where_momentum_is_corrected():
+    moved = {name for name, variant in VARIANTS.items() if variant.corrects_momentum}
+    assert moved == {"dgc", "dgc-99", "no-masking", "no-warmup", "no-clipping", "no-feedback", "authors"}
