@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -117,3 +118,17 @@ def test_groups_and_adasum():
     horovod.hvd.Adasum = 2
     with pytest.raises(ConfigError, match="Adasum"):
         shared.refuse_adasum(2, horovod)
+
+
+def test_two_smoothings_are_told_with_the_way_out():
+    with pytest.warns(RuntimeWarning, match=r"momentum=0\.9, and Adam smooths .* beta1=0\.8: .* set betas=\(0, b2\),"):
+        shared.warn_of_first_moment("Adam", 0.8, 0.9, "betas=(0, b2)")
+
+
+@pytest.mark.parametrize(
+    ("beta1", "momentum"), [(0.9, None), (0.9, 0.0), (0.0, 0.9), (0, 0.9), (None, 0.9), (object(), 0.9)], ids=str
+)
+def test_one_is_not(beta1, momentum):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared.warn_of_first_moment("Adam", beta1, momentum, "betas=(0, b2)")

@@ -49,7 +49,6 @@ ELSEWHERE = {
     "tensorflow/keras/callbacks/log.py": "adapters_tensorflow/test_inside.py",
     "tensorflow/summary.py": "adapters_tensorflow/test_inside.py",
     "tensorflow/optimizer.py": "adapters_tensorflow/test_tape.py",
-    "tensorflow/engine/adoption.py": "adapters_tensorflow/test_habits.py",
     "tensorflow/engine/engine.py": "adapters_tensorflow/test_binding.py",
     "tensorflow/engine/group.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/horovod_trace.py": "adapters_tensorflow/test_tape.py",

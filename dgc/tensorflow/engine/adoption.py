@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
@@ -25,6 +26,7 @@ from dgc.tensorflow.engine.optimizers import (
     clear_momentum,
     clipping,
     family,
+    first_moment,
     get_momentum,
     is_cleared,
     is_sgd,
@@ -92,6 +94,7 @@ class Adoption:
         self.hyper = Hyper([], [], [])
         self.taken = self._beside_local = False
         self.take()
+        warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum, "beta_1=0.0")
 
     @property
     def velocity_has_learning_rate(self) -> bool:

@@ -117,6 +117,14 @@ def own_update(optimizer: Any) -> str | None:
     return None
 
 
+def first_moment(optimizer: Any) -> Any:
+    """Adam's beta1, and that of its relatives; None where there is none, or none that is known without a graph."""
+    if family(optimizer) == V1:
+        return getattr(optimizer, "_beta1", None)
+    # Legacy Keras would make variables of its hyperparameters when one of them is read.
+    return optimizer._hyper.get("beta_1") if family(optimizer) == LEGACY_V2 else getattr(optimizer, "beta_1", None)
+
+
 def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:
     """Momentum and Nesterov that an SGD holds; None where they are as :func:`clear_momentum` left them.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
@@ -88,6 +89,16 @@ class Adoption:
                     warnings.warn(_LEFT.format(name), RuntimeWarning, stacklevel=2)
                 elif config.momentum and any(group.get("weight_decay") for group in groups):
                     warnings.warn(_DECAY_LEFT.format(name), RuntimeWarning, stacklevel=2)
+            self._warn_of_first_moment(optimizer)
+
+    def _warn_of_first_moment(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, _ in self._groups(optimizer):
+            betas = group.get("betas")
+            if isinstance(betas, (tuple, list)) and betas and betas[0]:
+                rest = ", ".join(map(str, ("0.0", *betas[1:])))
+                name = _updating_class(optimizer).__name__
+                warn_of_first_moment(name, betas[0], self._config.momentum, f"betas=({rest})")
+                return
 
     def read(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what the optimizer's groups hold.

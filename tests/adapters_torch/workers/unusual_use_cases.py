@@ -172,6 +172,27 @@ def the_advice_about_a_step_of_the_users_own_is_momentum_sgd_with_decay():
 
 
 @case
+def adams_first_moment_behind_the_compressors_momentum_is_told():
+    for kind, told in ((torch.optim.AdamW, True), (torch.optim.Adam, True), (torch.optim.RMSprop, False)):
+        for momentum in (0.9, 0.0, None):
+            model = make_model()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _, compression = wrap("b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
+            said = [str(w.message) for w in caught if "smooths what comes out of it once more" in str(w.message)]
+            assert len(said) == (told and momentum == 0.9), (kind, momentum, said)
+            assert all("set betas=(0.0, 0.999)" in text for text in said)
+            compression.close()
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
+        optimizer, compression = wrap("b", model, adam, momentum=0.9, sparsity=0.9)
+        train(optimizer, model, 4)
+    compression.close()
+
+
+@case
 def gradients_that_change_where_sgd_collects_them_are_gradients():
     options = dict(momentum=0.9, weight_decay=0.01)
     dense = make_model()
