@@ -208,9 +208,11 @@ class HostRuntime:
         self.released_to.append(stream)
         self._flush(self._enqueued())
 
-    def new_group(self):
+    def require_groups(self):
         if not self._groups:
             raise RuntimeError("no NCCL here")
+
+    def new_group(self):
         return secrets.token_bytes(GROUP_BYTES)
 
     def join(self, group, rank, size):

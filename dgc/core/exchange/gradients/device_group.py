@@ -40,9 +40,10 @@ def join_devices(kernels: Any, inside: Transport) -> Joined | None:
     group = np.zeros(GROUP_BYTES, np.uint8)
     failure: Exception | None = None
     try:
-        # Each makes one: who cannot has no NCCL. The first one's is taken.
-        group[:] = np.frombuffer(kernels.runtime.new_group(), np.uint8)
-    except RuntimeError as error:
+        kernels.runtime.require_groups()
+        if inside.rank == 0:
+            group[:] = np.frombuffer(kernels.runtime.new_group(), np.uint8)
+    except Exception as error:  # whatever it is, the others wait to hear of it
         failure = error
     if _somewhere(inside, failure):
         return None
@@ -51,14 +52,14 @@ def join_devices(kernels: Any, inside: Transport) -> Joined | None:
     joined: Joined | None = None
     try:
         joined = kernels.runtime.join(groups[0].tobytes(), inside.rank, inside.size)
-    except RuntimeError as error:
+    except Exception as error:  # whatever it is, the others wait to hear of it
         failure = error
     if _somewhere(inside, failure):
         return None
     assert joined is not None, "no rank failed"
     try:
         _try_out(kernels, joined, inside)
-    except RuntimeError as error:
+    except Exception as error:  # whatever it is, the others wait to hear of it
         failure = error
     return None if _somewhere(inside, failure) else joined
 

@@ -18,6 +18,7 @@ from cupy.cuda import nvrtc
 from dgc.core.kernels.compile import cache_directory, is_trusted, usable
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS, compile_options, kernel_names, source
+from dgc.core.kernels.gpu.memory import GROUP_BYTES
 
 HIGHEST_PRIORITY = -100
 """Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network."""
@@ -243,9 +244,14 @@ class CupyRuntime:
         with self._device:
             cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
+    def require_groups(self) -> None:  # noqa: D102
+        _nccl()
+
     def new_group(self) -> bytes:  # noqa: D102
-        numbers = np.array(_nccl().get_unique_id(), np.int16)  # of C's char, which has a sign here and none there
-        return numbers.tobytes()
+        identity = _nccl().get_unique_id()
+        if isinstance(identity, bytes):
+            return identity.ljust(GROUP_BYTES, b"\0")
+        return np.array(identity, np.int16).tobytes()  # of C's char, which has a sign on some machines
 
     def join(self, group: bytes, rank: int, size: int) -> NcclGroup:  # noqa: D102
         return NcclGroup(self, group, rank, size)
@@ -271,8 +277,10 @@ class NcclGroup:
         """Connect: see :meth:`dgc.core.kernels.gpu.memory.Runtime.join`."""
         self._nccl, self._runtime = _nccl(), runtime
         with runtime.current:
-            numbers = tuple(np.frombuffer(group, np.int16).tolist())
-            self._communicator = self._nccl.NcclCommunicator(size, numbers, rank)
+            # A tuple of numbers before CuPy 14, bytes since.
+            old = int(cupy.__version__.partition(".")[0]) < 14
+            identity = tuple(np.frombuffer(group, np.int16).tolist()) if old else group[: GROUP_BYTES // 2]
+            self._communicator = self._nccl.NcclCommunicator(size, identity, rank)
 
     def add_up(self, array: Any) -> None:  # noqa: D102
         kind = self._nccl.NCCL_FLOAT64 if array.dtype == np.float64 else self._nccl.NCCL_FLOAT32

@@ -102,11 +102,19 @@ class Runtime(Protocol):
         """Let another stream, given as its CUDA handle, wait for everything enqueued here so far."""
         ...
 
+    def require_groups(self) -> None:
+        """Look for what devices add up with.
+
+        Raises:
+            RuntimeError: this process has no NCCL.
+        """
+        ...
+
     def new_group(self) -> bytes:
         """What devices that are to add up together are given to :meth:`join`: GROUP_BYTES; one of them makes it.
 
         Raises:
-            RuntimeError: this process has no NCCL.
+            RuntimeError: it cannot.
         """
         ...
 

@@ -28,6 +28,11 @@ class Faulty(HostRuntime):
         super().__init__(groups=True)
         self.fault = fault
 
+    def new_group(self):
+        if self.fault == "new":
+            raise TypeError("another version of it")
+        return super().new_group()
+
     def join(self, group, rank, size):
         if self.fault == "join" and rank == 1:
             raise RuntimeError("two of them are one device")
@@ -43,7 +48,7 @@ class Faulty(HostRuntime):
         return joined
 
 
-@pytest.mark.parametrize("fault", ["none", "missing", "join", "sum"])
+@pytest.mark.parametrize("fault", ["none", "missing", "new", "join", "sum"])
 def test_devices_add_up_only_where_all_of_them_can(fault, caplog):
     def runtime(rank):
         return HostRuntime(groups=rank != 1) if fault == "missing" else Faulty(fault)
@@ -53,7 +58,12 @@ def test_devices_add_up_only_where_all_of_them_can(fault, caplog):
 
     with caplog.at_level(logging.WARNING, "dgc"):
         assert run_ranks(3, rank) == [fault == "none"] * 3
-    why = {"missing": "no NCCL here", "join": "two of them are one device", "sum": "a first sum came out wrong"}
+    why = {
+        "missing": "no NCCL here",
+        "new": "another version of it",
+        "join": "two of them are one device",
+        "sum": "a first sum came out wrong",
+    }
     said = [r.getMessage() for r in caplog.records]
     assert said == (
         [] if fault == "none" else [f"gradients are added up within a node in host memory, not by NCCL: {why[fault]}"]

@@ -1,8 +1,14 @@
 """The runtime on CuPy without a device: whose device is current, and which binaries it takes from the disk."""
 
+import contextlib
+import sys
 import threading
+import types
 
+import numpy as np
 import pytest
+
+from dgc.core.kernels.gpu.memory import GROUP_BYTES
 
 cupy_runtime = pytest.importorskip(
     "dgc.core.kernels.gpu.cupy_runtime", reason="CuPy is not installed: pip install cupy-cuda12x", exc_type=ImportError
@@ -119,3 +125,57 @@ def test_a_cache_that_cannot_be_written_only_costs_time(compiler, monkeypatch, t
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(cupy_runtime, "cache_directory", lambda: str(tmp_path / "file" / "kernels"))
     assert [cupy_runtime.compile_for(90, 32) for _ in range(2)] == [b"binary 1", b"binary 2"]
+
+
+class Nccl(types.ModuleType):
+    """CuPy's bindings as they were before version 14 (numbers in a tuple), or as they are since (bytes)."""
+
+    available, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_SUM = True, 7, 8, 0
+
+    def __init__(self, version):
+        super().__init__("nccl")
+        self.kind = tuple if version < 14 else bytes
+        self.made, self.sums = [], []
+
+    def get_unique_id(self):
+        numbers = [(7 * i + 120) % 256 for i in range(128)]
+        return bytes(numbers) if self.kind is bytes else tuple(n - 256 if n > 127 else n for n in numbers)
+
+    def NcclCommunicator(self, size, identity, rank):
+        if not isinstance(identity, self.kind):
+            raise TypeError(f"expected {self.kind.__name__}, got {type(identity).__name__}")
+        self.made.append((size, identity, rank))
+        return types.SimpleNamespace(allReduce=lambda *arguments: self.sums.append(arguments))
+
+
+class Runtime:
+    """As much of a CupyRuntime as a group needs."""
+
+    stream_handle = 99
+    current = contextlib.nullcontext()
+    new_group = cupy_runtime.CupyRuntime.new_group
+
+
+@pytest.mark.parametrize("version", ["13.6.0", "14.2.0"])
+def test_a_group_is_told_by_what_this_cupy_takes(version, monkeypatch):
+    nccl = Nccl(int(version[:2]))
+    monkeypatch.setattr(cupy_runtime, "_nccl", lambda: nccl)
+    monkeypatch.setattr(cupy_runtime.cupy, "__version__", version)
+    runtime = Runtime()
+    group = runtime.new_group()
+    assert len(group) == GROUP_BYTES
+    joined = cupy_runtime.NcclGroup(runtime, group, 1, 4)
+    assert nccl.made == [(4, nccl.get_unique_id(), 1)]
+    for dtype, kind in ((np.float32, 7), (np.float64, 8)):
+        array = types.SimpleNamespace(dtype=np.dtype(dtype), size=10, data=types.SimpleNamespace(ptr=4096))
+        joined.add_up(array)
+        assert nccl.sums.pop() == (4096, 4096, 10, kind, 0, 99)
+
+
+def test_a_missing_nccl_is_said_with_what_to_install(monkeypatch):
+    nccl = types.SimpleNamespace(available=False)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
+    monkeypatch.setattr(cupy_runtime.cupy.cuda, "nccl", nccl, raising=False)
+    monkeypatch.setattr(cupy_runtime.cupy.cuda.runtime, "runtimeGetVersion", lambda: 13000)
+    with pytest.raises(RuntimeError, match="CuPy finds no NCCL: pip install nvidia-nccl-cu13"):
+        cupy_runtime._nccl()
