@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dgc.core.kernels.gpu.cuda.source import THREADS, kernel_names, source
-from dgc.core.kernels.gpu.memory import GROUP_BYTES
+from dgc.core.kernels.gpu.memory import GROUP_BYTES, PLACE_BYTES
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 
@@ -130,6 +130,7 @@ class HostRuntime:
         self.allocators = []
         self._text = text
         self._groups = groups
+        self.place = None
         self._queue = collections.deque()
         self._done = 0
         self._lock = threading.RLock()
@@ -211,6 +212,7 @@ class HostRuntime:
     def require_groups(self):
         if not self._groups:
             raise RuntimeError("no NCCL here")
+        return (self.place or id(self)).to_bytes(PLACE_BYTES, "little")
 
     def new_group(self):
         return secrets.token_bytes(GROUP_BYTES)
@@ -218,6 +220,7 @@ class HostRuntime:
     def join(self, group, rank, size):
         with _compiling:
             meeting = _meetings.setdefault(group, Meeting(size))
+        meeting.barrier.wait()  # NCCL waits for all of them, too
         return HostGroup(self, meeting, rank)
 
     def _copy(self, to, source):

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.gradients.device_group import join_devices
+from dgc.core.exchange.gradients.device_group import DeviceGroup, join_devices
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import memory_of
-from dgc.core.kernels.gpu.memory import Joined
 from dgc.core.state.layout import Bucket
 from dgc.core.transport import Transport, group_of, place_of
 from dgc.core.wire.message import ERROR_CLASSES, error_code
@@ -48,7 +47,7 @@ class NodeSums:
         self._first = place["rank"] - inside.rank
         self._kernels = kernels
         self._on_device = bool(getattr(kernels, "on_device", False))
-        self._devices: Joined | None = None
+        self._devices: DeviceGroup | None = None
         self._asked = not self._on_device
         self._memory = memory_of(kernels)
         # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
@@ -71,8 +70,8 @@ class NodeSums:
         self._inside.allgather(fails, flags)
         if not flags.any():
             if not self._asked:  # the first time that all of them are here
-                self._asked = True
                 self._devices = join_devices(self._kernels, self._inside)
+                self._asked = True
             return None
         text = np.zeros(16 + _TEXT_BYTES, np.uint8)
         if own is not None:
@@ -98,6 +97,8 @@ class NodeSums:
             self._kernels.gather(given, offsets, self._vector_of(bucket))
             return
         host = self._sum_of(bucket)
+        if self._on_device:  # now, while a rank without memory can still say so
+            self._vector_of(bucket)
         for segment, gradient in zip(bucket.segments, given, strict=True):
             host[segment.slice] = self._from(gradient)
         self._on_host.add(bucket.index)
@@ -113,6 +114,12 @@ class NodeSums:
         self._on_host.discard(bucket.index)
         for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
+
+    def close(self) -> None:
+        """Let go of the other ranks' devices."""
+        if self._devices is not None:
+            self._devices.close()
+        self._devices, self._asked = None, True
 
     def _sum_on_devices(self, bucket: Bucket) -> Any:
         assert self._devices is not None, "they are connected"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from cupy.cuda import nvrtc
 from dgc.core.kernels.compile import cache_directory, is_trusted, usable
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS, compile_options, kernel_names, source
-from dgc.core.kernels.gpu.memory import GROUP_BYTES
+from dgc.core.kernels.gpu.memory import GROUP_BYTES, PLACE_BYTES
 
 HIGHEST_PRIORITY = -100
 """Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network."""
@@ -244,8 +245,10 @@ class CupyRuntime:
         with self._device:
             cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
-    def require_groups(self) -> None:  # noqa: D102
+    def require_groups(self) -> bytes:  # noqa: D102
         _nccl()
+        place = f"{platform.node()} {cupy.cuda.runtime.deviceGetPCIBusId(self.device)}"
+        return hashlib.blake2b(place.encode(), digest_size=PLACE_BYTES).digest()
 
     def new_group(self) -> bytes:  # noqa: D102
         identity = _nccl().get_unique_id()

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+PLACE_BYTES = 16
+"""Of what :meth:`Runtime.require_groups` returns."""
 GROUP_BYTES = 256
 """Of what :meth:`Runtime.new_group` returns."""
 
@@ -102,8 +104,8 @@ class Runtime(Protocol):
         """Let another stream, given as its CUDA handle, wait for everything enqueued here so far."""
         ...
 
-    def require_groups(self) -> None:
-        """Look for what devices add up with.
+    def require_groups(self) -> bytes:
+        """Look for what devices add up with, and say which device of which machine this is: PLACE_BYTES.
 
         Raises:
             RuntimeError: this process has no NCCL.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +65,12 @@ class SummedOnDevices:
         assert device is not None
         probe = np.arange(_PROBE, dtype=np.float64) * (self.rank + 1)
         wrong: object = "a sum came out wrong"
+        # Whatever may fail on one rank alone comes before the others wait for it in the sum.
+        missing = _obstacle(device)
+        if missing is not None:
+            logger.warning("NCCL is not used, so large dense sums pass through host memory: %s", missing)
+        if self._on_some_rank(missing is not None):
+            return
         try:
             sums = _Sums(self._hvd, device, self._members)
             sums.add(probe)
@@ -95,6 +102,19 @@ class SummedOnDevices:
         found = np.array([float(here)])
         self._transport.allreduce(found, "max")
         return bool(found[0])
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why this rank cannot take part in sums on devices; None where nothing is known to keep it from that."""
+    for name in ("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            # Horovod then says that a sum is done when it has begun, to a stream that is not ours.
+            return f"{name} is set"
+    try:
+        torch.zeros(_PROBE, dtype=torch.float64).to(device)
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 class _Sums:

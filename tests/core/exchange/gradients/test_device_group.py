@@ -1,6 +1,7 @@
 """Sums of a node on its devices: what they ask of the device, when they are left to host memory, who hears of it."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from device_exchange_tools import SHAPES, assert_equal, device_kernels, run
 from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
 from host_runtime import HostRuntime, compiler
 
-from dgc.core.exchange.gradients.device_group import Alone, join_devices
+from dgc.core.exchange.gradients import device_group
+from dgc.core.exchange.gradients.device_group import join_devices
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import DGCError
@@ -22,11 +24,12 @@ OPTIONS = {"sparsity": 0.99, "momentum": 0.9, "bucket_bytes": 1000}
 
 
 class Faulty(HostRuntime):
-    """Connects, and is then of no use on one rank."""
+    """Connects in vain."""
 
     def __init__(self, fault):
         super().__init__(groups=True)
         self.fault = fault
+        self.place = 77 if fault == "place" else None
 
     def new_group(self):
         if self.fault == "new":
@@ -34,8 +37,8 @@ class Faulty(HostRuntime):
         return super().new_group()
 
     def join(self, group, rank, size):
-        if self.fault == "join" and rank == 1:
-            raise RuntimeError("two of them are one device")
+        if self.fault == "join":
+            raise RuntimeError("no way between them")
         joined = super().join(group, rank, size)
         if self.fault == "sum" and rank == 1:
             add_up = joined.add_up
@@ -48,30 +51,66 @@ class Faulty(HostRuntime):
         return joined
 
 
-@pytest.mark.parametrize("fault", ["none", "missing", "new", "join", "sum"])
+@pytest.mark.parametrize("fault", ["none", "missing", "new", "place", "join", "sum", "memory"])
 def test_devices_add_up_only_where_all_of_them_can(fault, caplog):
     def runtime(rank):
         return HostRuntime(groups=rank != 1) if fault == "missing" else Faulty(fault)
 
     def rank(transport):
-        return join_devices(DeviceKernels(runtime(transport.rank)), transport) is not None
+        kernels = DeviceKernels(runtime(transport.rank))
+        if fault == "memory" and transport.rank == 1:
+            kernels.memory.zeros = no_room
+        group = join_devices(kernels, transport)
+        assert (kernels.runtime in device_group._in_use) == (group is not None)
+        if group is not None:
+            group.close()
+            assert kernels.runtime not in device_group._in_use
+        return group is not None
 
     with caplog.at_level(logging.WARNING, "dgc"):
         assert run_ranks(3, rank) == [fault == "none"] * 3
     why = {
         "missing": "no NCCL here",
         "new": "another version of it",
-        "join": "two of them are one device",
+        "place": "several ranks of the node share a GPU",
+        "join": "no way between them",
         "sum": "a first sum came out wrong",
+        "memory": "no room",
     }
     said = [r.getMessage() for r in caplog.records]
-    assert said == (
-        [] if fault == "none" else [f"gradients are added up within a node in host memory, not by NCCL: {why[fault]}"]
-    )
+    assert len(said) == {"none": 0, "join": 3}.get(fault, 1)
+    assert set(said) <= {f"gradients are added up within a node in host memory, not by NCCL: {why.get(fault)}"}
+
+
+def no_room(*_):
+    raise MemoryError("no room")
+
+
+def test_of_two_compressors_on_a_device_one_adds_up_there(caplog):
+    """Each has a thread: their sums would come in another order on another rank, and both wait for ever."""
+
+    def rank(transport, runtimes):
+        kernels = DeviceKernels(runtimes[transport.rank])
+        first = join_devices(kernels, transport)
+        second = join_devices(kernels, transport)
+        first.close()
+        third = join_devices(kernels, transport)
+        return [group is not None for group in (first, second, third)]
+
+    runtimes = [HostRuntime(groups=True) for _ in range(2)]
+    with caplog.at_level(logging.WARNING, "dgc"):
+        assert run_ranks(2, rank, runtimes) == [[True, False, True]] * 2
+    assert all("another compressor of this process does so already" in r.getMessage() for r in caplog.records)
+    assert len(caplog.records) == 2
 
 
 def test_a_device_alone_needs_nobody():
-    assert run_ranks(1, lambda transport: type(join_devices(device_kernels(), transport))) == [Alone]
+    def rank(transport):
+        group, values = join_devices(device_kernels(), transport), np.arange(3)
+        group.add_up(values)
+        return group is not None and values.tolist()
+
+    assert run_ranks(1, rank) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("fault", ["missing", "sum"])
@@ -193,6 +232,51 @@ def test_a_rank_that_cannot_collect_leaves_nobody_in_the_sum(failing):
         exchange._kernels.wait()
         if transport.rank == failing:
             exchange._kernels.gather = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
+        run_step(exchange, grads)
+
+    errors = errors_of(4, rank)
+    assert all(isinstance(e, DGCError) and "MemoryError: no room" in str(e) for e in errors), errors
+
+
+def test_gradients_are_gathered_when_they_are_there():
+    """The kernels' stream waits for the event behind each bucket's gradients before it reads them."""
+
+    def rank(transport):
+        kernels = device_kernels(groups=True)
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), SHAPES, kernels=kernels, **OPTIONS)
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(exchange.layout.parameters)]
+        results = [np.zeros_like(g) for g in grads]
+        ready = SimpleNamespace(stream=1, record=lambda: SimpleNamespace(handle=1))
+        for _ in range(2):
+            kernels.runtime.operations.clear()
+            for i in reversed(range(len(grads))):
+                exchange.submit(i, grads[i], results[i], ready=ready)
+            exchange.finish()
+        kernels.wait()
+        assert kernels.runtime in device_group._in_use
+        exchange.close()
+        assert kernels.runtime not in device_group._in_use
+        return kernels.runtime.operations, len(exchange.layout.buckets)
+
+    for operations, buckets in run_ranks(4, rank):
+        events = [i for i, name in enumerate(operations) if name == "wait for an event"]
+        gathered = [i for i, name in enumerate(operations) if name == "pack"]
+        sums = [i for i, name in enumerate(operations) if name == "add up"]
+        assert len(events) >= len(sums) == buckets
+        for number, at in enumerate(sums):
+            before = [i for i in gathered if i < at]
+            assert sum(i < before[-1] for i in events) > number, operations
+
+
+def test_a_rank_without_room_for_the_vector_says_so_before_the_sum():
+    """In the first step gradients are collected in host memory: the vector on the device is made then, too."""
+
+    def rank(transport):
+        kernels = device_kernels(groups=True)
+        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), SHAPES, kernels=kernels, **OPTIONS)
+        if transport.rank == 1:
+            exchange._pipeline._nodes._vector_of = no_room
+        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(exchange.layout.parameters)]
         run_step(exchange, grads)
 
     errors = errors_of(4, rank)

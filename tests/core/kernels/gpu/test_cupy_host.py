@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from dgc.core.kernels.gpu.memory import GROUP_BYTES
+from dgc.core.kernels.gpu.memory import GROUP_BYTES, PLACE_BYTES
 
 cupy_runtime = pytest.importorskip(
     "dgc.core.kernels.gpu.cupy_runtime", reason="CuPy is not installed: pip install cupy-cuda12x", exc_type=ImportError
@@ -179,3 +179,15 @@ def test_a_missing_nccl_is_said_with_what_to_install(monkeypatch):
     monkeypatch.setattr(cupy_runtime.cupy.cuda.runtime, "runtimeGetVersion", lambda: 13000)
     with pytest.raises(RuntimeError, match="CuPy finds no NCCL: pip install nvidia-nccl-cu13"):
         cupy_runtime._nccl()
+
+
+def test_devices_are_told_apart_by_machine_and_bus(monkeypatch):
+    monkeypatch.setattr(cupy_runtime, "_nccl", lambda: None)
+    monkeypatch.setattr(cupy_runtime.cupy.cuda.runtime, "deviceGetPCIBusId", lambda device: f"0000:0{device}:00.0")
+    places = set()
+    for machine in ("one", "other"):
+        monkeypatch.setattr(cupy_runtime.platform, "node", lambda machine=machine: machine)
+        for device in (0, 1, 1):
+            places.add(cupy_runtime.CupyRuntime.require_groups(types.SimpleNamespace(device=device)))
+    assert len(places) == 4
+    assert {len(place) for place in places} == {PLACE_BYTES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -119,12 +120,51 @@ def a_rank_on_the_host_keeps_all_of_them_there():
         assert by_devices(names) == []
 
 
-@case
-def a_first_sum_that_comes_out_wrong_on_one_rank_is_the_last_one():
+@contextlib.contextmanager
+def heard_of():
+    """What the log "dgc" is told."""
     heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("dgc").addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logging.getLogger("dgc").removeHandler(handler)
+
+
+@case
+def sums_that_horovod_calls_done_too_early_are_not_made_on_devices():
+    for name in ("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS"):
+        for value, refused in (("1", True), ("0", False)):
+            if RANK == 1:
+                os.environ[name] = value
+            with heard_of() as heard, transport_on(HERE) as (transport, names):
+                transport.allreduce(values(LARGE // 4))
+                assert len(by_devices(names)) == (not refused)
+                assert [f"{name} is set" in text for text in heard] == [True] * (refused and RANK == 1), heard
+            os.environ.pop(name, None)
+
+
+@case
+def a_rank_whose_device_has_no_room_leaves_nobody_in_the_first_sum():
+    zeros = torch.zeros
+
+    def none(*arguments, **options):
+        raise RuntimeError("CUDA out of memory")
+
+    device_sums.torch.zeros = none if RANK == 1 else zeros
+    try:
+        with heard_of() as heard, transport_on(HERE) as (transport, names):
+            transport.allreduce(values(LARGE // 4))
+            assert by_devices(names) == []
+            assert ["out of memory" in text for text in heard] == [True] * (RANK == 1)
+    finally:
+        device_sums.torch.zeros = zeros
+
+
+@case
+def a_first_sum_that_comes_out_wrong_on_one_rank_is_the_last_one():
     synchronize = hvd.synchronize
 
     def spoiled(handle):
@@ -133,14 +173,13 @@ def a_first_sum_that_comes_out_wrong_on_one_rank_is_the_last_one():
 
     hvd.synchronize = spoiled
     try:
-        with transport_on(HERE) as (transport, names):
+        with heard_of() as heard, transport_on(HERE) as (transport, names):
             hvd.synchronize = synchronize
             array = values(LARGE // 4)
             transport.allreduce(array)
             assert by_devices(names) == []
     finally:
         hvd.synchronize = synchronize
-        logging.getLogger("dgc").removeHandler(handler)
     told = [text for text in heard if "NCCL cannot be used here" in text]
     assert len(told) == (RANK == 1), heard
 
