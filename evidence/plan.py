@@ -33,7 +33,6 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
     "transformer": ("dense", "dgc", *LESS_SPARSE, "no-correction"),
-    "speech": ("dense", "dgc", *LESS_SPARSE, "no-masking", "no-clipping"),
 }
 """What is trained of each application."""
 
