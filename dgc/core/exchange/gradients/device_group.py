@@ -29,9 +29,11 @@ _claiming = threading.Lock()
 class DeviceGroup:
     """The devices of a node, connected. To be closed with the exchange."""
 
-    def __init__(self, joined: Joined | None, runtime: Any = None) -> None:
-        """Take what adds up; None for a device that has nobody to add up with."""
-        self._joined, self._runtime = joined, runtime
+    def __init__(self, joined: Joined | None = None, runtime: Any = None) -> None:
+        """Take what adds up, and the runtime that was claimed for it; nothing for a device that is alone."""
+        self._joined = joined
+        # A compressor that is dropped without being closed gives the runtime back as well.
+        self._release = None if joined is None else weakref.finalize(self, _in_use.discard, runtime)
 
     def add_up(self, array: Any) -> None:
         """Enqueue the sum over the group in the place of each one's array, (n,). Collective."""
@@ -41,8 +43,8 @@ class DeviceGroup:
     def close(self) -> None:
         """Let go of the others, and of the runtime for another exchange."""
         self._joined = None
-        if self._runtime is not None:
-            _in_use.discard(self._runtime)
+        if self._release is not None:
+            self._release()
 
 
 def join_devices(kernels: Any, inside: Transport) -> DeviceGroup | None:
@@ -59,7 +61,7 @@ def join_devices(kernels: Any, inside: Transport) -> DeviceGroup | None:
         TransportError: a collective of ``inside`` failed.
     """
     if inside.size == 1:
-        return DeviceGroup(None)
+        return DeviceGroup()
     with _claiming:
         mine = kernels.runtime not in _in_use
         _in_use.add(kernels.runtime)

@@ -1,5 +1,6 @@
 """Sums of a node on its devices: what they ask of the device, when they are left to host memory, who hears of it."""
 
+import gc
 import logging
 from types import SimpleNamespace
 
@@ -95,11 +96,15 @@ def test_of_two_compressors_on_a_device_one_adds_up_there(caplog):
         second = join_devices(kernels, transport)
         first.close()
         third = join_devices(kernels, transport)
-        return [group is not None for group in (first, second, third)]
+        found = [group is not None for group in (first, second, third)]
+        del third  # without being closed
+        gc.collect()
+        transport.allreduce(np.zeros(1))
+        return [*found, join_devices(kernels, transport) is not None]
 
     runtimes = [HostRuntime(groups=True) for _ in range(2)]
     with caplog.at_level(logging.WARNING, "dgc"):
-        assert run_ranks(2, rank, runtimes) == [[True, False, True]] * 2
+        assert run_ranks(2, rank, runtimes) == [[True, False, True, True]] * 2
     assert all("another compressor of this process does so already" in r.getMessage() for r in caplog.records)
     assert len(caplog.records) == 2
 
