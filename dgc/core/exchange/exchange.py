@@ -208,6 +208,38 @@ class Exchange:
             )
             self.fail(error)
 
+    # -- after the exchange: applied or dropped --------------------------------------------------------------------
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the caller reports what becomes of a finished step; otherwise each one counts as applied."""
+        return self.unapplied.keeps_sent
+
+    @awaits_update.setter
+    def awaits_update(self, value: bool) -> None:
+        self.unapplied.keeps_sent = value
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the latest step was finished, and neither applied nor dropped."""
+        return self.unapplied.pending
+
+    def capture(self) -> None:
+        """Copy the state from before a step, if steps are discardable; only the first call before a step does."""
+        self.unapplied.capture()
+
+    def applied(self) -> None:
+        """The optimizer applies the latest step: it counts."""
+        self.unapplied.settle()
+
+    def drop(self) -> bool:
+        """Nobody applies the latest step: what was sent in it stays in the residual.
+
+        Returns:
+            False when there is nothing to drop: no step, or one that was refused, applied or dropped.
+        """
+        return self.unapplied.take_back()
+
     def held(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
         return [total for bucket in self._buckets if (total := bucket.take_held()) is not None]

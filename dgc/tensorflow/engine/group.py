@@ -96,15 +96,15 @@ class Group:
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
         self.exchange.holds = holds
-        self.exchange.unapplied.capture()
+        self.exchange.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
             self._follow(learning_rate)
         # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
         # moves then, so what is sent stays.
         still = learning_rate == 0.0 and follows
-        returns = still and not self.exchange.unapplied.exact
-        self.exchange.unapplied.keeps_sent = returns
+        returns = still and not self.exchange.config.discardable
+        self.exchange.awaits_update = returns
         if still:
             self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
             gradients = [np.zeros_like(gradient) for gradient in gradients]
@@ -130,7 +130,7 @@ class Group:
             results.append(result)
         refused = self.exchange.finish()
         if returns and not refused:
-            self.exchange.unapplied.take_back()
+            self.exchange.drop()
         self._held = self.exchange.held() if holds else []
         held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
         if len(held) == len(self.sparsified):
@@ -169,7 +169,7 @@ class Group:
             LayoutError: in the middle of a step.
         """
         self.exchange.require_between_steps("discard_step()")
-        taken = self.exchange.unapplied.take_back()
+        taken = self.exchange.drop()
         if taken:
             self.rate = self._rate_before
         return taken

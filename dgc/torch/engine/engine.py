@@ -317,7 +317,7 @@ class Engine(EngineBase):
         self._memory.begin()
         self.exchange.holds = self.updates.begin(owner) and self._sparse.settled
         # Whether a step was applied is known of an optimizer alone.
-        self.exchange.unapplied.keeps_sent = owner is not None
+        self.exchange.awaits_update = owner is not None
         change = self.steps.saved.change(self.transport)
         try:
             if owner is not None:
@@ -336,7 +336,7 @@ class Engine(EngineBase):
         """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
         state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
-            self.exchange.unapplied.settle()
+            self.exchange.applied()
             state.reset()
             state.step = steps  # the schedule goes on
         absorbed = self.adoption.absorb(owner, zeros=change.restored)

@@ -93,7 +93,7 @@ class SparseGradients:
 def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None:
     """Move the state of an exchange to one that has fewer parameters: now, and before an unapplied step."""
     states = [before.state.to_dict()]
-    if before.unapplied.take_back():
+    if before.drop():
         states.insert(0, before.state.to_dict())
     for place, state in enumerate(states):
         state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}

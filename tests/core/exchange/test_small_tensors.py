@@ -191,10 +191,10 @@ def test_a_failed_step_leaves_the_residual_as_it_was():
 def test_a_step_that_nobody_applied_stays_in_the_momentum_and_so_does_its_residual():
     def one_rank(transport):
         exchange = make_exchange(transport, **CODED)
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         steps(exchange, 2)
         before = errors(exchange)
-        assert exchange.unapplied.take_back()
+        assert exchange.drop()
         return before, errors(exchange)
 
     for before, after in on_ranks(2, one_rank):

@@ -77,8 +77,8 @@ def with_discards(pattern, make, specs=None):
             refused, got = run_step(exchange, grads_of(step, transport.rank, specs), values)
             assert not refused
             if discarded:
-                assert exchange.unapplied.take_back()
-                assert not exchange.unapplied.take_back()
+                assert exchange.drop()
+                assert not exchange.drop()
                 assert everything(exchange) == before
                 continue
             results.append(b"".join(r.tobytes() for r in got))
@@ -139,7 +139,7 @@ def test_discarded_steps_on_a_device_leave_no_trace(name):
                 # The device reads and writes them later.
                 alive += [grads, run_step(exchange, grads, params)]
                 if discarded:
-                    assert exchange.unapplied.take_back()
+                    assert exchange.drop()
                     assert everything(exchange) == before
                 counted += not discarded
             after = everything(exchange)
@@ -159,17 +159,17 @@ def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, Fals
 
     def one_rank(transport):
         exchange = make(transport)
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         given = [np.zeros(p.numel) for p in specs]
         applied = [np.zeros(p.numel) for p in specs]
         for step, dropped in enumerate(pattern):
             gradients = grads_of(step, transport.rank, specs)
             _, results = run_step(exchange, [g.copy() for g in gradients])
             if dropped:
-                assert exchange.unapplied.take_back()
-                assert not exchange.unapplied.take_back()
+                assert exchange.drop()
+                assert not exchange.drop()
             else:
-                exchange.unapplied.settle()
+                exchange.applied()
             for i, (g, r) in enumerate(zip(gradients, results, strict=True)):
                 given[i] += g
                 applied[i] += 0 if dropped else r
@@ -225,10 +225,10 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
         exchange = make_exchange(transport, **OPTIONS[name])
         run_step(exchange, grads_of(0, transport.rank, specs))
         before = exchange.state_dict()["parameters"]
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         given = grads_of(1, transport.rank, specs)
         run_step(exchange, [g.copy() for g in given])
-        assert exchange.unapplied.take_back()
+        assert exchange.drop()
         after = exchange.state_dict()["parameters"]
         exchange.close()
         for p, g in zip(specs, given, strict=True):
@@ -244,8 +244,8 @@ def test_nothing_is_kept_unasked():
     def one_rank(transport):
         exchange = make_exchange(transport, **OPTIONS["momentum"])
         run_step(exchange, grads_of(0, transport.rank, parameters()))
-        assert not exchange.unapplied.pending
-        assert not exchange.unapplied.take_back()
+        assert not exchange.undecided
+        assert not exchange.drop()
         assert not exchange.unapplied._copies
         exchange.close()
 
@@ -255,12 +255,12 @@ def test_nothing_is_kept_unasked():
 def test_what_was_kept_goes_when_the_next_step_begins():
     def one_rank(transport):
         exchange = make_exchange(transport, **OPTIONS["momentum"])
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         grads = grads_of(0, transport.rank, parameters())
         run_step(exchange, grads)
-        assert exchange.unapplied.pending
+        assert exchange.undecided
         exchange.submit(0, grads[0], np.empty_like(grads[0]))
-        assert not exchange.unapplied.pending
+        assert not exchange.undecided
         for i in range(1, COUNT):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.finish()
@@ -283,7 +283,7 @@ def test_a_step_discarded_on_one_rank_alone_is_an_error_on_all(begin):
         for step in range(3):
             run_step(exchange, grads_of(step, transport.rank, specs))
         if transport.rank == 1:
-            exchange.unapplied.take_back()
+            exchange.drop()
         with pytest.raises(ConfigError, match="rank 0 has discarded 0 steps and rank 1 1") as raised:
             run_step(exchange, grads_of(3, transport.rank, specs))
         assert "checkpoint" in str(raised.value)
@@ -320,14 +320,14 @@ def test_a_refused_step_is_not_taken_back_twice(exact):
     def one_rank(transport):
         specs = parameters()
         exchange = make_exchange(transport, discardable=exact, **OPTIONS["momentum"])
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         run_step(exchange, grads_of(0, transport.rank, specs))
-        exchange.unapplied.settle()
+        exchange.applied()
         spoilt = grads_of(1, transport.rank, specs)
         spoilt[2][5] = np.inf
         assert run_step(exchange, spoilt)[0]
         after = everything(exchange)
-        assert not exchange.unapplied.take_back()
+        assert not exchange.drop()
         assert everything(exchange) == after
         exchange.close()
 
@@ -343,7 +343,7 @@ def test_after_a_reset_or_a_load_there_is_nothing_to_take_back(what):
             exchange.reset()
         else:
             exchange.load_state_dict(exchange.state_dict())
-        assert not exchange.unapplied.take_back()
+        assert not exchange.drop()
         exchange.close()
 
     run_ranks(2, one_rank)

@@ -207,7 +207,7 @@ def test_a_step_that_is_taken_back_sends_nothing(exact):
             for number in range(3):
                 if discards:
                     run_step(exchange, grads_of(90 + number, transport.rank))
-                    assert exchange.unapplied.take_back()
+                    assert exchange.drop()
                 run_step(exchange, grads_of(number, transport.rank))
             found.append(exchange.inside._ages[0].last - exchange.inside._ages[0].clock)
             exchange.close()
@@ -215,14 +215,14 @@ def test_a_step_that_is_taken_back_sends_nothing(exact):
 
     def in_part(transport):
         exchange, _ = watched(transport)
-        exchange.unapplied.keeps_sent = True
+        exchange.awaits_update = True
         fc = exchange.state.residual(2)
         run_step(exchange, grads_of(0, transport.rank))
-        exchange.unapplied.settle()
+        exchange.applied()
         before = fc.copy()
         run_step(exchange, grads_of(1, transport.rank))
         sent = np.flatnonzero((before + grads_of(1, transport.rank)[2]) != fc)
-        assert exchange.unapplied.take_back()
+        assert exchange.drop()
         run_step(exchange, grads_of(2, transport.rank))
         exchange.close()
         # Entries that the second step sent in vain have waited since the first; those of the first since that one.

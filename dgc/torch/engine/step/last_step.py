@@ -73,12 +73,12 @@ class LastStep:
     @property
     def is_open(self) -> bool:
         """Whether the latest step can still be taken back."""
-        return self._exchange().unapplied.pending
+        return self._exchange().undecided
 
     def concluded(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
         self.stands = True
-        if not self._exchange().unapplied.pending:
+        if not self._exchange().undecided:
             self._forget()
             return
         self._gradients = {i: gradient for i, (gradient, _) in self._at_both_ends().items()}
@@ -91,10 +91,10 @@ class LastStep:
 
     def applied(self) -> None:
         """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
-        unapplied = self._exchange().unapplied
-        if unapplied.pending:
+        exchange = self._exchange()
+        if exchange.undecided:
             self._seen_stepping = True
-            unapplied.settle()
+            exchange.applied()
         if self.mixed and not self._told:
             self._told = True
             warnings.warn(_AGAIN, RuntimeWarning, stacklevel=4)
@@ -108,7 +108,7 @@ class LastStep:
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run."""
         self.stands = False
-        if not self._exchange().unapplied.pending:
+        if not self._exchange().undecided:
             return
         if any(map(stepping, frames())):  # in a closure, which may run several times in one step
             self.applied()
@@ -126,7 +126,7 @@ class LastStep:
             Whether the latest step's results are still in ``.grad``, where they are exchanged again.
         """
         left, self._left = self._left, {}
-        if not self._exchange().unapplied.pending:
+        if not self._exchange().undecided:
             kept = (each.is_still(self._parameters[i].grad) for i, each in left.items() if i != index)
             return Carried.AGAIN if first_pass and any(kept) else Carried.NO
         others = {i: gradient for i, gradient in self._gradients.items() if i != index}
@@ -134,7 +134,7 @@ class LastStep:
             self._drop()
             return Carried.NO
         unknown = not self._gradients or self._changed()
-        self._exchange().unapplied.settle()
+        self._exchange().applied()
         self._forget()
         if unknown:
             return Carried.NO
@@ -150,15 +150,15 @@ class LastStep:
             LayoutError: in the middle of a step.
         """
         self._exchange().require_between_steps("discard_step()")
-        taken = self._exchange().unapplied.take_back()
+        taken = self._exchange().drop()
         self._forget()
         return taken
 
     def _drop(self) -> None:
-        unapplied = self._exchange().unapplied
+        exchange = self._exchange()
         if self._changed():
-            unapplied.settle()
-        elif unapplied.take_back() and not unapplied.exact and not self._warned:
+            exchange.applied()
+        elif exchange.drop() and not exchange.config.discardable and not self._warned:
             self._warned = True
             warnings.warn(
                 "a step was exchanged by synchronize() but not applied by step(); its gradient stays in the "

@@ -96,11 +96,11 @@ def test_what_nobody_applied_returns_as_on_the_cpu(discardable):
             exchange = make_exchange(
                 transport, SHAPES, algorithm="onebit", kernels=kernels, momentum=0.9, discardable=discardable
             )
-            exchange.unapplied.keeps_sent = True
+            exchange.awaits_update = True
             for step in range(4):
                 alive.append(one_step(exchange, step, transport.rank, [None] * len(SHAPES)))
                 if step % 2:
-                    assert exchange.unapplied.take_back()
+                    assert exchange.drop()
             found = exchange.state_dict()
             exchange.close()
             return [False] * 4, [], found, 0.0
