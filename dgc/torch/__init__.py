@@ -11,8 +11,7 @@ from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
-from dgc.torch.compression import Compression
-from dgc.torch.compressor import DGCCompressor
+from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer

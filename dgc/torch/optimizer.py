@@ -1,10 +1,16 @@
-"""Way B: Horovod's ``DistributedOptimizer`` with the compressor driven directly, without stand-in tensors."""
+"""``dgc.torch.DistributedOptimizer``: the user's optimizer, whose gradients are compressed and averaged.
+
+A hook on each parameter hands its gradient over as soon as the backward pass has computed it. A hook before the
+optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The optimizer stays the object that it was.
+"""
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterable
+import collections
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +26,8 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.horovod import HOROVOD, is_averaged
-from dgc.torch.engine.step.untraced import leave_hooks_untraced, untraced
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.step.untraced import untraced
 
 
 def DistributedOptimizer(
@@ -36,15 +42,16 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = None,
 ) -> torch.optim.Optimizer:
-    """Wrap an optimizer so that gradients travel compressed while the backward pass goes on.
+    """Let an optimizer average its gradients, compressed, while the backward pass goes on.
 
     Arguments are those of ``horovod.torch.DistributedOptimizer``. With ``compression=dgc.Compression.dgc(...)`` the
     compressor is bound to the optimizer's parameters here (collective); any other compression is handed to Horovod
     as it is.
 
     Returns:
-        An optimizer of the given one's class, with Horovod's ``synchronize()`` and ``skip_synchronize()``, and with
-        the compressor as its attribute ``compression`` and that one's ``discard_step()``.
+        The optimizer itself, with Horovod's ``synchronize()``, ``skip_synchronize()``, ``zero_grad()`` and
+        ``set_backward_passes_per_step()``, the compressor as its attribute ``compression`` and that one's
+        ``discard_step()``.
 
     Raises:
         ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
@@ -54,107 +61,296 @@ def DistributedOptimizer(
     check_compression(compression, DGCCompressor, "dgc.torch")
     _check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
-    ours = compression if isinstance(compression, DGCCompressor) else None
-    if ours is not None:
-        refuse_adasum(op, HOROVOD)
-        refuse_grouping(num_groups, groups)
-        op = ours.op_of(op)
-        check_predivide(gradient_predivide_factor, op)
-        ours.use_op(op)
-        members = ours.process_set(process_set)
+    if not isinstance(compression, DGCCompressor):
+        return hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=named_parameters,
+            compression=compression or hvd.Compression.none,
+            backward_passes_per_step=backward_passes_per_step,
+            op=hvd.Average if op is None else HOROVOD.reduce_op(op),
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=hvd.global_process_set if process_set is None else process_set,
+        )
+    refuse_adasum(op, HOROVOD)
+    refuse_grouping(num_groups, groups)
+    op = compression.op_of(op)
+    check_predivide(gradient_predivide_factor, op)
+    compression.use_op(op)
+    members = compression.process_set(process_set)
+    named = _named(optimizer, named_parameters)
+    compression.bind(named, optimizer, members)
+    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense)
+    attributes = {
+        "compression": compression,
+        "discard_step": compression.discard_step,
+        "op": HOROVOD.reduce_op(op),
+        "process_set": members,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "backward_passes_per_step": backward_passes_per_step,
+        "synchronize": steps.synchronize,
+        "skip_synchronize": steps.skip_synchronize,
+        "set_backward_passes_per_step": steps.set_backward_passes_per_step,
+        "zero_grad": steps.zero_grad,
+    }
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    return optimizer
+
+
+class Steps:
+    """Hands one optimizer's gradients to the engine, and its results back before each step.
+
+    The optimizer keeps this object alive, not the other way round.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine | None, passes: int, sparse_as_dense: bool
+    ) -> None:
+        """Register hooks on the engine's parameters.
+
+        Args:
+            optimizer: that owns them.
+            engine: of its compressor; None where this process exchanges nothing.
+            passes: backward passes whose gradients are added up before an exchange.
+            sparse_as_dense: exchange sparse gradients as dense ones.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = engine
+        self._sparse_as_dense = sparse_as_dense
+        self._parameters = [] if engine is None else engine.parameters
+        self._results: dict[int, torch.Tensor | None] = {}  # of the gradients that were handed over; None: sparse
+        self._passes = passes
+        self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
+        self._begun = self._synchronized = self._skipping = self._updating = False
+        self.in_step = False
+        if engine is not None:
+            engine.watch.own(optimizer, self)
+            for i, p in enumerate(self._parameters):
+                p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[attr-defined]
+
+    # -- Horovod's methods -----------------------------------------------------------------------------------------
+
+    @untraced
+    def synchronize(self) -> None:
+        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
+
+        Raises:
+            LayoutError: a gradient was replaced or cleared while it was exchanged.
+            DGCError: this or another rank failed.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        if self.averaged and engine.is_done():
+            engine.require_same_results()
+            for p in self._parameters:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)  # taken out of the step by hand
+            return
+        self._synchronized = False
+        for i, p in enumerate(self._parameters):
+            if i not in self._results:
+                self._hand_over(i, p)
+        for i, p in enumerate(self._parameters):
+            if p.grad is None:
+                engine.fail(LayoutError(f"the gradient of {engine.names[i]!r} was cleared while it was exchanged"), i)
+        engine.finish()
+        for i, result in self._results.items():
+            _deliver(self._parameters[i], result)
+        engine.join_sparse()
+        self._begin_anew()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` inside exchange nothing: ``synchronize()`` has."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up the gradients of so many backward passes before each exchange."""
+        self._passes = passes
+        self._left = [passes] * len(self._left)
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
+
+    @untraced
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; arguments are those of the optimizer's own method.
+
+        Raises:
+            AssertionError: between ``backward()`` and the exchange.
+        """
+        if self._begun:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        if self._engine is not None:
+            self._engine.results_cleared()
+
+    # -- the engine's driver ---------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass has run for a step that is not exchanged yet."""
+        return self._begun
+
+    @property
+    def averaged(self) -> bool:
+        """Whether ``synchronize()`` has run, and no backward pass after it."""
+        return self._synchronized and not self._begun
+
+    @property
+    def first_pass(self) -> bool:
+        """Whether each gradient is handed over in the backward pass that computes it."""
+        return self._passes == 1
+
+    def before_update(self, closure: bool) -> None:
+        """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
+        if self._skipping or (closure and not self._begun):
+            return
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it steps"
+        if self.averaged and not self._updating:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "Put step() into it: the gradients are averaged already",
+                stacklevel=6,
+            )
+        own = optimizer.synchronize == self.synchronize  # type: ignore[attr-defined]
+        self.in_step = own and not closure
+        try:
+            optimizer.synchronize()  # type: ignore[attr-defined]
+        finally:
+            self.in_step = False
+        self._updating = True  # a class of the user's that calls super().step() comes here twice
+
+    def closure_returned(self) -> None:
+        """Exchange what the closure of a step has computed, unless it has called ``synchronize()``."""
+        if self._begun:
+            self.synchronize()
+
+    def updated(self) -> None:
+        """The results of the exchange are used up."""
+        self._synchronized = self._updating = False
+
+    def state_loaded(self) -> None:
+        """Begin anew with the state that was loaded into the optimizer."""
+        self._begin_anew()
+
+    def give_up(self) -> None:
+        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
+        self._begin_anew()
+        self._skipping = False
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        self._results = {}
+        self._left = [self._passes] * len(self._left)
+        self._begun = self._synchronized = self._updating = False
+
+    def _arrived(self, index: int, p: torch.Tensor) -> None:
+        """A backward pass has added to a gradient."""
+        if self._left[index] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._begun = True
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            self._hand_over(index, p)
+
+    def _hand_over(self, index: int, p: torch.Tensor) -> None:
+        engine = self._engine
+        assert engine is not None, "there are parameters"
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)  # unused on this rank in this step; the others may have used it
+        gradient = p.grad
+        if gradient.is_sparse:
+            if not self._sparse_as_dense:
+                engine.require_own_momentum(index)
+                self._results[index] = None
+                return
+            gradient = gradient.to_dense()
+        self._results[index] = engine.submit(index, gradient)
+
+
+def _deliver(p: torch.Tensor, result: torch.Tensor | None) -> None:
+    """Let ``.grad`` hold a result, which mostly lies there already."""
+    gradient = p.grad
+    if result is None or gradient is None or result is gradient:
+        return
+    if gradient.is_sparse:
+        gradient.zero_().add_(result.to_sparse())
     else:
-        members = hvd.global_process_set if process_set is None else process_set
-    op = hvd.Average if op is None else HOROVOD.reduce_op(op)
-    arguments = dict(
-        named_parameters=named_parameters,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=members,
-    )
-    if ours is None:
-        return hvd.DistributedOptimizer(optimizer, compression=compression or hvd.Compression.none, **arguments)
+        gradient.set_(result)  # type: ignore[call-overload]
+
+
+def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], None]:
+    """A parameter keeps its hooks, and must not keep a compressor alive that was dropped."""
+
+    @untraced
+    def arrived(p: torch.Tensor) -> None:
+        if (itself := steps()) is not None:
+            itself._arrived(index, p)
+
+    return arrived
+
+
+def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """The (name, parameter) pairs, checked as Horovod does.
+
+    Raises:
+        ConfigError: something else than pairs, a name twice, or a parameter of the optimizer without a name.
+    """
     if named_parameters is None:
-        pairs = [
+        return [
             (f"allreduce.noname.{i}.{j}", p)
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
         ]
-    else:
-        pairs = list(named_parameters)
-    arguments["named_parameters"] = pairs
-    leave_hooks_untraced()
-    # Horovod checks names and arguments first: a mistake there must not leave momentum adopted.
-    distributed = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.none, **arguments)
-    try:
-        ours.bind(pairs, distributed, members, given=optimizer)
-    except BaseException:
-        # Its hooks stay on the parameters; they must never get as far as reducing a gradient of whoever wraps next.
-        distributed.set_backward_passes_per_step(sys.maxsize)
-        raise
-    distributed.compression, distributed.discard_step = ours, ours.discard_step
-    engine = ours.engine
-    if engine is None:
-        return distributed
-    engine.steps.owner = distributed
-    distributed._dgc = ours
-    # Horovod's methods call super(self.__class__, self), so ours must stand in the same class, not in a subclass.
-    cls = type(distributed)
-    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    distributed.__class__ = type(cls.__name__, cls.__bases__, {**namespace, "_allreduce_grad_async": _submit})
-    return distributed
-
-
-@untraced
-def _submit(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
-    """Replaces ``_allreduce_grad_async``: start a gradient's exchange, and return how to wait for its result.
-
-    Horovod's ``synchronize()`` calls what is callable after everything was submitted, and sets ``p.grad`` to it.
-    """
-    engine: Engine = self._dgc.engine
-    if engine.is_done() and is_averaged(self):
-        # synchronize() once more in the same step: the gradients are the step's results, clipped perhaps.
-        engine.require_same_results()
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)  # taken out of the step by hand
-        averaged = p.grad.clone() if p.grad.is_sparse else p.grad
-        return lambda: averaged, None
-    index = engine.index_of(p)
-    if index is None:
-        name = self._parameter_names.get(p, "?")
-        engine.fail(
-            LayoutError(
-                f"{name!r} needed no gradient when the optimizer was wrapped, but has one now; wrap it after "
-                "all its parameters require gradients"
-            )
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ConfigError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
         )
-    assert index is not None
-    if p.grad is None:
-        # Unused on this rank in this step; the others may have used it.
-        p.grad = torch.zeros_like(p)
-    gradient = p.grad
-    if gradient.is_sparse:
-        if not self.sparse_as_dense:
-            engine.require_own_momentum(index)
-            return self._sparse_allreduce_grad_async(p, self._parameter_names.get(p))
-        gradient = gradient.to_dense()
-    return functools.partial(_wait, engine, engine.submit(index, gradient)), None
-
-
-@untraced
-def _wait(engine: Engine, result: torch.Tensor) -> torch.Tensor:
-    engine.finish()
-    return result
+    counts = collections.Counter(name for name, _ in pairs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ConfigError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    known = {id(p) for _, p in pairs}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if missing:
+        raise ConfigError(
+            f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
+            f"first of shape {tuple(missing[0].shape)}; pass model.named_parameters() of the whole model (a generator "
+            "can be used once only)"
+        )
+    return pairs
 
 
 def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:
-    """What Horovod would take for something else, or wrap twice."""
+    """What would be taken for something else, or wrapped twice.
+
+    Raises:
+        ConfigError: the message says what to pass.
+    """
     if isinstance(named_parameters, CompressorBase):
         raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
-    if hasattr(type(optimizer), "skip_synchronize"):
+    if hasattr(optimizer, "skip_synchronize"):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")

@@ -15,7 +15,7 @@ class Before:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> None:
         """Copy; of the optimizer's state only the dicts, as loading replaces the tensors."""
-        self._saved = None if compression.engine is None else compression.engine.steps.saved
+        self._saved = None if compression.engine is None else compression.engine.watch.saved
         self._mark = None if self._saved is None else self._saved.mark()
         self._optimizers = [
             (each, each.state, _copied(each.state), each.param_groups, list(map(dict, each.param_groups)), _flags(each))

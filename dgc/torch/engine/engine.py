@@ -1,6 +1,7 @@
-"""One model's parameters on one rank, bound to an exchange of the core. Ways A and B both stand on this.
+"""One model's parameters on one rank, bound to an exchange of the core.
 
 Every torch tensor becomes an array here, and every parameter has one index: its place among those that are exchanged.
+dgc's own optimizer and Horovod's hand over gradients here; both are a :class:`~dgc.torch.engine.step.watch.Driver`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
 from dgc.torch.engine.horovod.device_sums import use_devices
-from dgc.torch.engine.horovod.horovod import averages_first_pass, is_idle
 from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
-from dgc.torch.engine.step.hook import StepWatch, learning_rates_of
-from dgc.torch.engine.step.last_step import Carried, LastStep, refuse_results
+from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
+from dgc.torch.engine.step.watch import StepWatch, learning_rates_of
 from dgc.torch.engine.tensors import Places, Result, as_array, describe
 
 _PATIENCE = 1.0
@@ -40,7 +40,7 @@ class Engine(EngineBase):
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        steps: knows that optimizer, and stands before its steps.
+        watch: follows the steps of that optimizer.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called now and then while waiting for other ranks, if set, and with True once they all came; raises
@@ -98,11 +98,11 @@ class Engine(EngineBase):
         self._agree_on_options()
         self._agree_on_tensors(build)
         use_devices(transport, self._tensors.device)
-        self._last = LastStep(self.parameters, lambda: self.exchange)
-        self.steps = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._last)
-        self.steps.scale_is_known = callable(loss_scale) or loss_scale != 1.0
+        self._step_results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
+        self.watch = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._step_results)
+        self.watch.scale_is_known = callable(loss_scale) or loss_scale != 1.0
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
-        self.steps.on_step, self.steps.on_stepped = self.update, self._tell_of_log
+        self.watch.on_step, self.watch.on_stepped = self.update, self._tell_of_log
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,8 @@ class Engine(EngineBase):
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
-            if not self.updates.concluded(self.steps.owner):
+            driver = self.watch.driver
+            if not self.updates.concluded(self.watch.owner, driver is None or driver.in_step):
                 self.exchange.write_held()
             if self.check_peers is not None:
                 self.check_peers(True)
@@ -178,6 +179,7 @@ class Engine(EngineBase):
             self._error, self._opened = error, False
             raise
         finally:
+            self.watch.plain_step = False
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
             del stand_ins
@@ -218,7 +220,7 @@ class Engine(EngineBase):
 
     def is_done(self) -> bool:
         """Whether the results of the latest step are there and were not cleared, and no other step has begun."""
-        return self._error is None and not (self._opened or self.exchange.in_step) and self._last.stands
+        return self._error is None and not (self._opened or self.exchange.in_step) and self._step_results.stand
 
     def require_same_results(self) -> None:
         """Before results are handed back by another ``synchronize()``; collective the first time, then nothing.
@@ -230,6 +232,14 @@ class Engine(EngineBase):
             return
         self._results_compared = True
         require_same_results(self.transport, self.names, self.parameters)
+
+    def results_cleared(self) -> None:
+        """The owner's ``zero_grad()`` has run."""
+        self._step_results.cleared()
+
+    def join_sparse(self) -> None:
+        """Average the sparse gradients of all ranks, after :meth:`finish`. Collective where there are any."""
+        self._sparse.join(self.transport, self._config.op)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -248,11 +258,23 @@ class Engine(EngineBase):
         self._sparse.settled = bool(sparse)
         self.exchange.load_state_dict(saved)
         self._clear()
-        self.steps.saved.compressor_loaded()
+        self.watch.saved.compressor_loaded()
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        self._step_results.settle()
+        return super().state_dict()
+
+    def residual_norm(self) -> float:  # noqa: D102
+        self._step_results.settle()
+        return super().residual_norm()
+
+    def _describe(self) -> dict[str, Any]:
+        self._step_results.settle()
+        return super()._describe()
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return self._last.discard()
+        return self._step_results.discard()
 
     def _leave_step(self) -> None:
         self._results.clear()
@@ -260,7 +282,7 @@ class Engine(EngineBase):
         self._opened = False
 
     def close(self, keep_transport: bool = False) -> None:  # noqa: D102
-        self.steps.end()
+        self.watch.end()
         super().close(keep_transport)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -275,7 +297,7 @@ class Engine(EngineBase):
     def _clear(self) -> None:
         self._leave_failure()
         # The ranks may have met the failure before or after they asked each other.
-        self.steps.saved.forget()
+        self.watch.saved.forget()
         self._replicas_compared = self._results_compared = False
 
     def _leave_failure(self) -> None:
@@ -307,10 +329,12 @@ class Engine(EngineBase):
             raise self._error
         if self._opened:
             return None
-        owner = self.steps.owner
-        idle = is_idle(owner)
-        carried = self._last.next_begins(None if idle else index, idle or averages_first_pass(owner))
+        owner, driver = self.watch.owner, self.watch.driver
+        idle = driver is not None and not driver.begun
+        stepping, self.watch.plain_step = idle and self.watch.plain_step, False
         unwritten = self.updates.applied
+        first_pass = idle or (driver is not None and driver.first_pass)
+        carried = self._step_results.next_begins(None if idle else index, first_pass)
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
@@ -318,14 +342,14 @@ class Engine(EngineBase):
         self.exchange.holds = self.updates.begin(owner) and self._sparse.settled
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update = owner is not None
-        change = self.steps.saved.change(self.transport)
+        change = self.watch.saved.change(self.transport)
         try:
             if owner is not None:
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
                 velocity = any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay)
-                self._last.mixed = velocity and carried is Carried.AGAIN
-                refuse_results(carried, idle=idle, velocity=velocity, unwritten=unwritten)
+                self._step_results.mixed = velocity and carried is Carried.AGAIN
+                refuse_results(carried, stepping=stepping, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)
@@ -342,7 +366,7 @@ class Engine(EngineBase):
         absorbed = self.adoption.absorb(owner, zeros=change.restored)
         if change.restored and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            self.steps.saved.warn_of_loss(steps, absorbed or not momentum)
+            self.watch.saved.warn_of_loss(steps, absorbed or not momentum)
         if change.restored or change.broadcast:
             self._replicas_compared = False
 
@@ -362,7 +386,7 @@ class Engine(EngineBase):
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
-        self._last.concluded()
+        self._step_results.written()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""

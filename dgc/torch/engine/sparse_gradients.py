@@ -1,4 +1,4 @@
-"""Parameters whose gradients are sparse tensors: they travel Horovod's own way, and the exchange leaves them out.
+"""Parameters whose gradients are sparse tensors: their entries are gathered as they are, beside the exchange.
 
 Which ones they are shows in the first step. Until then a zero stands in for each of their gradients.
 """
@@ -76,6 +76,27 @@ class SparseGradients:
             "and weight_decay 0"
         )
 
+    def join(self, transport: Transport, op: str) -> None:
+        """Put the sparse gradients of all ranks in the place of this rank's. Collective.
+
+        Args:
+            transport: connects the ranks.
+            op: "average" or "sum".
+        """
+        for index in sorted(self.found):
+            p = self._parameters[index]
+            own = p.grad if p.grad is not None and p.grad.is_sparse else torch.zeros_like(p).to_sparse(1)
+            own = own.coalesce()
+            places = [i.view(own.indices().shape[0], -1) for i in _gather(transport, own.indices())]
+            values = torch.cat([v.view(-1, *own.values().shape[1:]) for v in _gather(transport, own.values())])
+            if op == "average":
+                values /= transport.size
+            joined = torch.sparse_coo_tensor(torch.cat(places, 1), values, p.shape, device=p.device).coalesce()
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad.zero_().add_(joined)
+            else:
+                p.grad = joined
+
     def settle(self, transport: Transport, submitted: Collection[int]) -> set[int]:
         """Once, after the first step: those that have a sparse gradient on any rank. Collective.
 
@@ -88,6 +109,20 @@ class SparseGradients:
         mask = np.array([s and i not in submitted for i, s in enumerate(sparse)], np.float32)
         transport.allreduce(mask, "max")
         return {int(i) for i in np.flatnonzero(mask)}
+
+
+def _gather(transport: Transport, values: torch.Tensor) -> list[torch.Tensor]:
+    """All ranks' tensors of one type, flat and of different lengths, in rank order. Collective."""
+    own = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    sizes = np.empty((transport.size, 8), np.uint8)
+    transport.allgather(np.array([own.size], np.int64).view(np.uint8), sizes)
+    lengths = sizes.view(np.int64)[:, 0]
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: own.size] = own
+    out = np.empty((transport.size, padded.size), np.uint8)
+    transport.allgather(padded, out)
+    parts = (torch.from_numpy(row[:n].copy()) for row, n in zip(out, lengths, strict=True))
+    return [part.view(values.dtype) if part.numel() else part.to(values.dtype) for part in parts]
 
 
 def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None:

@@ -114,7 +114,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
             LayoutError: ranks disagree about the parameters.
         """
-        if hasattr(type(self), "skip_synchronize"):
+        if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
         require_parameters(params)
         hvd = HOROVOD.require_ready()

@@ -143,17 +143,33 @@ def compiled_steps_of_passes_that_are_added_up():
 
 @case
 def hooks_of_horovod_are_untraced():
-    for way in ("a", "b"):
-        model = small_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
-        hook = optimizer._make_hook(model[0].weight)
-        assert getattr(hook, "_torchdynamo_disable", False), way
-        seen = []
-        optimizer._allreduce_delay = Seen(seen, optimizer._allreduce_delay)
-        torch.compile(lambda x, m=model: m(x).sum().backward(), backend="eager")(torch.ones(2, 20))
-        assert seen == [False] * len(seen) != [], way
-        optimizer.synchronize()
-        compression.close()
+    model = small_model()
+    optimizer, compression = wrap("a", model, sgd(model), sparsity=0.9)
+    hook = optimizer._make_hook(model[0].weight)
+    assert getattr(hook, "_torchdynamo_disable", False)
+    seen = []
+    optimizer._allreduce_delay = Seen(seen, optimizer._allreduce_delay)
+    torch.compile(lambda x: model(x).sum().backward(), backend="eager")(torch.ones(2, 20))
+    assert seen == [False] * len(seen) != []
+    optimizer.synchronize()
+    compression.close()
+
+
+@case
+def hooks_of_dgcs_optimizer_are_untraced():
+    model = small_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    seen, submit = [], compression.engine.submit
+
+    def looked(*arguments):
+        seen.append(torch.compiler.is_compiling())
+        return submit(*arguments)
+
+    compression.engine.submit = looked
+    torch.compile(lambda x: model(x).sum().backward(), backend="eager")(torch.ones(2, 20))
+    assert seen == [False] * len(seen) != []
+    optimizer.synchronize()
+    compression.close()
 
 
 class Seen(dict):

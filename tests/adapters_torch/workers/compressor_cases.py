@@ -138,9 +138,6 @@ def half_precision_gradients():
         for p in model.parameters():
             if p.requires_grad:
                 p.grad = torch.full_like(p, 0.25) * (1 + hvd.rank())
-        for p in model.parameters():
-            if p.requires_grad:
-                optimizer._handles[p] = optimizer._allreduce_grad_async(p)
         optimizer.synchronize()
         grads = torch.cat([p.grad.reshape(-1).float() for p in model.parameters() if p.requires_grad])
         assert torch.isfinite(grads).all(), name

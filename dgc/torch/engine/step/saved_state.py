@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError
-from dgc.torch.engine.adoption import Adoption, is_empty, is_sgd
-from dgc.torch.engine.step.callers import frames
+from dgc.torch.engine.adoption import Adoption, is_empty
+from dgc.torch.engine.horovod.owner import broadcasting
 
 _ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
 
@@ -38,19 +37,21 @@ class Change:
 
 
 class SavedState:
-    """Stands at the doors through which the state of one optimizer leaves and comes."""
+    """Follows what is saved from, loaded into and broadcast to the state of one optimizer."""
 
-    def __init__(self, adoption: Adoption) -> None:
+    def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
         """Begin with nothing loaded.
 
         Args:
             adoption: the options that are taken from the optimizer.
+            loaded: called after a state was loaded into it.
         """
         self._adoption = adoption
+        self._when_loaded = loaded
         self._loaded = self._broadcast = self._kept = self._warned = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Be told of this optimizer's saving and loading; it does not keep this object alive."""
+        """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
         told = weakref.ref(self)
 
         def before_saving(saving: torch.optim.Optimizer) -> None:
@@ -60,21 +61,22 @@ class SavedState:
 
         def before_loading(loading: torch.optim.Optimizer, saved: Any) -> Any:
             itself = told()
-            return None if itself is None else itself._before_loading(loading, saved)
+            return None if itself is None else itself._before_loading(saved)
 
         def after_loading(loading: torch.optim.Optimizer) -> None:
             itself = told()
             if itself is not None:
                 itself._loaded = True
+                itself._when_loaded()
 
         optimizer.register_state_dict_pre_hook(before_saving)
         optimizer.register_load_state_dict_pre_hook(before_loading)
         optimizer.register_load_state_dict_post_hook(after_loading)
 
     def compressor_loaded(self) -> None:
-        """The compressor got a state of its own: it belongs to what is loaded into the optimizer before the next step.
+        """A state was loaded into the compressor; what is loaded into the optimizer before the next step belongs to it.
 
-        All ranks call it together, as they do :meth:`forget`.
+        Call it on all ranks, as :meth:`forget`.
         """
         self.forget()
         self._kept = True
@@ -95,7 +97,7 @@ class SavedState:
         """What happened since the last step; collective after a broadcast.
 
         Raises:
-            TransportError: the ranks could not be asked.
+            TransportError: the collective failed.
         """
         restored = self._loaded and not self._kept
         if self._broadcast:
@@ -108,7 +110,7 @@ class SavedState:
         return change
 
     def warn_of_loss(self, steps: int, momentum: bool) -> None:
-        """Say once what a state that was loaded into the optimizer alone does not bring back.
+        """Warn once of what a state that was loaded into the optimizer alone does not restore.
 
         Args:
             steps: that the compressor has made in the run that was left.
@@ -134,65 +136,9 @@ class SavedState:
         if broadcasting():
             self._broadcast = True
 
-    def _before_loading(self, optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-        """The state dict without empty entries, and with the options that an earlier version took out of it."""
+    def _before_loading(self, saved: Any) -> Any:
+        """The state dict without empty entries."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
-        state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
-        mended = {**saved, "state": state}
-        groups, own = saved.get("param_groups", ()), optimizer.param_groups
-        options = self._adoption.options
-        had = [{option: group[option] for option in options if group.get(option)} for group in own]
-        had = [kept if self._adoption.concerns(group) else {} for group, kept in zip(own, had, strict=True)]
-        if state or len(groups) != len(own) or not any(had):
-            return mended
-        if all(_was_emptied(g, options) for g, kept in zip(groups, had, strict=True) if kept):
-            mended["param_groups"] = [{**group, **kept} for group, kept in zip(groups, had, strict=True)]
-            certain = len(saved["state"]) > 0
-            warnings.warn(
-                f"the loaded state dict says {', '.join(f'{option}=0' for option in options)}, which "
-                f"{'an' if certain else 'is what an'} earlier version of this package saved for options that the "
-                f"compressor applies; those of the optimizer are kept: {had}. To go on without them set them to 0 in "
-                "param_groups after loading",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return mended
-
-
-def require_own_options(optimizer: torch.optim.Optimizer | None) -> None:
-    """Look whether a state dict of an earlier version was loaded into an optimizer that is about to be wrapped.
-
-    Raises:
-        ConfigError: it was: momentum and weight decay are gone.
-    """
-    if optimizer is None or not is_sgd(optimizer):
-        return
-    options = ("momentum", "nesterov", "weight_decay")
-    if not all(_was_emptied(group, options) for group in optimizer.param_groups):
-        return
-    if any(entry == {} for entry in optimizer.state.values()):
-        raise ConfigError(
-            "the optimizer holds the state dict of an earlier version of this package, which saved 0 for the momentum "
-            "and weight decay that the compressor applies; load it after wrapping the optimizer, or set both in "
-            "param_groups again"
-        )
-    line = {option: optimizer.defaults[option] for option in options if optimizer.defaults.get(option)}
-    if line and not optimizer.state:
-        warnings.warn(
-            f"the optimizer was built with {line}, but all its groups hold 0, as in a state dict that an earlier "
-            "version of this package saved; if that was loaded, load it after wrapping the optimizer instead",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def broadcasting() -> bool:
-    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in frames(12))
-
-
-def _was_emptied(group: Mapping[str, Any], options: tuple[str, ...]) -> bool:
-    """Whether a group says 0 for all options, in the types that earlier versions wrote (and torch does by default)."""
-    return all(option not in group or (type(group[option]) in (int, bool) and not group[option]) for option in options)
+        return {**saved, "state": {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}}

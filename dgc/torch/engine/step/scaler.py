@@ -1,4 +1,4 @@
-"""The scale of a ``GradScaler``: how it is read, and what happens where the compressor was not told of it.
+"""The scale of a ``GradScaler``: how it is read, and a warning where the compressor does not know it.
 
 Momentum, decay and residuals then mix gradients of different scales: nothing fails, the model only learns worse.
 """
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc.torch.engine.step.callers import frames
-
-_FRAMES = 12
+from dgc.torch.engine.horovod.owner import stepping_scaler
 
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 """Where torch has it: ``torch.amp`` since 2.3."""
@@ -50,15 +48,14 @@ def warn_of_unknown_scaler() -> bool:
 
     No error: a script may divide its gradients by the scale before they are exchanged.
     """
-    for frame in frames(_FRAMES):
-        found = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
-        if isinstance(found, _Scaler) and found.is_enabled():
-            warnings.warn(
-                "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
-                "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
-                "different scales. Pass it to the compressor: Compression.dgc(loss_scale=scaler)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return True
-    return False
+    scaler = stepping_scaler(_Scaler)
+    if scaler is None or not scaler.is_enabled():
+        return False
+    warnings.warn(
+        "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
+        "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
+        "different scales. Pass it to the compressor: Compression.dgc(loss_scale=scaler)",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return True

@@ -20,7 +20,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
-from dgc.torch.engine.step.callers import frames, stepping
 
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 """Asked in every step why it needs dense results; None if it does not."""
@@ -70,14 +69,14 @@ class SparseUpdates:
             self.reason = "synchronize() is called before step()"
         return self.reason is None
 
-    def concluded(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """The exchange of a step is over; returns whether held sums will be applied instead of being written.
+    def concluded(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
+        """The exchange of a step is over; returns whether deferred sums will be applied instead of being written.
 
         Args:
-            optimizer: whose ``step()`` exchanges what is left of the gradients, so that nobody sees them before the
-                update; None if that is known.
+            optimizer: that owns the parameters; None if the caller applies what it exchanges.
+            in_step: whether its ``step()`` exchanges, so that no code of the script sees gradients before the update.
         """
-        self._steps_at_once = optimizer is None or _is_in_step(optimizer)
+        self._steps_at_once = in_step
         # What was no reason when the step began may be one by now; where there was one, nothing is held.
         self.pending = self._steps_at_once and self.reason is None and self._refusal(optimizer) is None
         self._remember_gradients()
@@ -188,21 +187,6 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
     return obstacle
 
 
-def _is_in_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Horovod's own ``step`` has called the ``synchronize`` that runs, without a closure that sees gradients.
-
-    Between a user's method and ``synchronize``, or in one that stands in for ``step``, somebody may look at them.
-    """
-    own = (f for f in frames() if f.f_code.co_name == "synchronize" and f.f_locals.get("self") is optimizer)
-    caller = frame.f_back if (frame := next(own, None)) is not None else None
-    return (
-        caller is not None
-        and caller.f_globals.get("__name__") == "horovod.torch.optimizer"
-        and stepping(caller) is optimizer
-        and caller.f_locals.get("closure") is None
-    )
-
-
 def _is_of_torch(function: Any) -> bool:
     """Whether a function and all that it wraps were defined in torch."""
     while function is not None:
@@ -213,9 +197,11 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Whose update a wrapped optimizer makes: its own class's, or that of the one which it shards."""
-    given = type(optimizer).__mro__[1]
-    return optimizer.optimizer_class if given.__dict__.get("_shards_updates") else given  # type: ignore[attr-defined]
+    """Whose update a wrapped optimizer makes: the user's class, or that of the optimizers which it shards."""
+    own = type(optimizer)
+    if "skip_synchronize" in vars(own):  # Horovod derives a class from the user's
+        own = own.__mro__[1]
+    return optimizer.optimizer_class if "_shards_updates" in vars(own) else own  # type: ignore[attr-defined]
 
 
 def _refusal_of_group(group: dict[str, Any], applied: Collection[str]) -> str | None:

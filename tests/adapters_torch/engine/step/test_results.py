@@ -10,7 +10,7 @@ import torch
 from dgc.core.compressors.build import make_config
 from dgc.errors import ConfigError
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.last_step import Carried, LastStep
+from dgc.torch.engine.step.results import Carried, Results
 from dgc.transport.local import run_ranks
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
@@ -29,7 +29,7 @@ class Training:
         named = list(zip(self.shapes, self.parameters, strict=True))
         self.engine = Engine(named, make_config(options), transport, optimizer=self.optimizer)
         if owned:
-            self.engine.steps.owner = self.optimizer
+            self.engine.watch.own(self.optimizer)
 
     def gradients(self, call, scale=1.0):
         generator = torch.Generator().manual_seed(10 * call + self.rank)
@@ -56,7 +56,7 @@ class Training:
 
     @property
     def step(self):
-        return self.engine.exchange.state.step
+        return self.engine.describe()["step"]
 
     def values(self):
         return [p.detach().clone() for p in self.parameters]
@@ -68,10 +68,12 @@ def on_two_ranks(function):
 
 def optimizer_clears(t):
     t.optimizer.zero_grad()
+    t.engine.results_cleared()
 
 
 def optimizer_clears_in_place(t):
     t.optimizer.zero_grad(set_to_none=False)
+    t.engine.results_cleared()
 
 
 def grads_are_removed(t):
@@ -284,10 +286,10 @@ def applied_step(*gradients):
     parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
-    exchange = SimpleNamespace(unapplied=SimpleNamespace(pending=False))
-    last = LastStep(parameters, lambda: exchange)
-    last.stepped()
-    return last
+    exchange = SimpleNamespace(undecided=False)
+    results = Results(parameters, lambda: exchange, lambda: False)
+    results.stepped()
+    return results
 
 
 MOSTLY_ZERO = {
@@ -305,9 +307,9 @@ def test_fresh_gradients_are_known_wherever_their_values_are(shape, places, layo
         return gradient if layout == "contiguous" else gradient.mT.contiguous().mT
 
     gradient = laid(zeros_but(shape, places))
-    last = applied_step(gradient)
+    results = applied_step(gradient)
     gradient.data.mul_(3.0)  # a script's own average, say, which raises no version
-    assert last.next_begins(None, True) is Carried.NO
+    assert results.next_begins(None, True) is Carried.NO
     assert applied_step(laid(zeros_but(shape, places))).next_begins(None, True) is Carried.AGAIN
 
 
@@ -316,9 +318,9 @@ def test_results_that_are_zero_hide_no_others(unused):
     """Parameters without part in the loss, the first or the last of the model, have results of 0."""
     there = [torch.zeros(4), torch.ones(6), torch.zeros(4)][unused:]
     assert applied_step(*there).next_begins(None, True) is Carried.AGAIN
-    last = applied_step(*there)
+    results = applied_step(*there)
     there[1 - unused].data.zero_()
-    assert last.next_begins(None, True) is Carried.NO
+    assert results.next_begins(None, True) is Carried.NO
 
 
 def test_results_of_nothing_but_zeros_are_nothing_that_could_be_applied_again():

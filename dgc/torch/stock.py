@@ -1,0 +1,251 @@
+"""Horovod's own ``DistributedOptimizer`` with our compressor: its calls of ``compress`` and ``decompress``.
+
+Horovod hands each gradient to ``compress()``, reduces the one-element placeholder that comes back, and puts what
+``decompress()`` returns into ``.grad``. All that this asks for is here, in ``engine/horovod/owner.py`` (which optimizer
+is calling) and in ``engine/horovod/held.py`` (the placeholders).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.horovod import check_stand_in
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.held import StandIns
+from dgc.torch.engine.horovod.owner import find_owner
+from dgc.torch.engine.step.untraced import untraced
+
+_PATIENCE = 10.0
+"""Seconds that collectives of a step that was given up are waited for."""
+
+
+class HorovodSteps:
+    """What the engine needs to know of an optimizer that ``hvd.DistributedOptimizer`` made, from its own fields.
+
+    Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
+    """
+
+    def __init__(self, optimizer: Any, engine: Engine) -> None:
+        """Bind to the optimizer, which is not kept alive, and the engine that it hands gradients to."""
+        self._reference = weakref.ref(optimizer)
+        self._engine = engine
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._reference()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass has run for a step that is not exchanged yet."""
+        o = self._optimizer
+        return bool(o._handles) or any(left != o.backward_passes_per_step for left in o._allreduce_delay.values())
+
+    @property
+    def averaged(self) -> bool:
+        """Whether ``synchronize()`` has run, and no backward pass after it."""
+        o = self._optimizer
+        return o._synchronized and all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
+
+    @property
+    def first_pass(self) -> bool:
+        """Whether each gradient is handed over in the backward pass that computes it."""
+        return self._optimizer.backward_passes_per_step == 1 and self._optimizer._groups is None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether Horovod's ``step()`` exchanges now, and nothing of the script's stands in between."""
+        return self._engine.watch.plain_step and "synchronize" not in vars(self._optimizer)
+
+    def before_update(self, closure: bool) -> None:
+        """Horovod's ``step()`` exchanges by itself."""
+
+    def closure_returned(self) -> None:
+        """The script's closure exchanges by itself."""
+
+    def updated(self) -> None:
+        """Horovod keeps account of its own steps."""
+
+    def state_loaded(self) -> None:
+        """Horovod has begun anew by itself."""
+
+    def give_up(self) -> None:
+        """Forget the gradients of a step that an error ended; the next backward pass begins anew.
+
+        Horovod's own collectives carry a placeholder of every gradient. The ranks may have come to different places of
+        the step: each begins what is missing, so that no collective is matched with one of a later step.
+
+        Raises:
+            RemoteError: another rank has not begun the step.
+        """
+        from horovod.torch import mpi_ops
+
+        optimizer = self._optimizer
+        handles = optimizer._handles
+        if optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):
+            for p in optimizer._requires_update:
+                if (p not in handles or handles[p][0] is None) and not (p.grad is not None and p.grad.is_sparse):
+                    before = p.grad
+                    handles[p] = optimizer._allreduce_grad_async(p)
+                    p.grad = before
+        deadline = time.monotonic() + _PATIENCE
+        for handle, _ in handles.values():
+            while handle in mpi_ops._handle_map:
+                if mpi_ops.poll(handle):
+                    with contextlib.suppress(RuntimeError):
+                        mpi_ops.synchronize(handle)
+                elif time.monotonic() > deadline:
+                    raise RemoteError(
+                        "another rank has not come to the step that failed here: after an exception that some ranks "
+                        "met before their first gradient, restart the job from a checkpoint"
+                    )
+                else:
+                    time.sleep(0.001)
+        handles.clear()
+        for group in optimizer._group_counts:
+            optimizer._group_counts[group] = 0
+        optimizer._synchronized = False
+        optimizer._should_synchronize = True
+        optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
+
+
+class HorovodCompressor(CompressorBase[Engine]):
+    """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
+
+    _waits = True
+    _deferred: DGCError | None = None
+    _giving_up = False  # the other ranks' placeholders of a failed step get theirs, and nothing else
+    _last_found = 0
+
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
+        super().__init__(options, algorithm, members)
+        self._placeholders = StandIns()
+        self._calling: HorovodSteps | None = None
+
+    @untraced
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start the exchange of a gradient; Horovod reduces a one-element placeholder in the meantime.
+
+        Errors about the gradient are raised by :meth:`decompress`, on all ranks.
+
+        Raises:
+            ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
+        """
+        engine = self._exchanging(
+            "parameters: pass model.named_parameters() and optimizer=, or use dgc.torch.DistributedOptimizer, which "
+            "binds them"
+        )
+        if engine is None:
+            return tensor, None  # a process set of one rank, in which Horovod calls as well
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):  # which takes long to ask
+            raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+        if self._is_exchanged(engine):
+            # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
+            engine.require_same_results()
+            placeholder = self._placeholders.take()
+            engine.stats.add_sent(placeholder.nbytes)
+            return placeholder, tensor
+        result = tensor
+        if self._deferred is None and not self._giving_up:
+            try:
+                result = self._submit(engine, tensor)
+            except StallError:
+                raise  # the other ranks do not come
+            except DGCError as error:
+                # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
+                self._deferred = error
+        placeholder = self._placeholders.take()
+        engine.count_bytes(placeholder.nbytes)
+        return placeholder, result
+
+    @untraced
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
+
+        Raises:
+            ConfigError: the placeholder shows another op than the compressor's, or a joined rank.
+            DGCError: this or another rank failed.
+        """
+        if ctx is None:
+            return tensor
+        assert self._engine is not None
+        reduced = float(tensor)
+        self._placeholders.give_back(tensor, reduced)
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
+        check_stand_in(reduced, op=self.config.op, size=self._engine.transport.size)
+        self._engine.finish()
+        result: torch.Tensor = ctx
+        return result
+
+    def reset(self) -> None:  # noqa: D102
+        with self._step_given_up():
+            super().reset()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:  # noqa: D102
+        with self._step_given_up():
+            super().load_state_dict(state, resize)
+
+    @contextlib.contextmanager
+    def _step_given_up(self) -> Iterator[None]:
+        """After what is inside, the optimizer forgets a step that an error or an exception left half done as well."""
+        yield
+        self._deferred = None
+        driver = None if self._engine is None else self._engine.watch.driver
+        if driver is not None and driver.begun:
+            self._giving_up = True
+            try:
+                driver.give_up()
+            finally:
+                self._giving_up = False
+
+    def _is_exchanged(self, engine: Engine) -> bool:
+        free = self._deferred is None and not self._giving_up
+        return free and self._calling is not None and engine.is_done() and self._calling.averaged
+
+    def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
+        if self._calling is None:
+            self._bind_caller(engine)
+        index = self._locate(engine, tensor)
+        if index is None:
+            engine.fail(
+                LayoutError(
+                    "Horovod passed a gradient that belongs to no parameter of this compressor: the optimizer has a "
+                    "parameter that was not in named_parameters with requires_grad when the compressor was built, "
+                    "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
+                )
+            )
+        # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
+        return engine.submit(index, tensor)
+
+    def _bind_caller(self, engine: Engine) -> None:
+        owner: Any = find_owner(self)
+        self._calling = HorovodSteps(owner, engine)
+        engine.watch.own(owner, self._calling)
+        self.require_same_set(getattr(owner, "process_set", self._members))
+        if getattr(owner, "sparse_as_dense", False):
+            engine.fail(
+                ConfigError(
+                    "sparse_as_dense=True hides which parameter a gradient belongs to; use "
+                    "dgc.torch.DistributedOptimizer, or give the embedding dense gradients (sparse=False)"
+                )
+            )
+
+    def _locate(self, engine: Engine, tensor: torch.Tensor) -> int | None:
+        """Find the parameter whose ``.grad`` is this very tensor, beginning where the last one was found."""
+        count = len(engine.parameters)
+        start = self._last_found
+        for offset in range(count):
+            index = (start - offset) % count
+            if engine.parameters[index].grad is tensor:
+                self._last_found = index - 1
+                return index
+        return None
