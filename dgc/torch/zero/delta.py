@@ -84,8 +84,11 @@ def values_digest(parameters: Sequence[torch.Tensor]) -> int:
         bits = bits_of(p)
         rows = bits.numel() // _COLUMNS
         if rows:
-            sums = bits[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0, dtype=torch.int64)
-            digest.update(sums.cpu().numpy())
+            table = bits[: rows * _COLUMNS].view(rows, _COLUMNS)
+            if table.device.type == "cpu":  # where NumPy's sums of integers are several times faster than torch's
+                digest.update(np.add.reduce(table.numpy(), axis=0, dtype=bits_dtype(p.element_size())))
+            else:
+                digest.update(table.sum(0, dtype=bits.dtype).cpu().numpy())
         digest.update(bits[rows * _COLUMNS :].cpu().contiguous().numpy())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
