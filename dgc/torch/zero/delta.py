@@ -1,6 +1,4 @@
-"""Which entries an update changed, bit for bit, and how they travel: as entries or whole, alike on every rank.
-
-And whether something else than an update may have changed them on one rank alone.
+"""Which entries an update changed, bit for bit, and how they are sent: as entries or whole, alike on every rank.
 
 P = number of ranks, n = n_r = elements that rank r owns, k = k_r = entries that its update changed.
 """
@@ -14,12 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dgc.core.wire import IndexCodec, padded, smallest_index_codec
+from dgc.core.wire import padded, smallest_index_codec
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRAY_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LONGEST_PAUSE = 64
-_LONGEST_TRUST = 512
+_COLUMNS = 1021
+"""A prime, so that two rows of a matrix that change places change the sums."""
+
+UNKNOWN = -1
+"""Count of an owner that does not know what changed, or knows that it was most of it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,36 @@ class Changes:
     values: np.ndarray
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One owner's parameters, in the order of its flat space, and their numbers among all parameters."""
+
+    parameters: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, n_r."""
+        return sum(p.numel() for p in self.parameters)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(parameters + 1,) int64: where each begins in the flat space."""
+        return np.cumsum([0] + [p.numel() for p in self.parameters])
+
+    def write(self, changes: Changes) -> None:
+        """Set the changed entries."""
+        bounds = np.searchsorted(changes.positions, self.starts)
+        for p, start, first, last in zip(self.parameters, self.starts[:-1], bounds[:-1], bounds[1:], strict=True):
+            if first == last:
+                continue
+            bits = bits_of(p)
+            places = torch.from_numpy(changes.positions[first:last] - start).to(bits.device)
+            bits[places] = torch.from_numpy(changes.values[first:last].copy()).to(bits.device)
+            if not p.is_contiguous():
+                p.detach().copy_(bits.view(p.dtype).view(p.shape))
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """(numel,) integers with the tensor's bits in logical order; its memory if it is contiguous, else a copy."""
     return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
@@ -45,8 +77,24 @@ def bits_dtype(itemsize: int) -> np.dtype:
     return np.dtype(_ARRAY_BITS[itemsize])
 
 
+def values_digest(parameters: Sequence[torch.Tensor]) -> int:
+    """64 signed bits that differ when the bits of ``parameters`` do: a hash of column sums, as fast as memory is."""
+    digest = hashlib.blake2b(digest_size=8)
+    for p in parameters:
+        bits = bits_of(p)
+        rows = bits.numel() // _COLUMNS
+        if rows:
+            table = bits[: rows * _COLUMNS].view(rows, _COLUMNS)
+            if table.device.type == "cpu":  # where NumPy's sums of integers are several times faster than torch's
+                digest.update(np.add.reduce(table.numpy(), axis=0, dtype=bits_dtype(p.element_size())))
+            else:
+                digest.update(table.sum(0, dtype=bits.dtype).cpu().numpy())
+        digest.update(bits[rows * _COLUMNS :].cpu().contiguous().numpy())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
 class ChangeTracker:
-    """Remembers the shard before an update and compares afterwards.
+    """Copies the shard before an update and compares afterwards.
 
     That costs a copy of the shard and two passes over it, wasted when an update touches everything (Adam after a few
     steps). So it looks at the gradients first, and after each step that turned out dense it pauses twice as long.
@@ -123,60 +171,9 @@ def _touched(gradient: torch.Tensor | None) -> int:
     return int(torch.count_nonzero(gradient))
 
 
-class ReplicaWatch:
-    """Says when the ranks' parameters should be compared: they may differ although every step made them equal.
-
-    They do when the ranks started with different ones, or changed one between two steps on some ranks alone. Most such
-    writes show in PyTorch's counter of writes, or as another address. A script that writes between all steps (it limits
-    the weights, say) is asked less and less often. A write through ``.data`` does not show: therefore the steps
-    1, 2, 3, 5, 9, ... 513, 1025, 1537, ... compare as well.
-    """
-
-    def __init__(self) -> None:
-        """Suspect until the first :meth:`remember`."""
-        self._marks: list[tuple[int, int]] | None = None
-        self._steps = 0
-        self._pause = 1
-        self._skip = 0
-
-    def suspects(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether ``parameters`` should be compared in this step; asked before it changes them."""
-        steps = self._steps
-        due = steps % _LONGEST_TRUST == 0 if steps > _LONGEST_TRUST else steps & (steps - 1) == 0
-        if self._marks == _marks_of(parameters):
-            self._pause, self._skip = 1, 0
-            return due
-        if self._skip:
-            self._skip -= 1
-            return due
-        self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-        return True
-
-    def remember(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A step has made ``parameters`` equal on all ranks."""
-        self._marks = _marks_of(parameters)
-        self._steps += 1
-
-
-def _marks_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in parameters]
-
-
-def values_digest(parameters: Sequence[torch.Tensor]) -> int:
-    """64 signed bits of a digest of all bits of ``parameters``."""
-    digest = hashlib.blake2b(digest_size=8)
-    for p in parameters:
-        digest.update(np.ascontiguousarray(bits_of(p).cpu().numpy()).data)
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-UNKNOWN = -1
-"""Count of an owner that does not know what changed, or knows that it was most of it."""
-
-
 @dataclass(frozen=True)
-class Travel:
-    """One step's traffic.
+class Routes:
+    """How one step's new values are sent.
 
     Attributes:
         sparse: owners whose changes go as entries, all in one allgather.
@@ -194,7 +191,7 @@ def entries_bytes(n: int, k: int, itemsize: int) -> int:
     return smallest_index_codec(n, k).max_bytes(n, k) + padded(k * itemsize) if k else 0
 
 
-def choose_travel(counts: Sequence[int], numels: Sequence[int], itemsize: int) -> Travel:
+def choose_routes(counts: Sequence[int], numels: Sequence[int], itemsize: int) -> Routes:
     """Find the split between entries and whole parameters that moves the fewest bytes.
 
     Entries go in one allgather, whose messages are as long as the longest, so every rank pays for the largest of them:
@@ -206,44 +203,37 @@ def choose_travel(counts: Sequence[int], numels: Sequence[int], itemsize: int) -
         numels: (P,) n_r.
         itemsize: bytes of a value.
     """
-    ranks = len(counts)
-    dense_bytes = [n * itemsize for n in numels]
     sizes = [None if k == UNKNOWN else entries_bytes(n, k, itemsize) for n, k in zip(numels, counts, strict=True)]
 
     def cost(row: int) -> int:
-        left_out = sum(d for d, s in zip(dense_bytes, sizes, strict=True) if s is None or s > row)
-        return ranks * row + left_out
+        left_out = sum(n * itemsize for n, s in zip(numels, sizes, strict=True) if s is None or s > row)
+        return len(counts) * row + left_out
 
     row = min(sorted({0} | {s for s in sizes if s is not None}), key=cost)
     sparse = tuple(r for r, s in enumerate(sizes) if s is not None and 0 < s <= row)
     dense = tuple(r for r, s in enumerate(sizes) if numels[r] and (s is None or s > row))
-    return Travel(sparse, dense, row if sparse else 0)
+    return Routes(sparse, dense, row if sparse else 0)
 
 
-def write_entries(positions: np.ndarray, values: np.ndarray, n: int, row: np.ndarray) -> None:
+def write_entries(changes: Changes, n: int, row: np.ndarray) -> None:
     """Write an owner's message.
 
     Args:
-        positions: (k,) int64, ascending.
-        values: (k,) integers, the values' bits.
+        changes: k entries.
         n: elements of the owner's shard.
         row: (row_bytes,) uint8; what is left over is zeroed.
     """
-    used = _codec(n, positions.size).encode(positions, n, row)
-    raw = values.view(np.uint8)
+    used = smallest_index_codec(n, changes.positions.size).encode(changes.positions, n, row)
+    raw = changes.values.view(np.uint8)
     row[used : used + raw.size] = raw
     row[used + raw.size :] = 0
 
 
-def read_entries(row: np.ndarray, n: int, k: int, bits: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Read an owner's message: (k,) positions and (k,) values.
+def read_entries(row: np.ndarray, n: int, k: int, bits: np.dtype) -> Changes:
+    """Read an owner's message of k entries.
 
     Raises:
         WireError: the message is damaged.
     """
-    positions, used = _codec(n, k).decode(row, n, k)
-    return positions, row[used : used + k * bits.itemsize].view(bits)
-
-
-def _codec(n: int, k: int) -> IndexCodec:
-    return smallest_index_codec(n, k)
+    positions, used = smallest_index_codec(n, k).decode(row, n, k)
+    return Changes(positions, row[used : used + k * bits.itemsize].view(bits))

@@ -6,8 +6,7 @@ And what it may be built from: what is refused is refused before any rank waits 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch.optim import Optimizer
@@ -17,49 +16,29 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.fuse.elementwise import looks_at_all_parameters
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.zero.memory import require_separate
-from dgc.torch.zero.ranks import Ranks
 from dgc.transport.choice import CHOICES
 
 if TYPE_CHECKING:
     import weakref
+
+    from dgc.torch.zero.optimizer import ZeroRedundancyOptimizer
 
 _NO_OPTIONS = ("params", "param_names")
 
 Group = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What is needed to build the same sharded optimizer once more.
-
-    Attributes:
-        optimizer_class: of the local optimizers.
-        ranks: among which it is sharded.
-        bucket_view: whether parameters are kept in flat buffers.
-        sparse_parameters: whether to look for updates that change few entries.
-        defaults: options of the local optimizers.
-        origin: the optimizer that this describes.
-    """
-
-    optimizer_class: type[Optimizer]
-    ranks: Ranks
-    bucket_view: bool
-    sparse_parameters: bool
-    defaults: dict[str, Any]
-    origin: weakref.ref[Any]
-
-
-class RecipeGroups(list[Group]):
-    """``param_groups`` that know how their optimizer was built.
+class OwnedGroups(list[Group]):
+    """``param_groups`` that know their optimizer.
 
     Horovod's ``DistributedOptimizer`` derives a class from the given optimizer's and calls its constructor with these
     groups and nothing else.
     """
 
-    recipe: Recipe
+    owner: weakref.ref[ZeroRedundancyOptimizer]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is a plain list: it belongs to no optimizer."""
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[list[Group]], tuple[list[Group]]]:
+        """Copy as a plain list, which belongs to no optimizer."""
         return list, (list(self),)
 
 

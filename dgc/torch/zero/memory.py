@@ -73,21 +73,20 @@ class BucketViews:
     Frozen parameters keep memory of their own, and get it back when they were trainable before.
     """
 
-    def __init__(self, shards: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Move the parameters.
+    def __init__(self) -> None:
+        """Move nothing yet."""
+        self._homes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.buckets: list[list[torch.Tensor]] = []
+
+    @torch.no_grad()
+    def build(self, shards: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Move the parameters; again when owners or trainability have changed.
 
         Args:
             shards: by owner, its parameters.
         """
-        self._homes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.build(shards)
-
-    @torch.no_grad()
-    def build(self, shards: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Move the parameters again, after owners or trainability have changed."""
-        before = self._homes
-        self._homes = {}
-        self.buckets: list[list[torch.Tensor]] = [self._buckets_of(shard) for shard in shards]
+        before, self._homes = self._homes, {}
+        self.buckets = [self._buckets_of(shard) for shard in shards]
         for p in (p for shard in shards for p in shard):
             if id(p) in before and id(p) not in self._homes:
                 p.data = p.data.clone()
@@ -152,23 +151,20 @@ def require_separate(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> N
     Raises:
         LayoutError: names the first two that overlap.
     """
-    by_storage: dict[int, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.numel() and tensor.device.type != "meta":
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(i)
-    for members in by_storage.values():
-        if len(members) == 1:
-            continue
-        reach = 0
-        for start, end, i in sorted((*_bounds(tensors[i]), i) for i in members):
-            earlier = members if start < reach else ()  # side by side, as is usual, none has to be looked at
-            reach = max(reach, end)
-            for j in earlier:
-                if i != j and _share_elements(tensors[i], tensors[j]):
-                    raise LayoutError(
-                        f"{names[min(i, j)]} and {names[max(i, j)]} lie in the same memory, where the ranks that own "
-                        "them would overwrite each other's update; to tie weights let both modules hold one Parameter"
-                    )
+    spans = sorted(
+        (t.untyped_storage().data_ptr(), *_bounds(t), i)
+        for i, t in enumerate(tensors)
+        if t.numel() and t.device.type != "meta"
+    )
+    for place, (storage, _, end, i) in enumerate(spans):
+        for other, start, _, j in spans[place + 1 :]:
+            if other != storage or start >= end:
+                break
+            if _share_elements(tensors[i], tensors[j]):
+                raise LayoutError(
+                    f"{names[min(i, j)]} and {names[max(i, j)]} lie in the same memory, where the ranks that own them "
+                    "would overwrite each other's update; to tie weights let both modules hold one Parameter"
+                )
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
@@ -180,11 +176,8 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one type and storage have an element in common."""
-    (start, end), (other_start, other_end) = _bounds(a), _bounds(b)
-    if end <= other_start or other_end <= start:
-        return False
-    base = min(a.storage_offset(), b.storage_offset())
-    taken = torch.zeros(max(end, other_end) - base, dtype=torch.bool)
-    places = [taken.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in (a, b)]
+    begin = min(a.storage_offset(), b.storage_offset())
+    taken = torch.zeros(max(_bounds(a)[1], _bounds(b)[1]) - begin, dtype=torch.bool)
+    places = [taken.as_strided(t.shape, t.stride(), t.storage_offset() - begin) for t in (a, b)]
     places[0].fill_(True)
     return bool(places[1].any())

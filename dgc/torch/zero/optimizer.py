@@ -18,9 +18,10 @@ from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.zero.delta import Shard
 from dgc.torch.zero.groups import (
-    Recipe,
-    RecipeGroups,
+    Group,
+    OwnedGroups,
     checked_class,
     checked_groups,
     checked_transport,
@@ -35,7 +36,7 @@ from dgc.torch.zero.groups import (
 )
 from dgc.torch.zero.memory import BucketViews, Partition
 from dgc.torch.zero.ranks import Ranks
-from dgc.torch.zero.sharing import Shard, Sharing
+from dgc.torch.zero.sharing import Sharing
 from dgc.torch.zero.state import ShardedState
 from dgc.transport.agreement import agree_or_raise
 
@@ -49,8 +50,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     Each rank keeps the optimizer state of about 1/P of the elements; after its update it sends the new values to the
     others: only the changed entries where that is fewer bytes (after a compressed gradient exchange, say), all of them
     otherwise. All ranks hold the same bits after every step, also when they started with different ones: then every
-    parameter becomes its owner's, with a warning, as it does when some ranks alone changed it between two steps (what
-    they write through ``p.data`` is found within 512 steps, if no whole update corrects it before).
+    parameter becomes its owner's, with a warning, as it does when some ranks alone changed it between two steps.
 
     Gradients must have been averaged before ``step()``: wrap this optimizer in Horovod's or this package's
     ``DistributedOptimizer``, or average them yourself.
@@ -64,9 +64,17 @@ class ZeroRedundancyOptimizer(ShardedState):
     Attributes:
         optim: the local optimizer of this rank's share.
         optimizer_class: its class.
+        stats: bytes that the parameters cost, in the last step and in total. ``dense_bytes`` is what broadcasts of this
+            rank's shard take, ``entries_sent`` are the entries that its updates changed as far as they were counted.
 
     Source: Rajbhandari et al. 2020, arXiv 1910.02054, stage 1; interface of torch.distributed.optim.
     """
+
+    stats: Stats
+    _bucket_view: bool
+    _sparse: bool
+    _local_defaults: dict[str, Any]
+    _unfinished: bool
 
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
 
@@ -109,21 +117,24 @@ class ZeroRedundancyOptimizer(ShardedState):
             RemoteError: another rank met one of these.
             TransportError: a rank has joined (``hvd.join``).
         """
-        rebuilt = params.recipe if isinstance(params, RecipeGroups) and optimizer_class is None else None
-        if rebuilt is None:
+        origin = params.owner() if isinstance(params, OwnedGroups) and optimizer_class is None else None
+        if origin is None:
             ranks = Ranks(lambda: chosen_set(group, process_group, process_set))
         else:
-            optimizer_class, ranks, defaults = rebuilt.optimizer_class, rebuilt.ranks, rebuilt.defaults
-            parameters_as_bucket_view, sparse_parameters = rebuilt.bucket_view, rebuilt.sparse_parameters
-            ranks.count()
+            optimizer_class, ranks, defaults = origin.optimizer_class, origin._ranks, origin._local_defaults
+            parameters_as_bucket_view, sparse_parameters = origin._bucket_view, origin._sparse
+            ranks.begin_count()
+            ranks.end_count()
         self._ready = False
+        self.stats = Stats()
         self._ranks = ranks
-        self._sharing = Sharing(ranks, sparse=sparse_parameters)
         self._partition = Partition(ranks.size)
         self._views: BucketViews | None = None
-        self._bucket_view = bool(parameters_as_bucket_view)
+        self._bucket_view, self._sparse = bool(parameters_as_bucket_view), bool(sparse_parameters)
+        self._local_defaults = dict(defaults)
         self._consolidated = None
         self._state_loaded = False
+        self._unfinished = False
 
         def build() -> dict[str, Any]:
             if overlap_with_ddp:
@@ -132,7 +143,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                     "out: Horovod's DistributedOptimizer averages gradients during the backward pass"
                 )
             self.optimizer_class = checked_class(optimizer_class)
-            groups = list(params) if rebuilt is not None else checked_groups(params)
+            groups = checked_groups(params) if origin is None else list(params)
             Optimizer.__init__(self, groups, dict(defaults))
             for g in self.param_groups:
                 self._partition.add_group([p.numel() for p in g["params"]])
@@ -141,8 +152,8 @@ class ZeroRedundancyOptimizer(ShardedState):
             return {
                 "optimizer_class": self.optimizer_class.__name__,
                 "parameters_as_bucket_view": self._bucket_view,
-                "sparse_parameters": bool(sparse_parameters),
-                "transport": None if rebuilt else checked_transport(transport, ranks.rank, ranks.size),
+                "sparse_parameters": self._sparse,
+                "transport": checked_transport(transport, ranks.rank, ranks.size) if origin is None else None,
                 **description(self.param_groups, defaults),
             }
 
@@ -153,27 +164,23 @@ class ZeroRedundancyOptimizer(ShardedState):
             LayoutError,
             "Build the same model and the same optimizer on every rank.",
         )
-        if rebuilt is None:
+        if origin is None:
             ranks.use_transport(transport)
-        else:
-            self._inherit(rebuilt.origin())
+        else:  # keep what was loaded, or left undone by a step that failed, before Horovod rebuilt the optimizer
+            self.optim.state.update(origin.optim.state)
+            self._state_loaded, self._unfinished = origin._state_loaded, origin._unfinished
         self.optim._is_shard = True  # type: ignore[attr-defined]
         self.defaults = {**self.optim.defaults, **self.defaults}
         self._pull_options()
-        recipe = Recipe(
-            self.optimizer_class, ranks, self._bucket_view, bool(sparse_parameters), dict(defaults), weakref.ref(self)
-        )
-        groups = RecipeGroups(self.param_groups)
-        groups.recipe = recipe
-        self.param_groups = groups
+        owned = OwnedGroups(self.param_groups)
+        owned.owner = weakref.ref(self)
+        self.param_groups = owned
         self._rebuild_shards()
         self._ready = True
 
-    # -- stepping ------------------------------------------------------------------------------------------------
-
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's share and bring everybody's new values to all ranks. Collective.
+        """Update this rank's share and bring all new values to all ranks. Collective.
 
         Args:
             closure: recomputes the loss; evaluated once. Under Horovod's ``DistributedOptimizer`` the gradients that
@@ -190,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             RemoteError: the update failed on another rank.
             TransportError: the new values could not be sent, for instance because a rank has joined (``hvd.join``).
         """
-        self._sharing.begin()
+        unfinished = self._begin()
         try:
             self._before_update(gradients_known=closure is None)
             if closure is None:
@@ -201,10 +208,10 @@ class ZeroRedundancyOptimizer(ShardedState):
         except Exception as error:
             self._sharing.fail(error)
             raise
-        self._publish()
+        self._publish(unfinished)
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add parameters, which are given to the ranks with the least elements; old ones keep their owners.
 
         Call it on all ranks; the next ``step()`` finds out if one has not.
@@ -238,7 +245,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._pull_options()
         self._rebuild_shards()
 
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+    def partition_parameters(self) -> list[list[Group]]:
         """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
         return [self._local_groups(rank) for rank in range(self._ranks.size)]
 
@@ -254,23 +261,15 @@ class ZeroRedundancyOptimizer(ShardedState):
             "zero gradients)"
         )
 
-    @property
-    def stats(self) -> Stats:
-        """Bytes that the parameters cost, last step and in total; see :class:`~dgc.core.exchange.records.Stats`."""
-        return self._sharing.stats
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
     def _fuse_seam(self) -> StepSeam:
         """This optimizer's step taken apart, for ``fuse_step``."""
         from dgc.torch.fuse.seam import StepSeam
 
-        begun = False
+        unfinished: bool | None = None
 
         def before() -> None:
-            nonlocal begun
-            begun = True
-            self._sharing.begin()
+            nonlocal unfinished
+            unfinished = self._begin()
             self._before_update(gradients_known=True)
 
         def after() -> None:
@@ -279,28 +278,33 @@ class ZeroRedundancyOptimizer(ShardedState):
             except Exception as error:
                 self._sharing.fail(error)
                 raise
-            self._publish()
+            self._publish(bool(unfinished))
 
         def failed(error: Exception) -> None:
-            if not begun:  # the closure failed; the other ranks are on their way to their own update
-                self._sharing.begin()
+            if unfinished is None:  # the closure failed, and the other ranks are on their way to their own update
+                self._begin()
             self._sharing.fail(error)
 
         return StepSeam(self.optim, type(self.optim), before, after, failed)
 
+    def _begin(self) -> bool:
+        """Begin a step, which all ranks do; returns whether the last one may not have reached its end."""
+        unfinished, self._unfinished = self._unfinished, True
+        self._ranks.begin_count()
+        return unfinished
+
     def _before_update(self, *, gradients_known: bool) -> None:
         require_same_set(self, self._ranks.members)
         self._require_known_parameters()
-        if self._sharing.types_changed():
+        types, trainable = _kinds(self.param_groups)
+        if types != self._kinds[0]:
             require_shardable(parameters_of(self.param_groups))
-            self._rebuild_shards()
-        if self._sharing.trainability_changed():
+        if trainable != self._kinds[1]:
             warnings.warn(
                 "parameters were frozen or unfrozen since the last step; the sharded optimizer rebuilds its buckets",
                 stacklevel=4,
             )
-            self._rebuild_shards()
-        elif self._views is not None and not self._views.intact():
+        if (types, trainable) != self._kinds or (self._views is not None and not self._views.intact()):
             self._rebuild_shards()
         self._push_options()
         self._sharing.before_update(self.param_groups, gradients_known=gradients_known, state_loaded=self._state_loaded)
@@ -309,11 +313,13 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._pull_options()
         self._sharing.after_update(self.param_groups)
 
-    def _publish(self) -> None:
-        self._sharing.publish()
-        self._state_loaded = False
+    def _publish(self, unfinished: bool) -> None:
+        step = self._sharing.publish(unfinished=unfinished)
+        if step is not None:
+            self.stats.record(step, refused=False)
+        self._state_loaded = self._unfinished = False
 
-    def _local_groups(self, rank: int | None = None) -> list[dict[str, Any]]:
+    def _local_groups(self, rank: int | None = None) -> list[Group]:
         rank = self._ranks.rank if rank is None else rank
         return [
             local_group(group, owners, rank)
@@ -322,24 +328,22 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def _rebuild_shards(self) -> None:
         self._known = [list(map(id, group["params"])) for group in self.param_groups]
+        self._kinds = _kinds(self.param_groups)
         parameters = parameters_of(self.param_groups)
         shards = []
         for groups in self._partition.indices():
             numbers = tuple(n for members in groups for n in members)
             shards.append(Shard(tuple(parameters[n] for n in numbers), numbers))
         if self._bucket_view:
-            if self._views is None:
-                self._views = BucketViews([s.parameters for s in shards])
-            else:
-                self._views.build([s.parameters for s in shards])
-        self._sharing.use(shards, names_of(self.param_groups), self._views)
+            self._views = self._views or BucketViews()
+            self._views.build([s.parameters for s in shards])
+        self._sharing = Sharing(self._ranks, shards, names_of(self.param_groups), self._views, sparse=self._sparse)
 
-    def _inherit(self, origin: ZeroRedundancyOptimizer | None) -> None:
-        """Keep what was loaded, or left undone by a step that failed, before Horovod rebuilt the optimizer."""
-        if origin is not None:
-            self.optim.state.update(origin.optim.state)
-            self._sharing.continue_from(origin._sharing)
-            self._state_loaded = origin._state_loaded
+
+def _kinds(groups: Sequence[Group]) -> tuple[list[torch.dtype], list[bool]]:
+    """The parameters' types, and whether each is trainable."""
+    parameters = parameters_of(groups)
+    return [p.dtype for p in parameters], [p.requires_grad for p in parameters]
 
 
 def require_same_set(optimizer: Any, members: Any) -> None:

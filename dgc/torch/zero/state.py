@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.states import Uncopied
 from dgc.errors import ConfigError, LayoutError
@@ -28,7 +30,7 @@ Owned = Sequence[Sequence[int]]
 def full_entries(local: Mapping[str, Any], owned: Owned) -> dict[Any, Any]:
     """The state of a local ``state_dict()`` under full numbers, its tensors copied to the CPU."""
     return {
-        number: _mapped(local["state"][place], lambda t: t.detach().to("cpu", copy=True))
+        number: tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), local["state"][place])
         for place, number in enumerate(n for group in owned for n in group)
         if place in local["state"]
     } | {key: value for key, value in local["state"].items() if not isinstance(key, int)}
@@ -40,7 +42,7 @@ def local_dict(full: Mapping[str, Any], owned: Owned) -> dict[str, Any]:
     Nothing of ``full`` is changed or shared, so neither loading nor later steps touch the caller's dict.
     """
     groups, state, place = [], {}, 0
-    numbering = _numbers(full["param_groups"])
+    keys = _keys(full)
     for saved, members in zip(full["param_groups"], owned, strict=True):
         groups.append(
             {
@@ -49,11 +51,10 @@ def local_dict(full: Mapping[str, Any], owned: Owned) -> dict[str, Any]:
             }
         )
         for number in members:
-            key = numbering[number]
-            if key in full["state"]:
-                state[place] = _mapped(full["state"][key], torch.Tensor.clone)
+            if keys[number] in full["state"]:
+                state[place] = _copied(full["state"][keys[number]])
             place += 1
-    state.update({k: _mapped(v, torch.Tensor.clone) for k, v in full["state"].items() if not isinstance(k, int)})
+    state.update({k: _copied(v) for k, v in full["state"].items() if not isinstance(k, int)})
     return {"state": state, "param_groups": groups}
 
 
@@ -70,9 +71,9 @@ def full_dict(
     packed, number = [], 0
     for group in groups:
         numbers = list(range(number, number + len(group["params"])))
-        packed.append({**{k: _mapped(v, _copied) for k, v in group.items() if k != "params"}, "params": numbers})
+        packed.append({**{k: _copied(v) for k, v in group.items() if k != "params"}, "params": numbers})
         number += len(numbers)
-    entries = {key: _mapped(value, _copied) for part in parts for key, value in part.items()}
+    entries = {key: _copied(value) for part in parts for key, value in part.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
     return {"state": ordered, "param_groups": packed, "partition": [list(map(list, owned)) for owned in partition]}
 
@@ -85,10 +86,12 @@ def require_state_dict(value: Any) -> None:
     """
     if not isinstance(value, Mapping):
         found = f"a {type(value).__name__}"
-    elif not isinstance(value.get("state"), Mapping) or not _are_groups(value.get("param_groups")):
-        found = f"a dict of {sorted(map(str, value))}"
     else:
-        return
+        groups = value.get("param_groups")
+        sound = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+        if sound and isinstance(value.get("state"), Mapping):
+            return
+        found = f"a dict of {sorted(map(str, value))}"
     raise LayoutError(
         f"an optimizer's state dict holds 'state' and 'param_groups' with 'params', but this is {found}; load on every "
         "rank what state_dict() returned on the rank that consolidate_state_dict(to=...) named"
@@ -109,11 +112,6 @@ def check_groups(full: Mapping[str, Any], lengths: Sequence[int]) -> None:
         )
 
 
-def state_of(full: Mapping[str, Any], number: int) -> Any:
-    """The entry of the parameter with this number, or None."""
-    return full["state"].get(_numbers(full["param_groups"])[number])
-
-
 def to_bytes(value: Any) -> torch.Tensor:
     """Any value as a (m,) uint8 tensor."""
     buffer = io.BytesIO()
@@ -126,28 +124,14 @@ def from_bytes(data: torch.Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in value)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
-def _numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+def _keys(full: Mapping[str, Any]) -> list[Any]:
     """The state dict's own key of each parameter: usually 0, 1, 2, ... in order."""
-    return [key for group in groups for key in group["params"]]
+    return [key for group in full["param_groups"] for key in group["params"]]
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    """``value`` with ``change`` applied to every tensor inside."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(v, change) for v in value)
-    return value
+def _copied(value: Any) -> Any:
+    """``value`` with a copy of every tensor inside."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 
 
 def momentum_is_adopted(optimizer: Any) -> bool:
@@ -164,9 +148,8 @@ def hand_over_momentum(optimizer: Any, saved: Mapping[str, Any]) -> None:
         optimizer: the sharded one; its share of the buffers is taken out of its local optimizer.
         saved: a full state dict, not changed.
     """
-    for number, p in enumerate(parameters_of(optimizer.param_groups)):
-        entry = state_of(saved, number)
-        buffer = entry.get("momentum_buffer") if entry else None
+    for key, p in zip(_keys(saved), parameters_of(optimizer.param_groups), strict=True):
+        buffer = saved["state"].get(key, {}).get("momentum_buffer")
         if buffer is not None:
             optimizer.state[p]["momentum_buffer"] = buffer.detach().to(p.device, copy=True)
         if p in optimizer.optim.state:
@@ -181,7 +164,7 @@ class ShardedState(Uncopied, Optimizer):
         optimizer_class: its class.
     """
 
-    param_groups: list[dict[str, Any]]
+    param_groups: list[Group]
     defaults: dict[str, Any]
     optim: Optimizer
     optimizer_class: type[Optimizer]

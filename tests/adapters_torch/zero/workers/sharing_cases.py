@@ -95,16 +95,14 @@ def different_starts_end_as_with_torchs_optimizer():
 
 
 @case
-def equal_starts_cost_a_digest_and_no_warning():
+def equal_starts_cost_no_warning():
     own, zero = _sharded()
     plain = twin(own)
     other = torch.optim.SGD(plain, lr=0.1)
-    sent = []
     with warned(0):
         for step in range(8):
             step_all(step, 1, (zero, own), (other, plain), density=0.0)
-            sent.append(_last_bytes(zero) - 28)
-    assert sent == [8, 8, 8, 0, 8, 0, 0, 0], sent
+            assert _last_bytes(zero) == 40
     assert_bits_equal(own, plain)
 
 
@@ -166,31 +164,28 @@ def a_frozen_parameter_that_one_rank_changes_is_its_owners_again():
 
 
 @case
-def a_write_through_data_is_found_later():
+def a_write_through_data_is_found():
     own, zero = _sharded()
     step_all(0, 3, (zero, own))
     if hvd.rank() == 1:
         for p in own:
             p.data.add_(1)
     with warned(1):
-        step_all(3, 2, (zero, own))
+        step_all(3, 1, (zero, own))
     assert_replicas_identical(own)
 
 
 @case
-def writes_between_all_steps_are_compared_less_and_less_often():
+def writes_between_all_steps_on_all_ranks_send_nothing_whole():
     """All ranks limit the weights, as some adversarial training does."""
     own, zero = _sharded()
-    compared = []
     with warned(0):
-        for step in range(20):
+        for step in range(5):
             step_all(step, 1, (zero, own), density=0.0)
             with torch.no_grad():
                 for p in own:
                     p.clamp_(-1, 1)
-            if _last_bytes(zero) == 36:
-                compared.append(step)
-    assert compared == [0, 1, 2, 4, 5, 8, 10, 16, 19], compared
+            assert _last_bytes(zero) == 40
     assert_replicas_identical(own)
 
 
