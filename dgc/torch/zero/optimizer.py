@@ -37,7 +37,7 @@ from dgc.torch.zero.groups import (
 from dgc.torch.zero.memory import BucketViews, Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Sharing
-from dgc.torch.zero.state import ShardedState
+from dgc.torch.zero.state import ShardedState, engine_of
 from dgc.transport.agreement import agree_or_raise
 
 if TYPE_CHECKING:
@@ -361,17 +361,18 @@ def require_same_set(optimizer: Any, members: Any) -> None:
 
 
 def require_hooks(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients Horovod does not average.
+    """Refuse parameters whose gradients are not averaged.
 
     Raises:
-        ConfigError: Horovod has wrapped the optimizer and has no hook for one of them.
+        ConfigError: the optimizer was wrapped by a DistributedOptimizer that has no hook for one of them.
     """
-    hooked = getattr(optimizer, "_requires_update", None)
-    if hooked and any(p not in hooked for p in parameters):
+    engine, hooked = engine_of(optimizer), getattr(optimizer, "_requires_update", ())
+    unknown = engine is not None and any(engine.index_of(p) is None for p in parameters)
+    if unknown or (hooked and any(p not in hooked for p in parameters)):
         raise ConfigError(
-            "Horovod's DistributedOptimizer averages the gradients of the parameters that the optimizer had when it "
-            "was wrapped, and would not see those of a new group; call add_param_group before wrapping (parameters "
-            "that are to be trained later must require gradients then)"
+            "DistributedOptimizer averages the gradients of the parameters that the optimizer had when it was wrapped, "
+            "and not those of a new group; call add_param_group before wrapping (parameters that are to be trained "
+            "later must require gradients then)"
         )
 
 

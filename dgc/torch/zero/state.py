@@ -134,10 +134,15 @@ def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 
 
+def engine_of(optimizer: Any) -> Any:
+    """The engine that exchanges the optimizer's gradients; None where no compressor of ours does."""
+    compressor = getattr(optimizer, "compression", None) or getattr(optimizer, "_compression", None)
+    return getattr(compressor, "engine", None)
+
+
 def momentum_is_adopted(optimizer: Any) -> bool:
     """Whether the optimizer was wrapped together with a compressor that takes its momentum."""
-    compressor = getattr(optimizer, "_dgc", None) or getattr(optimizer, "_compression", None)
-    engine = getattr(compressor, "engine", None)
+    engine = engine_of(optimizer)
     return engine is not None and engine.adoption.active
 
 
