@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError
 from dgc.transport.choice import CHOICES, choose_transport
 
@@ -182,7 +182,7 @@ class Horovod(abc.ABC):
         return f"{prefix}.{process_set.process_set_id}.{max(numbers)}"
 
     def make_transport(
-        self, choice: str | Transport, process_set: Any, make_own: Callable[[Any], Transport]
+        self, choice: str | Collectives, process_set: Any, make_own: Callable[[Any], Transport]
     ) -> Transport:
         """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
@@ -197,8 +197,8 @@ class Horovod(abc.ABC):
         """
         if not isinstance(choice, str):
             # Needs no Horovod, so that a test can bring ranks of its own.
-            if isinstance(choice, Transport):
-                return choice
+            if isinstance(choice, Collectives):
+                return as_transport(choice)
             raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
         return choose_transport(choice, self.module(), self.member_set(process_set), self.gather_values, make_own)
 

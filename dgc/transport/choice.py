@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
@@ -19,7 +19,7 @@ GatherValues = Callable[[Any, str, Any], list[Any]]
 
 
 def choose_transport(
-    choice: str | Transport,
+    choice: str | Collectives,
     hvd: ModuleType,
     members: Any,
     gather_values: GatherValues,
@@ -33,7 +33,7 @@ def choose_transport(
     Args:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
             every rank can use it, else horovod, with one warning if Horovod itself does run on MPI. Or a transport,
-            which is returned as it is (then on every rank).
+            which is used as it is (then on every rank).
         hvd: the framework's Horovod module, initialised.
         members: the process set, this rank in it.
         gather_values: asks all members for a small value: (value, question, members) -> list in rank order.
@@ -44,8 +44,8 @@ def choose_transport(
         TransportError: "mpi" was asked for and some rank cannot use it.
     """
     if not isinstance(choice, str):
-        if isinstance(choice, Transport):
-            return choice
+        if isinstance(choice, Collectives):
+            return as_transport(choice)
         raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc.core.transport import Divisible
 from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
@@ -139,7 +140,7 @@ class _World:
             self._changed.wait(remaining)
 
 
-class LocalTransport:
+class LocalTransport(Divisible):
     """One rank of a world of threads. Make them with :func:`local_world` or through :func:`run_ranks`.
 
     Sums and maxima are folded in rank order, so results are bit-identical on every rank and from run to run.

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dgc.core.transport import Divisible
 from dgc.errors import StallError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.transport.waits.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
@@ -118,7 +119,7 @@ def why_unusable(mpi: Any, comm: Any, expect_rank: int | None = None, expect_siz
     return None
 
 
-class MPITransport:
+class MPITransport(Divisible):
     """Collectives of mpi4py on a duplicate of a communicator, so that nobody else's messages can be taken for ours.
 
     To be called by one thread at a time, in the same order on every rank; other threads (Horovod's own, the user's)
@@ -132,9 +133,6 @@ class MPITransport:
     """
 
     name = "mpi"
-
-    on_long_wait: Callable[[], None] | None = None
-    """Called now and then while a collective does not end, if set."""
 
     def __init__(
         self,

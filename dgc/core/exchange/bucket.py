@@ -15,11 +15,11 @@ import numpy as np
 from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Kernels
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState, State
-from dgc.core.transport import Transport, called
+from dgc.core.transport import Transport
 from dgc.core.wire.message import Incoming, Sender
 from dgc.core.wire.plan import BucketPlan, Mode
 from dgc.errors import DGCError
@@ -64,7 +64,7 @@ class BucketExchange:
         self._vector = vector
         self._all_states = state
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._transport = transport
         self._share = 1.0 / transport.size if op == "average" else 1.0
         self._buffers = Buffers(Sender(bucket.index, transport, self._memory), vector)
@@ -195,9 +195,9 @@ class BucketExchange:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
         ranks = self.required_outcome.flagged_by
         if own in ranks or not ranks:
-            where = f"{called(self._transport, own)} in the gradient of {names[self._worst_parameter(step)]!r}"
+            where = f"{self._transport.label(own)} in the gradient of {names[self._worst_parameter(step)]!r}"
         else:
-            where = f"{called(self._transport, ranks[0])}, whose own warning names the parameter"
+            where = f"{self._transport.label(ranks[0])}, whose own warning names the parameter"
         return (
             f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
             "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "

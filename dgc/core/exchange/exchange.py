@@ -27,7 +27,7 @@ from dgc.core.state.checks import require_place
 from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
-from dgc.core.transport import Transport, group_of, place_of
+from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -79,7 +79,7 @@ class Exchange:
         self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
         self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
-        nodes = None if group_of(transport) is None else NodeSums(config, kernels, transport)
+        nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
         self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, transport, nodes)
         self._step: StepContext | None = None
         self._warned = False
@@ -262,7 +262,7 @@ class Exchange:
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,
-            "ranks": place_of(self.transport)["size"],
+            "ranks": self.transport.rank_info()["size"],
             "kernels": self._kernels.name,
             "discardable": self.unapplied.exact,
         }
@@ -312,7 +312,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), **place_of(self.transport), "op": self.config.op}
+        return {**self.state.to_dict(), **self.transport.rank_info(), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -323,7 +323,7 @@ class Exchange:
             LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, op=self.config.op, **place_of(self.transport))
+        require_place(saved, op=self.config.op, **self.transport.rank_info())
         self.state.load(saved, self.config.own_share(self.transport.size))
         self.unapplied.reset()
         self._status.recover()
@@ -412,7 +412,7 @@ class Exchange:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
         bucket = next(b for b in self._buckets if b.required_outcome.flagged)
         ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
-        inside = group_of(self.transport)
+        inside = self.transport.inside
         if self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank):
             return
         self._warned = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.gradients.clipping import Clipping
@@ -52,10 +52,10 @@ class Pipeline:
             unapplied: keeps what a step changes, where steps can be discarded.
             kernels: their ``overlaps`` says whether there are threads to spare.
             status: of the exchange; its lock guards the gradients that arrive.
-            transport: its ``end_job``, if it has one, ends all ranks where nobody takes the error about a missing one.
+            transport: its ``end_job`` ends all ranks where nobody takes the error about a missing one.
             nodes: adds up gradients first, where several ranks send as one.
         """
-        self._end_job: Callable[[StallError], None] | None = getattr(transport, "end_job", None)
+        self._transport = transport
         self._nodes = nodes
         self._buckets = buckets
         self._clipping = clipping
@@ -64,7 +64,7 @@ class Pipeline:
         self._status = status
         self._step: StepContext | None = None
         self._prepared = self._clipped = self._summed = 0  # buckets before these are
-        self._waits = bool(getattr(kernels, "on_device", False))  # whether kernels run while this thread goes on
+        self._waits = kernels.on_device  # whether kernels run while this thread goes on
         self._thread: threading.Thread | None = None
 
     def start(self, step: StepContext) -> None:
@@ -101,9 +101,7 @@ class Pipeline:
 
     def _loop(self) -> None:
         status = self._status
-        adopt = getattr(self._kernels, "adopt_thread", None)
-        if adopt is not None:
-            adopt()
+        self._kernels.adopt_thread()
         while True:
             with status.lock:
                 status.lock.wait_for(lambda: status.phase is Phase.RUNNING or status.closed)
@@ -117,8 +115,8 @@ class Pipeline:
                 status.broke(failure.error)
             except StallError as error:
                 status.broke(error)
-                if not status.wait_until_taken(_STALL_PATIENCE) and self._end_job is not None:
-                    self._end_job(error)
+                if not status.wait_until_taken(_STALL_PATIENCE):
+                    self._transport.end_job(error)
             except DGCError as error:
                 status.broke(error)
             except BaseException as error:

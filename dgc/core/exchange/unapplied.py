@@ -9,9 +9,9 @@ import numpy as np
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.records import StepContext, StepStats
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Kernels
 from dgc.core.state.state import State
-from dgc.core.transport import Transport, whole_of
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 
 
@@ -52,8 +52,8 @@ class Unapplied:
         self.discarded = self.returned = 0
         self._state = state
         self._buckets = buckets
-        self._transport = whole_of(transport)
-        self._memory = memory_of(kernels)
+        self._transport = transport.whole
+        self._memory = kernels.memory
         self._copies: list[tuple[Any, Any, np.ndarray, np.ndarray]] = []
         self._owed: list[bool] = []
         if exact:

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels, SegmentWork, memory_of
+from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import ConfigError
 
@@ -73,7 +73,7 @@ def _try_out(kernels: Kernels) -> None:
     values = np.sin(np.arange(n, dtype=np.float32))
     outcomes = []
     for each in (kernels, ReferenceKernels()):
-        memory = memory_of(each)
+        memory = each.memory
         gradient, u, v = (memory.zeros(n, np.float32) for _ in range(3))
         for array in (gradient, u, v):
             memory.copy_in(array, values)

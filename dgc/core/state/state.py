@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import FORMAT, require_fit, require_sound
 from dgc.core.state.layout import Layout, Segment
 
@@ -29,7 +29,7 @@ class BucketState:
         self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels, small_size: int = 0
     ) -> None:
         """Allocate zeros: u (size,), v (sparse_size,), error, and a cold control array of ``segments`` rows."""
-        memory = memory_of(kernels)
+        memory = kernels.memory
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
         self.control = kernels.new_control(segments)
@@ -49,7 +49,7 @@ class State:
         """Start from zeros at step 0."""
         self._layout = layout
         self._kernels = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self.step = 0
         self.buckets: list[BucketState] = []
         self.reset()

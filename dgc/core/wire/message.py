@@ -10,7 +10,7 @@ import numpy as np
 
 from dgc import errors
 from dgc.core.kernels.base import HostMemory, Memory
-from dgc.core.transport import Transport, called
+from dgc.core.transport import Transport
 from dgc.core.wire.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
 from dgc.core.wire.plan import BucketPlan
 
@@ -122,10 +122,10 @@ class Sender:
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
         failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
         if failed:
-            return [_failure(headers[i], self._gathered[i], i, called(self._transport, i)) for i in failed]
+            return [_failure(headers[i], self._gathered[i], i, self._transport.label(i)) for i in failed]
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
-            who, own = called(self._transport, sender), called(self._transport, self._transport.rank)
+            who, own = self._transport.label(sender), self._transport.label(self._transport.rank)
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "

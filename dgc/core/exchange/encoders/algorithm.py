@@ -26,7 +26,7 @@ from dgc.core.exchange.encoders.base import (
 )
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import Array, Kernels, Undo, memory_of
+from dgc.core.kernels.base import Array, Kernels, Undo
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
@@ -76,13 +76,13 @@ class AlgorithmEncoder(Encoder):
         Raises:
             ConfigError: the kernels work on a device.
         """
-        if getattr(kernels, "on_device", False) and not self.on_device:
+        if kernels.on_device and not self.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         self._bucket = bucket
         self._algorithm = algorithm
         self._config = algorithm.config
         self._kernels = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)

@@ -15,7 +15,7 @@ import numpy as np
 
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import StepContext, Submission
-from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
+from dgc.core.kernels.base import Kernels, MomentumRule
 from dgc.core.state.layout import Bucket, Segment
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, blaming
@@ -42,7 +42,7 @@ class DenseVector:
         self._bucket = bucket
         self._own_share = own_share
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self.values = np.empty(0, bucket.dtype)
         """(plan.vector_size,) float32, float64 in float64 buckets."""
         self._left = np.zeros(bucket.small_size, np.float32)

@@ -22,7 +22,7 @@ from dgc.core.exchange.encoders.base import (
     small_codec,
 )
 from dgc.core.exchange.records import Outcome, StepContext, bounds_of
-from dgc.core.kernels.base import Kernels, Selection, memory_of
+from dgc.core.kernels.base import Kernels, Selection
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
@@ -40,7 +40,7 @@ class TopKEncoder(Encoder):
         self._bucket = bucket
         self._config = config
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._ranks = ranks
         self._plans: dict[float | None, BucketPlan] = {}
         self._begun: Callable[[], Selection] | None = None

@@ -14,9 +14,8 @@ import numpy as np
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.gradients.device_group import DeviceGroup, join_devices
 from dgc.core.exchange.records import StepContext
-from dgc.core.kernels.base import memory_of
 from dgc.core.state.layout import Bucket
-from dgc.core.transport import Transport, group_of, place_of
+from dgc.core.transport import Transport
 from dgc.core.wire.message import ERROR_CLASSES, error_code
 from dgc.errors import DGCError
 
@@ -41,15 +40,15 @@ class NodeSums:
             kernels: that read the gradients.
             transport: among nodes.
         """
-        inside, place = group_of(transport), place_of(transport)
+        inside, place = transport.inside, transport.rank_info()
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
         self._first = place["rank"] - inside.rank
         self._kernels = kernels
-        self._on_device = bool(getattr(kernels, "on_device", False))
+        self._on_device = kernels.on_device
         self._devices: DeviceGroup | None = None
         self._asked = not self._on_device
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, Undo
 from dgc.core.kernels.cpu import scatter, select_radix
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
@@ -36,7 +36,7 @@ LARGEST_PARTS = 64
 """Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
 
 
-class NumbaKernels:
+class NumbaKernels(Kernels):
     """The operations of size n on CPU arrays; see :class:`dgc.core.kernels.base.Kernels`.
 
     Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
@@ -92,9 +92,6 @@ class NumbaKernels:
         for size in (4, n):
             self.sums_of_squares([g[:size]])
             self.dense_update(u[:size].copy(), g[:size], v[:size], None, MomentumRule(momentum=0.9))
-
-    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return rules.new_control(segments)
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
         rows = [(*place_of(g, g.size, "gradient"), g.size) for g in gradients]

@@ -6,14 +6,12 @@ arrays; positions, values and means cross as NumPy arrays. What has to hand numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, Undo
 from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
@@ -22,7 +20,7 @@ from dgc.core.kernels.gpu.tables import SUMMARY, DenseTensor, Format
 from dgc.errors import LayoutError
 
 
-class DeviceKernels(CodeKernels):
+class DeviceKernels(CodeKernels, Kernels):
     """The protocol :class:`dgc.core.kernels.base.Kernels` on a device, and the operations of whole buckets.
 
     Safe to call from several threads; they take turns.
@@ -44,9 +42,6 @@ class DeviceKernels(CodeKernels):
     def adopt_thread(self) -> None:
         """Say that this thread belongs to the exchange; see :class:`~dgc.core.kernels.gpu.memory.Runtime`."""
         self.runtime.adopt_thread()
-
-    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return rules.new_control(segments)
 
     def warm_up(self, dtype: str = "float32") -> None:
         """Run every kernel on a small bucket: they are compiled and loaded, and memory pools are filled."""
@@ -154,12 +149,6 @@ class DeviceKernels(CodeKernels):
             return Selection(
                 selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
             )
-
-    def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
-    ) -> Callable[[], Selection]:
-        """See :class:`~dgc.core.kernels.base.Kernels`; a device overlaps by itself."""
-        return partial(self.accumulate_and_select, work, u, v, control)
 
     def mask(
         self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True

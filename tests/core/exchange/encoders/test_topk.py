@@ -68,7 +68,7 @@ def test_without_error_feedback_nothing_stays_and_nothing_returns():
 
 
 def test_in_a_dense_step_the_kernels_have_nothing_to_do():
-    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=[]))
+    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=["memory"]))
     outcome = Outcome()
     encoder.begin(step, encoder.plan(step), state, None)
     encoder.abandon()

@@ -8,6 +8,7 @@ import pytest
 from host_runtime import HostRuntime
 from model_shapes import resnet50_shapes
 
+from dgc.adapter.speed.work import Echo
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
@@ -27,25 +28,13 @@ class Idle(HostRuntime):
         return
 
 
-class Echo:
-    """Eight ranks that all send what this one does."""
-
-    name, rank, size = "echo", 0, RANKS
-
-    def allgather(self, message, gathered):
-        gathered[...] = message
-
-    def allreduce(self, values, op):
-        return
-
-
 def operations_of_a_step(options, limit=None, algorithm="dgc"):
     """Operations by name, and host waits, of a step whose gradients are all there before the first bucket begins."""
     common = {"sparsity": 0.999, "momentum": 0.9} if algorithm == "dgc" else {}
     config = make_config({**common, **options}, algorithm=algorithm)
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     runtime = Idle()
-    exchange = Exchange(layout, config, Echo(), DeviceKernels(runtime))
+    exchange = Exchange(layout, config, Echo(RANKS), DeviceKernels(runtime))
     pipeline, status = exchange._pipeline, exchange._status
 
     def wait(step, index):
