@@ -178,7 +178,7 @@ class EngineBase(LooksInside, abc.ABC):
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
-        return float(np.sqrt(sum(e.state.residual_norm() ** 2 for e in self._exchanges)))
+        return float(np.sqrt(sum(e.residual_norm() ** 2 for e in self._exchanges)))
 
     def _count_extra(self) -> None:
         """The step is over, and has those bytes."""
@@ -298,7 +298,6 @@ class EngineBase(LooksInside, abc.ABC):
         self.require_loadable(saved)
         self.abandon()
         self._take_state(saved)
-        self._count_anew()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""

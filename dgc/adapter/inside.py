@@ -199,8 +199,7 @@ class SeesInside:
 
         Args:
             writer: anything with ``add_scalar(tag, value, step)``, like ``torch.utils.tensorboard.SummaryWriter``; in
-                TensorFlow also a writer of ``tf.summary``. None turns the log off and gives its memory back, 4 bytes
-                for each element of a compressed tensor.
+                TensorFlow also a writer of ``tf.summary``. None turns the log off.
             every: the number of a step that is looked at is a multiple of this.
             prefix: tags are ``<prefix>.<figure>/<tensor>`` and ``<prefix>.total/<figure>``; docs/inside.md has the
                 figures.
@@ -303,12 +302,6 @@ class LooksInside:
         for exchange in self._exchanges:
             if exchange.inside is None:
                 exchange.inside = Inside(exchange.layout, self._log)
-
-    def _count_anew(self) -> None:
-        """Another state was loaded: how long its entries have waited is not known."""
-        for exchange in self._exchanges:
-            if exchange.inside is not None:
-                exchange.inside.begin_anew()
 
     def _tell_of_log(self) -> None:
         """After a step, where nothing is half done."""

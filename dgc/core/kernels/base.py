@@ -54,21 +54,6 @@ class MomentumRule:
     scale: float = 1.0
 
 
-def _nothing() -> None:
-    pass
-
-
-@dataclass(slots=True)
-class Undo:
-    """What a refused step needs to put back: the state at the sent positions before masking."""
-
-    positions: Array
-    u: Array
-    v: Array
-    finish: Callable[[], None] = _nothing
-    """Must be called before u or v is read, after :meth:`Kernels.mask` without waiting; again does nothing."""
-
-
 @dataclass(slots=True)
 class Selection:
     """What to send: (k,) int64 bucket-flat positions, ascending and unique, and v there, (k,) of its type.
@@ -206,18 +191,8 @@ class Kernels(abc.ABC):
         return partial(self.accumulate_and_select, work, u, v, control)
 
     @abc.abstractmethod
-    def mask(
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there.
-
-        With ``wait=False`` other threads may still be at it on return: call ``finish()`` on what comes back before
-        anything of the state is read, and change none of the arguments until then.
-        """
-
-    @abc.abstractmethod
-    def restore(self, u: Array, v: Array, undo: Undo) -> None:
-        """Undo :meth:`mask`, once it is finished."""
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
+        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
 
     @abc.abstractmethod
     def scatter_add(

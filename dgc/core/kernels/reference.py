@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.errors import LayoutError
 
 
@@ -79,18 +79,10 @@ class ReferenceKernels(Kernels):
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
-    def mask(  # noqa: D102
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        undo = Undo(positions, u[positions], v[positions])
-        v[positions] = undo.v - decoded
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+        v[positions] = v[positions] - decoded
         if masking:
             u[positions] = 0
-        return undo
-
-    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:  # noqa: D102
-        u[undo.positions] = undo.u
-        v[undo.positions] = undo.v
 
     def scatter_add(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

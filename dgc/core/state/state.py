@@ -29,12 +29,28 @@ class BucketState:
         self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels, small_size: int = 0
     ) -> None:
         """Allocate zeros: u (size,), v (sparse_size,), error, and a cold control array of ``segments`` rows."""
-        memory = kernels.memory
+        self._memory = memory = kernels.memory
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
         self.control = kernels.new_control(segments)
         self.error = np.zeros(small_size, np.float32)
         self.owes = False
+
+    def copy(self) -> BucketState:
+        """Return the same values in memory of their own."""
+        other = copy.copy(self)
+        other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
+        other.control, other.error = np.empty_like(self.control), np.empty_like(self.error)
+        other.assign(self)
+        return other
+
+    def assign(self, other: BucketState) -> None:
+        """Take over the values of another state of the same sizes."""
+        self._memory.copy(self.u, other.u)
+        self._memory.copy(self.v, other.v)
+        self.control[...] = other.control
+        self.error[...] = other.error
+        self.owes = other.owes
 
     def forgive(self) -> None:
         """Forget what the small tensors lack."""
@@ -61,6 +77,18 @@ class State:
             BucketState(b.size, b.sparse_size, len(b.sparse), b.dtype, self._kernels, b.small_size)
             for b in self._layout.buckets
         ]
+
+    def copy(self) -> State:
+        """Return the same values in memory of their own."""
+        other = copy.copy(self)
+        other.buckets = [bucket.copy() for bucket in self.buckets]
+        return other
+
+    def assign(self, other: State) -> None:
+        """Take over the values of another state of the same layout."""
+        for bucket, source in zip(self.buckets, other.buckets, strict=True):
+            bucket.assign(source)
+        self.step = other.step
 
     def momentum_buffer(self, parameter: int) -> np.ndarray:
         """View of u for one parameter, (numel,), where the kernels work."""

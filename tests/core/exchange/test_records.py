@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.records import Hyper, Submission, Submissions
 from dgc.core.state.layout import make_layout
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, LayoutError
 
 
 def test_entries_sent_are_at_most_k_and_the_largest():
@@ -62,7 +62,7 @@ def test_a_bucket_is_complete_with_its_last_gradient_in_whatever_order(order):
         members = {segment.parameter for segment in layout.buckets[bucket].segments}
         assert given_so_far.add(parameter, item) == (members <= set(order[: place + 1]))
         assert given_so_far.is_complete(bucket) == (members <= set(order[: place + 1]))
-        with pytest.raises(KeyError):
+        with pytest.raises(LayoutError, match="given twice"):
             given_so_far.add(parameter, item)
     assert given_so_far.is_complete()
     assert not given_so_far.lacking()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
@@ -61,12 +61,11 @@ class DeviceKernels(CodeKernels, Kernels):
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
         self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)()
         self.sums_of_squares([g])
-        assert done.undo is not None
-        self.restore(u, v, done.undo)
-        # What the host's codecs need, and a refused step.
+        self.subtract(u, v, done.positions, done.values, masking=True)
+        # What the host's codecs need.
         self.accumulate(work, u, v)
         chosen = self.accumulate_and_select(work, u, v, control)
-        self.restore(u, v, self.mask(u, v, chosen.positions, chosen.values, masking=True))
+        self.mask(u, v, chosen.positions, chosen.values, masking=True)
         self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
         self._warm_up_codes(v, r)
         self.memory.fill(r, np.nan)
@@ -150,28 +149,22 @@ class DeviceKernels(CodeKernels, Kernels):
                 selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
             )
 
-    def mask(
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
         k = positions.size
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         _check_positions(positions, min(u.size, v.size))
-        with self.lock:
-            undo = Undo(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
-            if k:
+        if k:
+            with self.lock:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
-                self._over_entries("mask", u, v, places, values, np.int64(k), np.int32(masking), undo.u, undo.v, k=k)
-                undo.positions = places.view(np.int64)
-            return undo
+                self.subtract(u, v, places.view(np.int64), values, masking=masking)
 
-    def restore(self, u: Array, v: Array, undo: Undo) -> None:
-        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
-        k = undo.positions.size
-        wide = np.int32(np.dtype(undo.positions.dtype).itemsize == 8)
+    def subtract(self, u: Array, v: Array, positions: Array, decoded: Array, *, masking: bool) -> None:
+        """Do as :meth:`mask` with (k,) positions, int32 or int64, and values on the device. Does not wait."""
+        wide, k = np.int32(np.dtype(positions.dtype).itemsize == 8), positions.size
         with self.lock:
-            self._over_entries("restore", u, v, undo.positions, wide, undo.u, undo.v, np.int64(k), k=k)
+            self._over_entries("mask", u, v, positions, wide, decoded, np.int64(k), np.int32(masking), k=k)
 
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

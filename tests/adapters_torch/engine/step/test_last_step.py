@@ -284,7 +284,7 @@ def applied_step(*gradients):
     parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
-    exchange = SimpleNamespace(unapplied=SimpleNamespace(pending=False))
+    exchange = SimpleNamespace(undecided=False)
     last = LastStep(parameters, lambda: exchange)
     last.stepped()
     return last

@@ -35,12 +35,12 @@ def operations_of_a_step(options, limit=None, algorithm="dgc"):
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     runtime = Idle()
     exchange = Exchange(layout, config, Echo(RANKS), DeviceKernels(runtime))
-    pipeline, status = exchange._pipeline, exchange._status
+    pipeline, state = exchange._pipeline, exchange._step
 
     def wait(step, index):
-        with status.lock:
-            status.lock.wait_for(lambda: step.given.is_complete() or status.closed)
-            return not status.closed
+        with state.lock:
+            state.lock.wait_for(lambda: step.given.is_complete() or state.closed)
+            return not state.closed
 
     pipeline._wait_for_gradients = wait
     gradients = [runtime.zeros(p.numel, np.float32) for p in layout.parameters]
