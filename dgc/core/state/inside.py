@@ -204,7 +204,7 @@ class Ages:
             self.last.fill(self.clock)
         self._is_fresh, self._step, self._source = False, step, source
         self.clock += 1
-        before = self.last[positions]
+        before: np.ndarray = self.last[positions]
         self._before = positions, before
         self.last[positions] = self.clock
         return self.clock - 1 - before

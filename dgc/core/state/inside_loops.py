@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dgc.core.kernels.compile import entry
 
 
 @entry(__file__)
-def look(v, last, clock):  # type: ignore[no-untyped-def]
+def look(v: np.ndarray, last: np.ndarray, clock: int) -> tuple[float, int, int, int]:
     """Sum of squares, and what waits; an entry that is 0 has nothing to wait with, and begins anew.
 
     Args:

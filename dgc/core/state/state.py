@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.checks import FORMAT, require_fit, require_sound
 from dgc.core.state.layout import Layout, Segment
 
@@ -62,7 +62,7 @@ class State:
             for b in self._layout.buckets
         ]
 
-    def momentum_buffer(self, parameter: int) -> np.ndarray:
+    def momentum_buffer(self, parameter: int) -> Array:
         """View of u for one parameter, (numel,), where the kernels work."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].u[segment.slice]
@@ -82,7 +82,7 @@ class State:
         share = own_share if self.residual(parameter).size else 1.0
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
-    def residual(self, parameter: int) -> np.ndarray:
+    def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].v[segment.slice]
@@ -154,7 +154,8 @@ class State:
     def _control_row(self, parameter: int) -> np.ndarray:
         bucket, segment = self._layout.places[parameter]
         segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
-        return self.buckets[bucket].control[segments.index(segment)]
+        row: np.ndarray = self.buckets[bucket].control[segments.index(segment)]
+        return row
 
 
 def resized(
