@@ -105,7 +105,7 @@ class State:
             entry: dict[str, Any] = {"u": self._memory.to_host(self.momentum_buffer(i))}
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
-                entry["control"] = self._control_row(i).copy()
+                entry["threshold"] = self._control_row(i).copy()
             elif i in self._layout.chosen:
                 entry["exchange"] = "dense"
             elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
@@ -143,9 +143,9 @@ class State:
                 self._memory.copy_in(self.residual(i), entry["v"])
                 row = self._control_row(i)
                 row[...] = np.nan
-                control = entry.get("control")
-                if control is not None and len(control) == row.size:
-                    row[...] = control
+                threshold = entry.get("threshold")
+                if threshold is not None and len(threshold) == row.size:
+                    row[...] = threshold
             elif "error" in entry:
                 self.error(i)[...] = entry["error"]
                 self.buckets[self._layout.places[i][0]].owes = True
@@ -184,7 +184,7 @@ def resized(
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
     for name, entry in result["parameters"].items():
-        entry.pop("control", None)
+        entry.pop("threshold", None)
         own = {"v", "error"} & set(entry) | ({"u"} if "v" in entry and not replicated else set())
         for key in own:
             total = np.zeros_like(entry[key])
