@@ -62,8 +62,9 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
     theirs = saved.get("op")
     if theirs != op:
         raise LayoutError(
-            f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job op={theirs} "
-            "(and the learning rate that belongs to it), or load model and optimizer alone, which begins with momentum 0"
+            f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job "
+            f"op={theirs} (and the learning rate that belongs to it), or load model and optimizer alone, which begins "
+            "with momentum 0"
         )
 
 
