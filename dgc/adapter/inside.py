@@ -248,7 +248,8 @@ class SeesInside:
         """The latest step that was looked at, by the tensors' names; this rank's own figures."""
         engine = self._looked_into()
         if engine is not None:
-            return engine.inside
+            look: Look = engine.inside
+            return look
         return Look(nothing=OFF if self._log is None and self._guest is None else self._unseen())
 
     _waits = False

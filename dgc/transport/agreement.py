@@ -119,7 +119,7 @@ def tell_error(transport: Transport, error: Exception) -> None:
     except TransportError as lost:
         # What add_note does, which Python 3.10 lacks.
         note = f"and the other ranks could not be told: {lost}"
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
 def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:

@@ -317,7 +317,7 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
         return
     rank, error = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
     # What add_note does, which Python 3.10 lacks.
-    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]  # type: ignore[attr-defined]
+    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]
     raise error
 
 

@@ -126,7 +126,8 @@ def as_loss_scale(value: Any, scaler: str = "loss scaler") -> float | Callable[[
         ConfigError: something else.
     """
     if callable(value):
-        return value
+        scale: Callable[[], float] = value
+        return scale
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
     raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the {scaler}")

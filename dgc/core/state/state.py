@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.checks import FORMAT, require_fit, require_sound
 from dgc.core.state.layout import Layout, Segment
 
@@ -90,7 +90,7 @@ class State:
             bucket.assign(source)
         self.step = other.step
 
-    def momentum_buffer(self, parameter: int) -> np.ndarray:
+    def momentum_buffer(self, parameter: int) -> Array:
         """View of u for one parameter, (numel,), where the kernels work."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].u[segment.slice]
@@ -110,7 +110,7 @@ class State:
         share = own_share if self.residual(parameter).size else 1.0
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
-    def residual(self, parameter: int) -> np.ndarray:
+    def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].v[segment.slice]
@@ -133,7 +133,7 @@ class State:
             entry: dict[str, Any] = {"u": self._memory.to_host(self.momentum_buffer(i))}
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
-                entry["control"] = self._control_row(i).copy()
+                entry["threshold"] = self._control_row(i).copy()
             elif i in self._layout.chosen:
                 entry["exchange"] = "dense"
             elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
@@ -171,9 +171,9 @@ class State:
                 self._memory.copy_in(self.residual(i), entry["v"])
                 row = self._control_row(i)
                 row[...] = np.nan
-                control = entry.get("control")
-                if control is not None and len(control) == row.size:
-                    row[...] = control
+                threshold = entry.get("threshold")
+                if threshold is not None and len(threshold) == row.size:
+                    row[...] = threshold
             elif "error" in entry:
                 self.error(i)[...] = entry["error"]
                 self.buckets[self._layout.places[i][0]].owes = True
@@ -182,7 +182,8 @@ class State:
     def _control_row(self, parameter: int) -> np.ndarray:
         bucket, segment = self._layout.places[parameter]
         segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
-        return self.buckets[bucket].control[segments.index(segment)]
+        row: np.ndarray = self.buckets[bucket].control[segments.index(segment)]
+        return row
 
 
 def resized(
@@ -211,7 +212,7 @@ def resized(
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
     for name, entry in result["parameters"].items():
-        entry.pop("control", None)
+        entry.pop("threshold", None)
         own = {"v", "error"} & set(entry) | ({"u"} if "v" in entry and not replicated else set())
         for key in own:
             total = np.zeros_like(entry[key])

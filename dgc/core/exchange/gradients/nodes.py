@@ -153,6 +153,6 @@ class NodeSums:
         return self._vectors[bucket.index]
 
     def _from(self, gradient: Any) -> np.ndarray:
-        host = self._memory.to_host(gradient) if self._on_device else gradient
+        host: np.ndarray = self._memory.to_host(gradient) if self._on_device else gradient
         # Bfloat16 arrives as its bits: the upper half of a float32.
         return (host.astype(np.uint32) << 16).view(np.float32) if host.dtype == np.uint16 else host

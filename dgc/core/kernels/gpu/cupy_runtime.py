@@ -188,7 +188,7 @@ class CupyRuntime:
             return np.empty(0, dtype)
         with self._device:
             memory = cupy.cuda.alloc_pinned_memory(nbytes)
-        array = np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+        array: np.ndarray = np.frombuffer(memory, np.uint8, nbytes).view(dtype)
         array[...] = 0
         return array
 

@@ -50,14 +50,16 @@ TILES = 8192
 
 
 @entry()
-def _thresholds(control, ks, lengths, out, most):  # type: ignore[no-untyped-def]
+def _thresholds(control: np.ndarray, ks: np.ndarray, lengths: np.ndarray, out: np.ndarray, most: np.ndarray) -> None:
     for s in range(len(ks)):
         out[s] = rules.threshold(control[s], ks[s], lengths[s])
         most[s] = rules.most_candidates(ks[s], lengths[s])
 
 
 @entry()
-def _learn(control, ks, used, totals, kths, wider):  # type: ignore[no-untyped-def]
+def _learn(
+    control: np.ndarray, ks: np.ndarray, used: np.ndarray, totals: np.ndarray, kths: np.ndarray, wider: np.ndarray
+) -> None:
     for s in range(len(ks)):
         if ks[s] == 0:
             continue
@@ -330,7 +332,7 @@ class Selector:
 
     def _widest(self, begin: bool) -> int:
         """Bits of a key that are still unknown after the first histogram, in the segment where they are most."""
-        sign, mantissa = self._bits - 1, 23 if self._bits == 32 else 52
+        sign, mantissa = int(self._bits) - 1, 23 if self._bits == 32 else 52
         if not begin or (self.segments["source"] == WHOLE).any():
             return sign
         active = self.segments["k"] > 0

@@ -180,7 +180,7 @@ class DenseTensor:
     @property
     def length(self) -> int:
         """Elements."""
-        return (self.result if self.gradient is None else self.gradient).size
+        return int((self.result if self.gradient is None else self.gradient).size)
 
 
 def tensor_table(

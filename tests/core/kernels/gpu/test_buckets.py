@@ -156,7 +156,7 @@ def test_only_messages_are_read(gathered):
 
 def test_formats_that_the_host_writes():
     bucket = Bucket([5000], "float32", DeviceKernels(HostRuntime()))
-    for indices, values in (("bitmap", "float32"), ("uint16", "sign"), ("uint16", "int8")):
+    for indices, values in (("elias_fano", "float32"), ("uint16", "sign"), ("uint16", "int8")):
         codec = codec_of(bucket, [5], indices, values)
         assert device_format(codec.indices, codec.values) is None
 

@@ -194,7 +194,7 @@ def check_payload(form: Format, payload: np.ndarray, n: int, count: int, index_c
 
 
 @entry()
-def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
+def _tiles_are_sound(counts: np.ndarray, offsets: np.ndarray, n: int) -> bool:
     at = 0
     for tile in range(len(counts)):
         stop = at + int(counts[tile])
@@ -213,7 +213,7 @@ def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
 
 
 @entry()
-def _ascending(positions, n):  # type: ignore[no-untyped-def]
+def _ascending(positions: np.ndarray, n: int) -> bool:
     last = -1
     for position in positions:
         if position <= last:
