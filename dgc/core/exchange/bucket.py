@@ -46,17 +46,7 @@ class BucketExchange:
         *,
         op: str,
     ) -> None:
-        """Allocate nothing yet: buffers come with the first step that needs them.
-
-        Args:
-            bucket: the bucket.
-            encoder: of this bucket alone.
-            vector: of this bucket.
-            state: of all buckets.
-            kernels: where u, v and the results are.
-            transport: connects the ranks.
-            op: "average" or "sum".
-        """
+        """Allocate nothing yet: buffers come with the first step that needs them. ``op`` is "average" or "sum"."""
         self.bucket = bucket
         self.encoder = encoder
         self.sent = False
@@ -144,7 +134,7 @@ class BucketExchange:
         plan, outcome = self.plan(step), self.required_outcome
         self.encoder.finish(step, plan, self._state, refused=refused)
         if refused and outcome.flagged:
-            for item in step.given.of(self.bucket.segments):
+            for item in step.submissions.of(self.bucket.segments):
                 self._memory.fill(item.result, np.nan)
             self.take_held()
             return
@@ -173,7 +163,7 @@ class BucketExchange:
         if self.outcome is None or self._step is None:
             return None
         held, self.outcome.held = self.outcome.held, None
-        self._step.given.let_go(self.bucket.segments)
+        self._step.submissions.release(self.bucket.segments)
         return held
 
     def write_held(self) -> None:
@@ -221,7 +211,7 @@ class BucketExchange:
 
     def _worst_parameter(self, step: StepContext) -> int:
         """The parameter whose gradient is not finite, or else has the largest entry."""
-        size = {s.parameter: _worst(step.given[s.parameter].gradient) for s in self.bucket.segments}
+        size = {s.parameter: _worst(step.submissions[s.parameter].gradient) for s in self.bucket.segments}
         return max(size, key=lambda parameter: size[parameter])
 
     def _commit(self, state: BucketState) -> Array | None:

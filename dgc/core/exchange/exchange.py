@@ -126,7 +126,7 @@ class Exchange:
             self.fail(wrong, index)
         try:
             with self._step.lock:
-                if self._begin().given.add(index, Submission(gradient, result, parameter, limit, ready)):
+                if self._begin().submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
                     self._step.lock.notify_all()
         except LayoutError as error:
             self.fail(error, index)
@@ -155,7 +155,7 @@ class Exchange:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all buckets of the step are through; returns False when ``timeout`` seconds did not suffice."""
         context = self._step.context
-        if context is None or not self.in_step:
+        if context is None:
             return True
         with context.stats.timed("wait"):
             return self._step.wait(timeout)
@@ -208,11 +208,11 @@ class Exchange:
             LayoutError: names a missing one.
         """
         step = self._step
-        lacking = (step.context.given if step.context and self.in_step else Submissions(self.layout)).lacking()
-        if lacking and step.announced is None and step.error is None:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        missing = (Submissions(self.layout) if step.context is None else step.context.submissions).missing()
+        if missing and step.announced is None and step.error is None:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             error = LayoutError(
-                f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor needs "
+                f"no gradient of {missing[0]!r}{more} was given in this step; every parameter of the compressor needs "
                 "one (a zero gradient for an unused parameter)"
             )
             self.fail(error)
@@ -367,8 +367,7 @@ class Exchange:
 
     def _begin(self) -> StepContext:
         """The context of the step under way, or of a new one. The caller holds the lock."""
-        if self.in_step:
-            assert self._step.context is not None
+        if self._step.context is not None:
             return self._step.context
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
@@ -382,7 +381,7 @@ class Exchange:
             loss_scale=1.0 if callable(scale) else float(scale),
             coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
-            given=Submissions(self.layout),
+            submissions=Submissions(self.layout),
             holds=self.holds,
         )
         self._pipeline.start(context)

@@ -42,16 +42,7 @@ class Pipeline:
         transport: Transport,
         nodes: NodeSums | None = None,
     ) -> None:
-        """Take what an exchange works with.
-
-        Args:
-            buckets: in the order in which they run.
-            clipping: fills in each bucket's factors.
-            kernels: their ``overlaps`` says whether there are threads to spare.
-            step: of the exchange; its lock guards the gradients that arrive.
-            transport: its ``end_job`` ends all ranks where nobody takes the error about a missing one.
-            nodes: adds up gradients first, where several ranks send as one.
-        """
+        """Take the parts of an exchange: ``buckets`` in their order, and ``nodes`` where several ranks send as one."""
         self._transport = transport
         self._nodes = nodes
         self._buckets = buckets
@@ -142,7 +133,9 @@ class Pipeline:
         """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
         step, needed = self._step, None if self._clipping.needs_all_gradients else index
         with step.lock:
-            step.lock.wait_for(lambda: context.given.is_complete(needed) or step.announced is not None or step.closed)
+            step.lock.wait_for(
+                lambda: context.submissions.is_complete(needed) or step.announced is not None or step.closed
+            )
             return not step.closed
 
     def _run_bucket(self, context: StepContext, index: int) -> None:
@@ -241,7 +234,7 @@ class Pipeline:
     def _stop(self, context: StepContext, index: int) -> int:
         """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
         stop = index + 1
-        while stop < len(self._buckets) and context.given.is_complete(stop):
+        while stop < len(self._buckets) and context.submissions.is_complete(stop):
             stop += 1
         return stop
 

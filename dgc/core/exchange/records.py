@@ -84,7 +84,7 @@ class Submissions:
         """What has to come before the gradients of a complete bucket may be read on a device."""
         return self._events.get(bucket, ())
 
-    def let_go(self, segments: Sequence[Segment]) -> None:
+    def release(self, segments: Sequence[Segment]) -> None:
         """Keep nobody's memory alive: all has been read and written."""
         for segment in segments:
             self._items[segment.parameter] = None
@@ -93,7 +93,7 @@ class Submissions:
         """Whether all gradients of a bucket, or of the step, are in."""
         return not (any(self._missing) if bucket is None else self._missing[bucket])
 
-    def lacking(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Names of the parameters without a gradient."""
         return [p.name for p, item in zip(self._layout.parameters, self._items, strict=True) if item is None]
 
@@ -221,7 +221,7 @@ class StepContext:
     loss_scale: float
     fingerprint: int
     """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
-    given: Submissions
+    submissions: Submissions
     stats: StepStats = field(default_factory=StepStats)
     clip: list[float] | None = None
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
@@ -290,7 +290,7 @@ class EntrySum:
 
     def write(self, step: StepContext, kernels: Kernels) -> None:
         """Make the results of the sparsified tensors: these values, and zeros."""
-        results = [item.result for item in step.given.of(self.bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self.bucket.sparse)]
         for result in results:
             result.fill(0)
         kernels.scatter_add(results, self.bucket.sparse_offsets, self.positions, self.values, 1.0)

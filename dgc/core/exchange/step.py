@@ -91,7 +91,7 @@ class Step:
     Attributes:
         lock: guards all of this; it is notified of every change.
         stage: where the step stands.
-        context: what its buckets share; that of the latest step after its end.
+        context: what its buckets share while it is under way.
         error: what ended it, in the stages BROKEN and FAILED.
         announced: an error of this rank, and the parameter it concerns, which its next message carries.
         closed: whether the exchange was closed.
@@ -102,14 +102,7 @@ class Step:
     """
 
     def __init__(self, state: State, buckets: Sequence[BucketExchange], transport: Transport, *, exact: bool) -> None:
-        """Begin without a step.
-
-        Args:
-            state: of the exchange.
-            buckets: of the exchange.
-            transport: connects the ranks.
-            exact: see the class.
-        """
+        """Begin without a step, of an exchange with this state and these buckets."""
         self.lock = threading.Condition()
         self.stage = Stage.NONE
         self.context: StepContext | None = None
@@ -214,6 +207,8 @@ class Step:
                     return False
                 raise RuntimeError(f"{event.name} came in the stage {self.stage.name}")
             self.stage = following
+            if not self.under_way:
+                self.context = None
             self.lock.notify_all()
             return True
 
@@ -230,8 +225,8 @@ class Step:
             self._before = None
         for bucket in self._buckets:
             bucket.start()
-        self.context = context
         self.enter(Event.BEGIN)
+        self.context = context
 
     def broke(self, error: DGCError) -> None:
         """End the exchange by an error, on all ranks or on this one; the first one counts."""

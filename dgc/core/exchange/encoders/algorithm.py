@@ -166,7 +166,7 @@ class AlgorithmEncoder(Encoder):
         if len(entries) == len(decoded):
             put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
             return
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
         for each in decoded:

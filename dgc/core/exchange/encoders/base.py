@@ -222,7 +222,7 @@ def segment_work(
     work = []
     for segment, k in zip(bucket.sparse, plan.ks, strict=True):
         i = segment.parameter
-        item = step.given[i]
+        item = step.submissions[i]
         decay = hyper.weight_decay[i] * share
         work.append(
             SegmentWork(

@@ -90,7 +90,7 @@ class NodeSums:
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
-        given = [item.gradient for item in step.given.of(bucket.segments)]
+        given = [item.gradient for item in step.submissions.of(bucket.segments)]
         if self._devices is not None:
             offsets = [segment.slice.start for segment in bucket.segments]
             self._kernels.gather(given, offsets, self._vector_of(bucket))
@@ -111,7 +111,7 @@ class NodeSums:
         """
         summed = self._sum_on_devices(bucket) if self._devices is not None else self._sum_on_host(bucket)
         self._on_host.discard(bucket.index)
-        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
+        for segment, item in zip(bucket.segments, step.submissions.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def prepared(name, options, density=0.5):
     encoder = AlgorithmEncoder(bucket, compressor_class(name)(config), kernels, transport, layout)
     step = StepContext(0, density, Hyper.uniform(5, config), 1.0, 0, Submissions(layout))
     for i, p in enumerate(layout.parameters):
-        step.given.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
+        step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", kernels)
     buffers = Buffers(Sender(0, transport), DenseVector(bucket, kernels))
     return encoder, step, state, buffers, transport
@@ -112,7 +112,7 @@ def test_no_momentum_is_cleared_where_no_entry_waits_for_room(name, options, den
     encoder, step, state, buffers, _ = prepared(name, options, density)
     state.u[:] = 1.0
     for i in range(5):
-        step.given[i].gradient[:3] = -0.9  # these have nothing to send
+        step.submissions[i].gradient[:3] = -0.9  # these have nothing to send
     outcome = Outcome()
     plan = encoder.compress(step, encoder.plan(step), state, buffers, outcome)
     velocity = state.u.copy()

@@ -27,7 +27,7 @@ def prepared(density=0.1, ranks=2, kernels=KERNELS, algorithm="dgc", **options):
     (bucket,) = layout.buckets
     step = StepContext(0, density, Hyper.uniform(5, config), 1.0, 0, Submissions(layout))
     for i, p in enumerate(layout.parameters):
-        step.given.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
+        step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", KERNELS)
     vector = DenseVector(bucket, KERNELS)
     buffers = Buffers(Sender(0, SimpleNamespace(rank=0, size=ranks)), vector)
@@ -41,7 +41,7 @@ def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
     assert plan.mode is mode
     encoder.compress(step, plan, state, buffers, outcome)
     for segment in encoder._bucket.sparse:
-        np.testing.assert_array_equal(state.v[segment.slice], step.given[segment.parameter].gradient)
+        np.testing.assert_array_equal(state.v[segment.slice], step.submissions[segment.parameter].gradient)
     assert encoder.commit(step, plan, state, outcome).size == outcome.count
     sent = np.zeros_like(state.v)
     if mode is Mode.SPARSE:
@@ -51,7 +51,7 @@ def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
         sent[: encoder._bucket.sparse_size] = buffers.vector.values[: encoder._bucket.sparse_size]
     assert np.count_nonzero(sent) == outcome.count == sum(plan.ks)
     for segment in encoder._bucket.sparse:
-        np.testing.assert_array_equal((sent + state.v)[segment.slice], step.given[segment.parameter].gradient)
+        np.testing.assert_array_equal((sent + state.v)[segment.slice], step.submissions[segment.parameter].gradient)
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -60,7 +60,7 @@ class DeviceCodesEncoder(AlgorithmEncoder):
 
     def await_gradients(self, step: StepContext) -> None:
         """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for event in step.given.events(self._bucket.index):
+        for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
     def apply(  # noqa: D102
@@ -69,7 +69,7 @@ class DeviceCodesEncoder(AlgorithmEncoder):
         for message in messages:
             with blaming(message.who, self._bucket.index):
                 self._check(message)
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         payloads = [message.payload for message in messages]
         damaged, outcome.flagged = self._kernels.add_codes(results, self._parts, payloads, share * step.loss_scale)
         if damaged:

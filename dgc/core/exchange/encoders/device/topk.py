@@ -62,7 +62,7 @@ class DeviceEncoder(TopKEncoder):
 
     def await_gradients(self, step: StepContext) -> None:
         """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for event in step.given.events(self._bucket.index):
+        for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
     def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
@@ -121,7 +121,7 @@ class DeviceEncoder(TopKEncoder):
             with blaming(message.who, self._bucket.index):
                 check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
         self._kernels.receive(
-            [item.result for item in step.given.of(self._bucket.sparse)],
+            [item.result for item in step.submissions.of(self._bucket.sparse)],
             self._bucket.sparse_offsets,
             self._bucket.sparse_size,
             form,
@@ -135,7 +135,7 @@ class DeviceEncoder(TopKEncoder):
         mask(state.u, state.v, sent.positions, sent.values, masking=masking)
 
     def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         for result in results:
             self._memory.fill(result, 0)
         for positions, values in entries:
