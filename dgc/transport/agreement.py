@@ -143,7 +143,7 @@ def _encode(description: Mapping[str, Any]) -> bytes:
     return json.dumps([[str(key), _value_text(value)] for key, value in description.items()]).encode()
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError):

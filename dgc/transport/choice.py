@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
@@ -15,15 +15,28 @@ from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
 
-GatherValues = Callable[[Any, str, Any], list[Any]]
+
+class ProcessSet(Protocol):
+    """Horovod's, as far as it is used here; its numbers are None for this process where it is not one of the set."""
+
+    process_set_id: int | None
+
+    def included(self) -> bool | None: ...  # noqa: D102
+
+    def rank(self) -> int: ...  # noqa: D102
+
+    def size(self) -> int: ...  # noqa: D102
+
+
+GatherValues = Callable[[Any, str, ProcessSet], list[Any]]
 
 
 def choose_transport(
     choice: str | Collectives,
     hvd: ModuleType,
-    members: Any,
+    members: ProcessSet,
     gather_values: GatherValues,
-    make_horovod: Callable[[Any], Transport],
+    make_horovod: Callable[[ProcessSet], Transport],
 ) -> Transport:
     """Make the transport for a group of ranks. Collective over ``members``.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -321,6 +321,6 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
     raise error
 
 
-def _describe_ranks(ranks: Any) -> str:
+def _describe_ranks(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     return f"rank {ordered[0]}" if len(ordered) == 1 else "ranks " + ", ".join(str(rank) for rank in ordered)

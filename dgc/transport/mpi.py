@@ -30,6 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +94,9 @@ def import_mpi() -> Any:
     return MPI
 
 
-def why_unusable(mpi: Any, comm: Any, expect_rank: int | None = None, expect_size: int | None = None) -> str | None:
+def why_unusable(
+    mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
+) -> str | None:
     """Say why ``comm`` cannot carry an exchange, or None if it can. Asks nobody else.
 
     Args:

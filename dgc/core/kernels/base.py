@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dgc.core.kernels.threshold import new_control
 
@@ -69,11 +70,11 @@ class Selection:
 class Memory(Protocol):
     """The memory of one backend. n elements; *device* arrays are those that the backend's kernels work on."""
 
-    def zeros(self, n: int, dtype: Any) -> Array:
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:
         """Return a device array of zeros, (n,)."""
         ...
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         """Return host memory for what travels, (n,), not initialised; page-locked where that helps."""
         ...
 
@@ -101,10 +102,10 @@ class Memory(Protocol):
 class HostMemory:
     """NumPy arrays on both sides."""
 
-    def zeros(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def zeros(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         return np.zeros(n, dtype)
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         return np.empty(n, dtype)
 
     def to_host(self, array: np.ndarray) -> np.ndarray:  # noqa: D102

@@ -156,7 +156,7 @@ def require_fit(
                 )
 
 
-def _numbers(values: Any, name: str, key: str) -> np.ndarray:
+def _numbers(values: object, name: str, key: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:

@@ -7,7 +7,6 @@ arrays; positions, values and means cross as NumPy arrays. What has to hand numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -164,7 +163,7 @@ class DeviceKernels(CodeKernels, Kernels):
         """Do as :meth:`mask` with (k,) positions, int32 or int64, and values on the device. Does not wait."""
         wide, k = np.int32(np.dtype(positions.dtype).itemsize == 8), positions.size
         with self.lock:
-            self._over_entries("mask", u, v, positions, wide, decoded, np.int64(k), np.int32(masking), k=k)
+            self._over_entries("mask", u, k, u, v, positions, wide, decoded, np.int64(k), np.int32(masking))
 
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
@@ -184,8 +183,8 @@ class DeviceKernels(CodeKernels, Kernels):
                 self._target_table(results, offsets), positions, values.astype(kind, copy=False)
             )
             self._over_entries(
-                "scatter_add", targets, np.int32(len(results)), places, numbers, np.float64(factor), np.int64(k),
-                k=k, u=results[0],
+                "scatter_add", results[0], k, targets, np.int32(len(results)), places, numbers, np.float64(factor),
+                np.int64(k),
             )  # fmt: skip
 
     def dense_update(
@@ -200,10 +199,9 @@ class DeviceKernels(CodeKernels, Kernels):
             (means,) = self._tables.send(mean)
             self._over_tensors("update", 8 * mean.dtype.itemsize, [tensor], means, u)
 
-    def _over_entries(self, name: str, *arguments: Any, k: int, u: Any = None) -> None:
-        """Launch a kernel that walks over k entries; its state is ``u``, or the first argument."""
+    def _over_entries(self, name: str, state: Array, k: int, *arguments: object) -> None:
+        """Launch a kernel that walks over k entries of a state of ``state``'s type."""
         if k:
-            state = arguments[0] if u is None else u
             self._launch(name, 8 * np.dtype(state.dtype).itemsize, min(BLOCKS, -(-k // THREADS)), *arguments)
 
 

@@ -122,8 +122,8 @@ class BucketKernels:
     def begin(
         self,
         work: Sequence[SegmentWork],
-        u: Any,
-        v: Any,
+        u: Array,
+        v: Array,
         control: np.ndarray,
         form: Format | None,
         payload: np.ndarray,
@@ -216,7 +216,7 @@ class BucketKernels:
                 tables[2], tile_segment, np.float64(factor),
             )  # fmt: skip
 
-    def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any = None) -> None:
+    def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Array = None) -> None:
         """Momentum SGD on means (without a momentum: the means times ``scale``) into the results. Does not wait.
 
         Args:
@@ -237,7 +237,7 @@ class BucketKernels:
             self.wait()
             return met is not None and bool(met["nonfinite"][0])
 
-    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> Callable[[], bool]:
+    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Array) -> Callable[[], bool]:
         """Enqueue the question whether a result is not finite or beyond its ``limit``; only narrow types have one.
 
         Args:
@@ -288,10 +288,10 @@ class BucketKernels:
         self._begun += 1
         return self._begun
 
-    def _launch(self, name: str, bits: int, grid: int, *arguments: Any) -> None:
+    def _launch(self, name: str, bits: int, grid: int, *arguments: object) -> None:
         self.runtime.launch(name, bits, grid, arguments)
 
-    def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: Any) -> None:
+    def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: object) -> None:
         geometry, tile_tensor, _ = self._geometry([t.length for t in tensors])
         if geometry.tiles:
             table = tensor_table(tensors, geometry, bits, self.runtime.address)
@@ -324,7 +324,7 @@ class BucketKernels:
 
         return enqueue
 
-    def _means(self, vector: np.ndarray) -> Any:
+    def _means(self, vector: np.ndarray) -> Array:
         """A dense vector where kernels can read it."""
         if vector.nbytes <= DIRECT:
             return vector
@@ -340,7 +340,7 @@ class BucketKernels:
         return table
 
     def _selector(
-        self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None, own: Scratch
+        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray | None, own: Scratch
     ) -> Selector:
         if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
             given = f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size})"

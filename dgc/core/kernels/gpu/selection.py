@@ -21,7 +21,7 @@ import numpy as np
 # It also registers the rules of the threshold with Numba.
 import dgc.core.kernels.cpu.select_candidates  # noqa: F401
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import Array, SegmentWork
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.cuda.source import BIN_BITS, BINS, WARPS
 from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
@@ -147,11 +147,11 @@ class Selected:
     and ``summary`` are the bytes of those tables.
     """
 
-    positions: Any
-    values: Any
-    segments: Any
-    found: Any
-    summary: Any
+    positions: Array
+    values: Array
+    segments: Array
+    found: Array
+    summary: Array
 
 
 class Selector:
@@ -168,8 +168,8 @@ class Selector:
         tables: Tables,
         geometry: tuple[Geometry, Any, Any],
         work: Sequence[SegmentWork],
-        u: Any,
-        v: Any,
+        u: Array,
+        v: Array,
         control: np.ndarray | None,
     ) -> None:
         """Fill the tables.
@@ -285,7 +285,7 @@ class Selector:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, grid: int, *arguments: Any) -> None:
+    def _launch(self, name: str, grid: int, *arguments: object) -> None:
         self._runtime.launch(name, self._bits, grid, arguments)
 
     def _send(self) -> tuple[Any, Any, Any]:
