@@ -83,7 +83,7 @@ test: setup ## the whole test suite in runs side by side, with the slowest tests
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
 	$(BIN)/python tools/run_tests.py --quick --durations=10
 
-lint: setup ## ruff, mypy and the import rules
+lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc

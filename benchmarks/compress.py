@@ -130,7 +130,6 @@ class Rank:
 
     def step(self) -> None:
         """Accumulate, select, encode, mask; other threads begin with a bucket while the one before is encoded."""
-        masked = []
         begun = self._begin(self._buckets[0])
         for b, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
             meanwhile = begun if following is None else self._begin(following)
@@ -138,9 +137,7 @@ class Rank:
             begun = meanwhile
             b.chosen = chosen.positions
             decoded = b.codec.encode(chosen.positions, chosen.values, b.payload)
-            masked.append(self._kernels.mask(b.u, b.v, chosen.positions, decoded, masking=True, wait=False))
-        for kept in masked:
-            kept.finish()
+            self._kernels.mask(b.u, b.v, chosen.positions, decoded, masking=True)
 
     def _begin(self, b: _BucketState) -> Callable[[], Selection]:
         kernels = self._kernels

@@ -21,6 +21,7 @@ from compress import MODELS, MOMENTUM, RESULTS
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.transport import Transport
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dgc 99.9 %": ("dgc", {"sparsity": 0.999, "momentum": MOMENTUM}),
@@ -33,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Echo:
+class Echo(Transport):
     """Ranks that all send what this one does."""
 
     name, rank = "echo", 0

@@ -26,6 +26,7 @@ import tensorflow as tf
 from machine import processor
 
 from dgc.core.exchange.records import Hyper
+from dgc.core.transport import Transport
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
@@ -36,7 +37,7 @@ PATHS = ("graph", "eager")
 WARM_UP = 3
 
 
-class Loopback:
+class Loopback(Transport):
     """Two ranks that always send the same."""
 
     rank, size, name = 0, 2, "loopback"

@@ -20,10 +20,28 @@ def compile_kernels(dtype: str) -> None:
 
 
 def compile_codecs() -> None:
-    from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+    import numpy as np
 
-    default_loops()
-    bit_kernels()
+    from dgc.core import wire
+    from dgc.core.compressors.build import make_config
+    from dgc.core.state.layout import Parameter, make_layout
+    from dgc.core.wire.payload import SparseCodec
+    from dgc.core.wire.small import SmallCodec
+
+    positions, values, out = np.arange(4), np.ones(4, np.float32), np.zeros(256, np.uint8)
+    for indices in map(wire.index_codec, wire.index_codec_names()):
+        indices.encode(positions, 64, out)
+        indices.decode(out, 64, 4)
+    half = wire.value_codec("float16")
+    half.encode(values, np.array([0, 4]), out)
+    half.decode(out, 4, np.array([0, 4]))
+    tensors = [Parameter("w", (64, 64), "float32"), Parameter("b", (64,), "float32")]
+    (bucket,) = make_layout(tensors, make_config({})).buckets
+    SparseCodec(bucket, 4, "uint16", "float16").encode(positions, values, out)
+    small = SmallCodec(bucket, "int8")
+    block, x = np.empty(small.max_bytes, np.uint8), np.ones(small.size, np.float32)
+    small.encode(x, block, np.empty_like(x))
+    small.add(block, x)
 
 
 def compile_compressors() -> None:

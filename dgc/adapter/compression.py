@@ -135,7 +135,7 @@ def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def checked_tensors(value: Any, algorithm: str, name: str, advice: str) -> list[Any]:
+def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
     """The list of what a compressor is given to compress.
 
     Args:
@@ -158,7 +158,7 @@ def checked_tensors(value: Any, algorithm: str, name: str, advice: str) -> list[
     return tensors
 
 
-def require_momentum_source(optimizer: Any, config: DGCConfig, given: str) -> None:
+def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
     """Refuse tensors without the optimizer whose options the compressor would adopt.
 
     Args:
@@ -176,7 +176,7 @@ def require_momentum_source(optimizer: Any, config: DGCConfig, given: str) -> No
         )
 
 
-def check_compression(compression: Any, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
+def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
     """Refuse what cannot be a compressor for this framework, and a compressor in the place of another argument.
 
     Args:
@@ -196,7 +196,7 @@ def check_compression(compression: Any, own: type[CompressorBase[Any]], package:
         raise ConfigError(f"the compressor is one of another framework; take it from {package}.Compression")
 
 
-def refuse_grouping(num_groups: Any, groups: Any) -> None:
+def refuse_grouping(num_groups: object, groups: object) -> None:
     """``groups`` is Horovod's way to send several gradients together; the core has its own.
 
     Raises:
@@ -209,7 +209,7 @@ def refuse_grouping(num_groups: Any, groups: Any) -> None:
         )
 
 
-def refuse_adasum(op: Any, horovod: Horovod) -> None:
+def refuse_adasum(op: object, horovod: Horovod) -> None:
     """Adasum needs whole gradients.
 
     Raises:
@@ -219,7 +219,7 @@ def refuse_adasum(op: Any, horovod: Horovod) -> None:
         raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
 
 
-def check_passes(passes: Any) -> None:
+def check_passes(passes: object) -> None:
     """Look at ``backward_passes_per_step``.
 
     Raises:
@@ -228,7 +228,7 @@ def check_passes(passes: Any) -> None:
     require_integer("backward_passes_per_step", plain(passes), 1)
 
 
-def check_predivide(factor: Any, op_name: str) -> None:
+def check_predivide(factor: object, op_name: str) -> None:
     """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32.
 
     Args:
@@ -271,7 +271,7 @@ _WRAPPER_TEXTS = {
 }
 
 
-def warn_of_first_moment(optimizer: str, beta1: Any, momentum: float | None, remedy: str) -> None:
+def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None, remedy: str) -> None:
     """Say that gradients are smoothed twice, where they are: no error, since somebody may want that.
 
     Args:

@@ -28,9 +28,10 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state.checks import require_op
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import agree_or_raise
+from dgc.transport.choice import ProcessSet
 
 ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 """Options that concern one rank's surroundings, not the mathematics that all ranks must share."""
@@ -84,7 +85,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         self._pending: tuple[Any, bool] | None = None
         self.generation = 0
 
-    def _read_loss_scale(self, value: Any) -> LossScale:
+    def _read_loss_scale(self, value: object) -> LossScale:
         """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
         return as_loss_scale(value)
 
@@ -92,7 +93,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         """Whether ``transport``, ``loss_scale`` or ``process_set`` was among the options."""
         return option in self._adapter
 
-    def use_op(self, op: Any) -> None:
+    def use_op(self, op: object) -> None:
         """Take the reduce op of the wrapper that is about to bind this compressor.
 
         Raises:
@@ -106,7 +107,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             )
         self.config = dataclasses.replace(self.config, op=name)
 
-    def op_of(self, op: Any = None) -> str:
+    def op_of(self, op: object = None) -> str:
         """The name of the wrapper's reduce op; the compressor's own where the wrapper was given none.
 
         Raises:
@@ -114,7 +115,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         """
         return self.config.op if op is None else self._op_name(op)
 
-    def _op_name(self, op: Any) -> str:
+    def _op_name(self, op: object) -> str:
         if self._horovod is not None:
             return self._horovod.op_name(op)
         return str(op).lower()
@@ -136,7 +137,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         """Whether the compressor belongs to a model already."""
         return self._is_bound
 
-    def process_set(self, other: Any = None) -> Any:
+    def process_set(self, other: ProcessSet | None = None) -> Any:
         """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
 
         Raises:
@@ -145,13 +146,13 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         assert self._horovod is not None
         return self._horovod.chosen_set(self._adapter.get("process_set"), other)
 
-    def _make_transport(self, choice: Any, members: Any) -> Transport:
+    def _make_transport(self, choice: str | Collectives, members: ProcessSet) -> Transport:
         """The adapter's: a transport among the ranks of ``members``. Collective."""
         raise NotImplementedError
 
     def _bind(
         self,
-        process_set: Any,
+        process_set: ProcessSet | None,
         open_engine: Callable[[Transport, Any], EngineT],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
@@ -215,7 +216,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
         return self._engine
 
-    def require_same_set(self, theirs: Any) -> None:
+    def require_same_set(self, theirs: ProcessSet | None) -> None:
         """Compare the process set of Horovod's own wrapper with the one that the engine was opened for.
 
         Raises:
@@ -303,7 +304,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             self._require_states(state, resize)
             self._pending = state, resize
 
-    def fitting_state(self, state: Any, resize: bool = False) -> dict[str, Any]:
+    def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
         """Look whether :meth:`load_state_dict` will take a state on this rank; changes nothing and asks nobody.
 
         Args:
@@ -325,7 +326,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
                     require_op(each, self.config.op)
         return {}
 
-    def _load(self, state: Any, resize: bool, advice: str) -> None:
+    def _load(self, state: object, resize: bool, advice: str) -> None:
         """Take over a state on all ranks, or on none: each looks at its own before any of them changes anything."""
         engine, found = self._engine, {}
         assert engine is not None
@@ -341,7 +342,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
         agree_or_raise(engine.transport, look, "states", LayoutError, advice)
         agree_or_raise(engine.transport, change, "results of loading the states", LayoutError)
 
-    def _require_states(self, state: Any, resize: bool) -> list[Any]:
+    def _require_states(self, state: object, resize: bool) -> list[Any]:
         """What was given, as a list; see :func:`dgc.adapter.states.require_states`."""
         return require_states(state, resize)
 

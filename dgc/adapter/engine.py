@@ -20,7 +20,7 @@ from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_fit, require_place, require_sound
 from dgc.core.state.layout import Layout, Parameter, make_layout
-from dgc.core.transport import Transport, place_of
+from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise
 from dgc.transport.hierarchical import between_nodes
@@ -117,7 +117,7 @@ class EngineBase(LooksInside, abc.ABC):
             parameters: the tensors.
             kernels: that work on them; None for those of the CPU.
         """
-        on_device = bool(getattr(kernels, "on_device", False))
+        on_device = kernels is not None and kernels.on_device
         return self._choice.placed(make_layout(parameters, self._config), on_device)
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
@@ -178,7 +178,7 @@ class EngineBase(LooksInside, abc.ABC):
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
-        return float(np.sqrt(sum(e.state.residual_norm() ** 2 for e in self._exchanges)))
+        return float(np.sqrt(sum(e.residual_norm() ** 2 for e in self._exchanges)))
 
     def _count_extra(self) -> None:
         """The step is over, and has those bytes."""
@@ -195,7 +195,7 @@ class EngineBase(LooksInside, abc.ABC):
         updated = self.how_updated
         if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
             updated = "dense: nothing is sparsified"
-        nodes = place_of(self.between).get("nodes")
+        nodes = self.between.rank_info().get("nodes")
         return {**self._describe(), "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
 
     @property
@@ -264,7 +264,7 @@ class EngineBase(LooksInside, abc.ABC):
         """
         states = [exchange.state_dict() for exchange in self._exchanges]
         parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
-        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **place_of(self.between)}
+        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **self.between.rank_info()}
         return {**whole, **self._extra_state(states)}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ class EngineBase(LooksInside, abc.ABC):
         """
         if is_empty(saved):
             return
-        require_place(saved, op=self._config.op, **place_of(self.between))
+        require_place(saved, op=self._config.op, **self.between.rank_info())
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
@@ -298,7 +298,6 @@ class EngineBase(LooksInside, abc.ABC):
         self.require_loadable(saved)
         self.abandon()
         self._take_state(saved)
-        self._count_anew()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError
-from dgc.transport.choice import CHOICES, choose_transport
+from dgc.transport.choice import CHOICES, ProcessSet, choose_transport
 
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
@@ -57,7 +57,7 @@ class Horovod(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather_bytes(self, message: np.ndarray, name: str, process_set: Any) -> np.ndarray:
+    def gather_bytes(self, message: np.ndarray, name: str, process_set: ProcessSet) -> np.ndarray:
         """The members' (m_r,) uint8 messages joined in rank order. Collective.
 
         Raises:
@@ -104,7 +104,7 @@ class Horovod(abc.ABC):
 
     # -- who takes part ------------------------------------------------------------------------------------------
 
-    def chosen_set(self, own: Any = None, other: Any = None) -> Any:
+    def chosen_set(self, own: ProcessSet | None = None, other: ProcessSet | None = None) -> ProcessSet:
         """The process set that a compressor or its wrapper names; all ranks when neither does (None).
 
         Raises:
@@ -115,9 +115,10 @@ class Horovod(abc.ABC):
         if own is not None and other is not None and not same_set(own, other):
             raise ConfigError("the compressor and the optimizer name different process sets; give it in one place")
         named = own if own is not None else other
-        return self.module(initialized=False).global_process_set if named is None else named
+        chosen: ProcessSet = self.module(initialized=False).global_process_set if named is None else named
+        return chosen
 
-    def member_set(self, process_set: Any = None) -> Any:
+    def member_set(self, process_set: ProcessSet | None = None) -> ProcessSet:
         """The Horovod process set to use, with this process in it.
 
         Args:
@@ -128,8 +129,8 @@ class Horovod(abc.ABC):
         """
         hvd = self.module()
         _require_set(process_set)
-        chosen = hvd.global_process_set if process_set is None else process_set
-        if getattr(chosen, "process_set_id", None) is None:
+        chosen: ProcessSet = hvd.global_process_set if process_set is None else process_set
+        if chosen.process_set_id is None:
             raise ConfigError(
                 f"Horovod does not know {chosen}: give it to hvd.init(process_sets=[...]) or hvd.add_process_set(...)"
             )
@@ -137,7 +138,7 @@ class Horovod(abc.ABC):
             raise ConfigError(f"rank {hvd.rank()} is not in {chosen}: only its members exchange gradients through it")
         return chosen
 
-    def is_alone(self, process_set: Any = None) -> bool | None:
+    def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
         """Whether this process has nobody to exchange with: one rank, or outside the set; None before ``hvd.init()``.
 
         Raises:
@@ -152,7 +153,7 @@ class Horovod(abc.ABC):
 
     # -- talking -------------------------------------------------------------------------------------------------
 
-    def gather_values(self, value: Any, question: str, process_set: Any) -> list[Any]:
+    def gather_values(self, value: Any, question: str, process_set: ProcessSet) -> list[Any]:
         """Ask all ranks of ``process_set`` for a small value. Collective, on Horovod's own channel.
 
         Args:
@@ -171,7 +172,7 @@ class Horovod(abc.ABC):
         lines = self.gather_bytes(line, f"dgc.{process_set.process_set_id}.{question}", process_set)
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
 
-    def unique_name(self, prefix: str, process_set: Any) -> str:
+    def unique_name(self, prefix: str, process_set: ProcessSet) -> str:
         """A beginning of tensor names that nothing else of the job uses. Collective over ``process_set``.
 
         Raises:
@@ -182,7 +183,7 @@ class Horovod(abc.ABC):
         return f"{prefix}.{process_set.process_set_id}.{max(numbers)}"
 
     def make_transport(
-        self, choice: str | Transport, process_set: Any, make_own: Callable[[Any], Transport]
+        self, choice: str | Collectives, process_set: ProcessSet | None, make_own: Callable[[ProcessSet], Transport]
     ) -> Transport:
         """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
@@ -197,14 +198,14 @@ class Horovod(abc.ABC):
         """
         if not isinstance(choice, str):
             # Needs no Horovod, so that a test can bring ranks of its own.
-            if isinstance(choice, Transport):
-                return choice
+            if isinstance(choice, Collectives):
+                return as_transport(choice)
             raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
         return choose_transport(choice, self.module(), self.member_set(process_set), self.gather_values, make_own)
 
     # -- reduce ops ----------------------------------------------------------------------------------------------
 
-    def op_name(self, op: Any) -> str:
+    def op_name(self, op: object) -> str:
         """Horovod's reduce op, or its name, as the core calls it.
 
         Raises:
@@ -219,7 +220,7 @@ class Horovod(abc.ABC):
             return "sum"
         raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
 
-    def reduce_op(self, op: Any) -> Any:
+    def reduce_op(self, op: object) -> object:
         """Horovod's constant for "average" or "sum"; anything but a text as it is.
 
         Raises:
@@ -234,7 +235,7 @@ class Horovod(abc.ABC):
         return known[op.lower()]
 
 
-def _require_set(process_set: Any) -> None:
+def _require_set(process_set: object) -> None:
     """Refuse what is neither None nor a ``hvd.ProcessSet``; a number, say, or a list of ranks."""
     if process_set is not None and not hasattr(process_set, "process_set_id"):
         raise ConfigError(
@@ -285,10 +286,11 @@ def _plain_end() -> Callable[[], None] | None:
     return end
 
 
-def same_set(one: Any, other: Any) -> bool:
+def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
     """Whether two process sets are the same; Horovod gives every set that it knows a number."""
-    number = getattr(one, "process_set_id", None)
-    return one is other or (number is not None and number == getattr(other, "process_set_id", None))
+    if one is None or other is None:
+        return one is other
+    return one is other or (one.process_set_id is not None and one.process_set_id == other.process_set_id)
 
 
 def check_stand_in(value: float, *, op: str, size: int) -> None:

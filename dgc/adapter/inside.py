@@ -199,8 +199,7 @@ class SeesInside:
 
         Args:
             writer: anything with ``add_scalar(tag, value, step)``, like ``torch.utils.tensorboard.SummaryWriter``; in
-                TensorFlow also a writer of ``tf.summary``. None turns the log off and gives its memory back, 4 bytes
-                for each element of a compressed tensor.
+                TensorFlow also a writer of ``tf.summary``. None turns the log off.
             every: the number of a step that is looked at is a multiple of this.
             prefix: tags are ``<prefix>.<figure>/<tensor>`` and ``<prefix>.total/<figure>``; docs/inside.md has the
                 figures.
@@ -249,7 +248,8 @@ class SeesInside:
         """The latest step that was looked at, by the tensors' names; this rank's own figures."""
         engine = self._looked_into()
         if engine is not None:
-            return engine.inside
+            look: Look = engine.inside
+            return look
         return Look(nothing=OFF if self._log is None and self._guest is None else self._unseen())
 
     _waits = False
@@ -303,12 +303,6 @@ class LooksInside:
         for exchange in self._exchanges:
             if exchange.inside is None:
                 exchange.inside = Inside(exchange.layout, self._log)
-
-    def _count_anew(self) -> None:
-        """Another state was loaded: how long its entries have waited is not known."""
-        for exchange in self._exchanges:
-            if exchange.inside is not None:
-                exchange.inside.begin_anew()
 
     def _tell_of_log(self) -> None:
         """After a step, where nothing is half done."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def dense_by_choice(state: Mapping[str, Any]) -> list[str]:
     return [name for name, entry in state.get("parameters", {}).items() if entry.get("exchange") == "dense"]
 
 
-def require_states(state: Any, resize: bool) -> list[Any]:
+def require_states(state: object, resize: bool) -> list[Any]:
     """What was given to ``load_state_dict`` as a list of states, of which some may be None.
 
     Args:
@@ -144,7 +144,7 @@ class Uncopied:
     uncopied: str
     """What cannot be done, why, and what to do instead."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Neither ``copy`` nor ``pickle``.
 
         Raises:

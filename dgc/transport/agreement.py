@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -98,9 +97,8 @@ def agree_or_raise(
         Exception: what ``build`` raised on this rank.
         DGCError: as :func:`require_agreement`.
     """
-    working = busy(transport)
     try:
-        with working:
+        with transport.busy():
             description = build()
     except Exception as own_error:
         tell_error(transport, own_error)
@@ -121,17 +119,7 @@ def tell_error(transport: Transport, error: Exception) -> None:
     except TransportError as lost:
         # What add_note does, which Python 3.10 lacks.
         note = f"and the other ranks could not be told: {lost}"
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
-
-
-def busy(transport: Transport) -> AbstractContextManager[None]:
-    """While this rank works outside a collective for as long as it takes: a transport that gives late ranks up waits.
-
-    Args:
-        transport: connects the ranks; asked for a method ``busy``, which it need not have.
-    """
-    context: AbstractContextManager[None] = getattr(transport, "busy", nullcontext)()
-    return context
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
 def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
@@ -155,7 +143,7 @@ def _encode(description: Mapping[str, Any]) -> bytes:
     return json.dumps([[str(key), _value_text(value)] for key, value in description.items()]).encode()
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError):

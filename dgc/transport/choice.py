@@ -7,23 +7,36 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
 
-GatherValues = Callable[[Any, str, Any], list[Any]]
+
+class ProcessSet(Protocol):
+    """Horovod's, as far as it is used here; its numbers are None for this process where it is not one of the set."""
+
+    process_set_id: int | None
+
+    def included(self) -> bool | None: ...  # noqa: D102
+
+    def rank(self) -> int: ...  # noqa: D102
+
+    def size(self) -> int: ...  # noqa: D102
+
+
+GatherValues = Callable[[Any, str, ProcessSet], list[Any]]
 
 
 def choose_transport(
-    choice: str | Transport,
+    choice: str | Collectives,
     hvd: ModuleType,
-    members: Any,
+    members: ProcessSet,
     gather_values: GatherValues,
-    make_horovod: Callable[[Any], Transport],
+    make_horovod: Callable[[ProcessSet], Transport],
 ) -> Transport:
     """Make the transport for a group of ranks. Collective over ``members``.
 
@@ -33,7 +46,7 @@ def choose_transport(
     Args:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
             every rank can use it, else horovod, with one warning if Horovod itself does run on MPI. Or a transport,
-            which is returned as it is (then on every rank).
+            which is used as it is (then on every rank).
         hvd: the framework's Horovod module, initialised.
         members: the process set, this rank in it.
         gather_values: asks all members for a small value: (value, question, members) -> list in rank order.
@@ -44,8 +57,8 @@ def choose_transport(
         TransportError: "mpi" was asked for and some rank cannot use it.
     """
     if not isinstance(choice, str):
-        if isinstance(choice, Transport):
-            return choice
+        if isinstance(choice, Collectives):
+            return as_transport(choice)
         raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Divisible, Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce
 
@@ -30,18 +29,6 @@ _WHY = (
 )
 
 
-class Divisible(Transport, Protocol):
-    """A transport that parts of its ranks can have one like it of their own."""
-
-    def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite ``array`` with that of rank 0."""
-        ...
-
-    def split(self, color: int) -> Divisible:
-        """A transport among the ranks that give the same color. Collective."""
-        ...
-
-
 def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Transport:
     """What gradients travel over. Collective.
 
@@ -56,20 +43,21 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
     """
     if hierarchical is False or transport.size == 1:
         return transport
-    if not hasattr(transport, "split") or (isinstance(hierarchical, (bool, str)) and not hasattr(transport, "nodes")):
+    size, divisible = transport.size, transport.divisible
+    by_machine = isinstance(hierarchical, (bool, str))
+    nodes = None if divisible is None or not by_machine else divisible.nodes()
+    if divisible is None or (by_machine and nodes is None):
         if hierarchical == "auto":
             return transport
         raise ConfigError(
             f"hierarchical={hierarchical!r} needs MPI, and gradients travel over {transport.name!r} here: start the "
             "job with horovodrun --mpi (and mpi4py installed), or leave hierarchical out"
         )
-    size = transport.size
-    if isinstance(hierarchical, (bool, str)):
-        nodes = transport.nodes()  # type: ignore[attr-defined]
-    elif size % hierarchical:
-        raise ConfigError(f"hierarchical={hierarchical} does not divide {size} ranks into groups of {hierarchical}")
-    else:
-        nodes = [rank - rank % hierarchical for rank in range(size)]
+    if nodes is None:
+        neighbours = int(hierarchical)
+        if size % neighbours:
+            raise ConfigError(f"hierarchical={hierarchical} does not divide {size} ranks into groups of {hierarchical}")
+        nodes = [rank - rank % neighbours for rank in range(size)]
     count = len(set(nodes))
     if hierarchical == "auto" and count in (1, size):
         return transport
@@ -86,24 +74,25 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
             f"hierarchical={hierarchical!r} needs the ranks of a node to be neighbours, and those of the nodes that "
             f"begin with ranks {places} are mixed: place ranks by node (horovodrun does; mpirun --map-by slot)"
         )
-    return HierarchicalTransport(transport, nodes)  # type: ignore[arg-type]
+    return HierarchicalTransport(transport, nodes)
 
 
-class HierarchicalTransport:
+class HierarchicalTransport(Transport):
     """A transport among nodes. Every rank of a node calls the same with the same arguments.
 
     Attributes:
         rank: of this node among the nodes.
         size: number of nodes, P.
         inside: connects the ranks of this node.
-        whole: connects all ranks; it belongs to the caller.
     """
 
-    def __init__(self, whole: Divisible, nodes: list[int]) -> None:
+    inside: Divisible
+
+    def __init__(self, whole: Transport, nodes: list[int]) -> None:
         """Make the transports within the nodes and between them. Collective over all ranks.
 
         Args:
-            whole: connects all ranks.
+            whole: connects all ranks, and is divisible; it belongs to the caller.
             nodes: (ranks,) the first rank of each rank's node; ascending.
 
         Raises:
@@ -111,20 +100,22 @@ class HierarchicalTransport:
         """
         firsts = sorted(set(nodes))
         first = nodes[whole.rank]
-        self.whole = whole
+        divisible = whole.divisible
+        assert divisible is not None, "between_nodes() looks first"
+        self._whole = whole
         self.rank = firsts.index(first)
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
-        self.inside = whole.split(first)
-        # Whoever does not lead has a group of its own with its like, which nobody uses.
-        across = whole.split(0 if self.inside.rank == 0 else 1)
-        self._across: Any = across if self.inside.rank == 0 else None
+        self.inside = divisible.split(first)
+        # Ranks that do not lead form a group too, which is not used.
+        across = divisible.split(0 if self.inside.rank == 0 else 1)
+        self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
             across.close()
-        elif hasattr(across, "on_long_wait"):
-            # Who waits for this rank is told that it waits for somebody itself.
-            across.on_long_wait = self.inside.tell_busy  # type: ignore[attr-defined]
-            self.inside.on_long_wait = across.tell_busy  # type: ignore[attr-defined]
+        else:
+            # Ranks that wait for this one learn that it waits for another itself.
+            across.on_long_wait = self.inside.tell_busy
+            self.inside.on_long_wait = across.tell_busy
         self._first = first
         self._buffers: dict[int, np.ndarray] = {}
 
@@ -172,11 +163,15 @@ class HierarchicalTransport:
         self._by_leader(lambda across: across.allreduce(array, op))
         self.inside.broadcast(array)
 
-    def end_job(self, error: Exception) -> None:
-        """End all ranks with this one, where the transport among them can."""
-        end = getattr(self.whole, "end_job", None)
-        if end is not None:
-            end(error)
+    @property
+    def whole(self) -> Transport:  # noqa: D102
+        return self._whole
+
+    def rank_info(self) -> dict[str, int]:  # noqa: D102
+        return {"rank": self._whole.rank, "size": self._whole.size, "nodes": self.size}
+
+    def end_job(self, error: Exception) -> None:  # noqa: D102
+        self._whole.end_job(error)
 
     def close(self) -> None:
         """Release what the nodes have of their own. To be called on every rank; ``whole`` stays open."""

@@ -9,6 +9,7 @@ import abc
 
 import numpy as np
 
+from dgc.core.transport import Transport
 from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
@@ -19,7 +20,7 @@ GATHER_BYTES = 4 * 1024 * 1024
 """A maximum of a large array gathers pieces of about this total."""
 
 
-class HorovodTransportBase(abc.ABC):
+class HorovodTransportBase(Transport):
     """Collectives of Horovod, to be called by one thread at a time, any thread, in the same order on every rank.
 
     An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank

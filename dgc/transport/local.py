@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from dgc.core.transport import Divisible
 from dgc.errors import TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
@@ -139,7 +140,7 @@ class _World:
             self._changed.wait(remaining)
 
 
-class LocalTransport:
+class LocalTransport(Divisible):
     """One rank of a world of threads. Make them with :func:`local_world` or through :func:`run_ranks`.
 
     Sums and maxima are folded in rank order, so results are bit-identical on every rank and from run to run.
@@ -316,10 +317,10 @@ def _raise_first(errors: Sequence[BaseException | None]) -> None:
         return
     rank, error = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
     # What add_note does, which Python 3.10 lacks.
-    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]  # type: ignore[attr-defined]
+    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]
     raise error
 
 
-def _describe_ranks(ranks: Any) -> str:
+def _describe_ranks(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     return f"rank {ordered[0]}" if len(ordered) == 1 else "ranks " + ", ".join(str(rank) for rank in ordered)

@@ -30,10 +30,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dgc.core.transport import Divisible
 from dgc.errors import StallError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.transport.waits.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
@@ -92,7 +94,9 @@ def import_mpi() -> Any:
     return MPI
 
 
-def why_unusable(mpi: Any, comm: Any, expect_rank: int | None = None, expect_size: int | None = None) -> str | None:
+def why_unusable(
+    mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
+) -> str | None:
     """Say why ``comm`` cannot carry an exchange, or None if it can. Asks nobody else.
 
     Args:
@@ -118,7 +122,7 @@ def why_unusable(mpi: Any, comm: Any, expect_rank: int | None = None, expect_siz
     return None
 
 
-class MPITransport:
+class MPITransport(Divisible):
     """Collectives of mpi4py on a duplicate of a communicator, so that nobody else's messages can be taken for ours.
 
     To be called by one thread at a time, in the same order on every rank; other threads (Horovod's own, the user's)
@@ -132,9 +136,6 @@ class MPITransport:
     """
 
     name = "mpi"
-
-    on_long_wait: Callable[[], None] | None = None
-    """Called now and then while a collective does not end, if set."""
 
     def __init__(
         self,

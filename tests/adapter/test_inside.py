@@ -10,9 +10,9 @@ from dgc.adapter.inside import NOWHERE, Log, Look
 from dgc.core.state.inside import TensorFigures
 from dgc.errors import ConfigError
 
-FIGURES = {"fc": TensorFigures(10, 2, 4.0, 1.0, 6, 5, 8, 16, 9), "new": TensorFigures(5, 0, 0.0, 0.0)}
+FIGURES = {"fc": TensorFigures(10, 2, 4.0, 1.0), "new": TensorFigures(5, 0, 0.0, 0.0)}
 SEEN = SimpleNamespace(step=200, figures=FIGURES, left_out={"bias": "travels dense"})
-OTHER = SimpleNamespace(step=199, figures={"head": TensorFigures(10, 0, 1.0, 1.0, 0, None, 10, 10, 1)}, left_out={})
+OTHER = SimpleNamespace(step=199, figures={"head": TensorFigures(10, 0, 1.0, 1.0)}, left_out={})
 """What exchanges have looked at."""
 
 
@@ -30,7 +30,7 @@ def test_several_exchanges_are_one_mapping():
     assert look.step == 200
     assert look.nothing is None
     assert look.total.elements == 25
-    assert look.total.waited_max == 5
+    assert look.total.sent == 2
     assert "bias" not in look
     with pytest.raises(KeyError, match="travels dense"):
         look["bias"]
@@ -38,7 +38,7 @@ def test_several_exchanges_are_one_mapping():
         look["?"]
     lines = str(look).splitlines()
     assert [line.split()[0] for line in lines] == ["step", "total", "fc", "new", "head"]
-    assert "nan" in lines[3]  # nothing was sent of it
+    assert "nan" in lines[3]  # there was nothing to send of it
 
 
 def test_an_empty_one_says_why():

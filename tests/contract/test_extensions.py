@@ -11,7 +11,7 @@ from exchange_tools import first_gradients, gradient, make_exchange, run_step, t
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.reference import ReferenceKernels, top_k
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.core.wire import HEADER_BYTES, ValueCodec, register_codec, unpack_header, value_codec
 from dgc.core.wire.codecs import registry
 from dgc.core.wire.codecs.blocks import padded
@@ -188,7 +188,7 @@ def on_two_ranks(function):
 
     def run(rank):
         try:
-            results[rank] = function(BoardTransport(rank, board, barrier))
+            results[rank] = function(as_transport(BoardTransport(rank, board, barrier)))  # what transport= does
         except BaseException as error:
             results[rank] = error
             barrier.abort()
@@ -213,7 +213,8 @@ def test_a_transport_carries_two_ranks(begin):
         exchange.close()
         return results
 
-    assert isinstance(BoardTransport(0, [], None), Transport)
+    assert isinstance(BoardTransport(0, [], None), Collectives)
+    assert not isinstance(BoardTransport(0, [], None), Transport)
     got = on_two_ranks(rank)
 
     def local(transport):

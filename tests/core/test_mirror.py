@@ -18,10 +18,7 @@ ELSEWHERE = {
     # A command that prints the registry's table.
     "__main__.py": "core/compressors/test_registry.py",
     # Compiled loops behind a module of the same place, which is their only caller.
-    "core/state/inside_loops.py": "core/state/test_inside.py",
-    "core/compressors/quantizers/numba_loops.py": "core/compressors/quantizers/test_loops.py",
-    "core/compressors/quantizers/numba_gamma.py": "core/compressors/quantizers/test_loops.py",
-    "core/wire/codecs/numba_loops.py": "core/wire/codecs/test_loops.py",
+    "core/compressors/quantizers/numba_packing.py": "core/compressors/quantizers/test_numba_loops.py",
     # One flow in three files.
     "adapter/paddle/flow.py": "adapter/test_paddle.py",
     "adapter/paddle/methods.py": "adapter/test_face.py",

@@ -66,7 +66,7 @@ def test_few_rooms(folder):
     rooms = sorted(
         path.name
         for path in folder.iterdir()
-        if path.name not in ("__init__.py", "__pycache__") and path.suffix not in (".pyc", ".nbi", ".nbc")
+        if path.name not in ("__init__.py", "__pycache__", "py.typed") and path.suffix not in (".pyc", ".nbi", ".nbc")
     )
     assert len(rooms) <= MORE_ROOMS.get(name_of(folder), ROOMS), rooms
 

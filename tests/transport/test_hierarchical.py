@@ -7,7 +7,8 @@ import logging
 import numpy as np
 import pytest
 
-from dgc.core.transport import Transport, called, group_of, place_of, whole_of
+from dgc.adapter.speed.work import Echo
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.hierarchical import HierarchicalTransport, between_nodes
 from dgc.transport.local import LocalTransport, run_ranks
@@ -136,15 +137,15 @@ def test_one_process_is_no_node():
 
 def test_what_the_core_asks_of_a_transport():
     def rank(transport):
-        assert group_of(transport) is None
-        assert whole_of(transport) is transport
-        assert place_of(transport) == {"rank": transport.rank, "size": 4}
-        assert called(transport, 1) == "rank 1"
+        assert transport.inside is None
+        assert transport.whole is transport
+        assert transport.rank_info() == {"rank": transport.rank, "size": 4}
+        assert transport.label(1) == "rank 1"
         over = HierarchicalTransport(transport, [0, 0, 2, 2])
-        assert group_of(over) is over.inside
-        assert whole_of(over) is transport
-        assert place_of(over) == {"rank": transport.rank, "size": 4, "nodes": 2}
-        assert called(over, 1) == "node 1"
+        assert over.inside.size == 2
+        assert over.whole is transport
+        assert over.rank_info() == {"rank": transport.rank, "size": 4, "nodes": 2}
+        assert over.label(1) == "node 1"
 
     run_ranks(4, rank)
 
@@ -192,10 +193,8 @@ def test_what_cannot_be_a_node_is_refused_on_all_ranks():
     with pytest.raises(ConfigError, match="needs the ranks of a node to be neighbours"):
         over([0, 1, 0, 1], True)
 
-    class Flat:
-        rank, size, name = 0, 2, "horovod"
-
-    assert isinstance(between_nodes(Flat(), "auto"), Flat)
+    flat = Echo(2)
+    assert between_nodes(flat, "auto") is flat
     for asked in (True, 2):
         with pytest.raises(ConfigError, match="needs MPI"):
-            between_nodes(Flat(), asked)
+            between_nodes(flat, asked)

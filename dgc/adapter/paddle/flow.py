@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from dgc.adapter.paddle.options import L1Decay, PaddleOptions, Regularizer, StateError
+from dgc.adapter.paddle.options import PaddleOptions, StateError
+from dgc.adapter.paddle.regularizers import L1Decay, Regularizer
 from dgc.core.config.config import DGCConfig
 from dgc.core.state.layout import Parameter, travels_dense
 from dgc.errors import ConfigError, LayoutError

@@ -20,6 +20,7 @@ from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.transport import Transport
 
 SHAPE = (1024, 1024)
 """Of the tensor: gradient, u, v and result take 16 MiB together."""
@@ -33,7 +34,7 @@ FEW, MORE = 2, 4
 """Numbers of ranks that are tried; what a further rank's message costs to read is the difference."""
 
 
-class Echo:
+class Echo(Transport):
     """A transport whose other ranks always send what this one does, at no cost."""
 
     name = "echo"

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.state.layout import Bucket
@@ -340,7 +341,7 @@ def put(out: np.ndarray, at: int, values: np.ndarray) -> int:
     return at + data.size
 
 
-def take(data: np.ndarray, at: int, count: int, dtype: Any) -> np.ndarray:
+def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
     """Read an array of ``count`` numbers from byte ``at`` on, as a copy.
 
     Raises:

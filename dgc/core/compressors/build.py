@@ -47,7 +47,7 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     return config
 
 
-def check_codecs(indices: Any, values: Any, small: Any) -> None:
+def check_codecs(indices: object, values: object, small: object) -> None:
     """Refuse names that no codec has; ``indices`` may be "auto".
 
     Raises:
@@ -112,7 +112,7 @@ _EXAMPLES = {
 }
 
 
-def _member_config(kind: str, key: Any, member: Any) -> DGCConfig | None:
+def _member_config(kind: str, key: object, member: object) -> DGCConfig | None:
     if member is None:
         return None
     config, given = getattr(member, "config", None), getattr(member, "given_options", {})

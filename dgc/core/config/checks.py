@@ -11,7 +11,7 @@ import numpy as np
 from dgc.errors import ConfigError
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
     if isinstance(value, (list, tuple)):
         return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
 
 def require_number(
     name: str,
-    value: Any,
+    value: object,
     *,
     low: float,
     high: float = math.inf,
@@ -35,13 +35,19 @@ def require_number(
     """
     if value is None and optional:
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
-    if not is_number or value < low or value > high or (low_open and value == low) or (high_open and value == high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= high
+        or not _is_finite(value)
+        or (low_open and value == low)
+        or (high_open and value == high)
+    ):
         span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
         raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
 
 
-def require_flag(name: str, value: Any) -> None:
+def require_flag(name: str, value: object) -> None:
     """Require True or False.
 
     Raises:
@@ -51,7 +57,7 @@ def require_flag(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}; allowed: True or False")
 
 
-def require_integer(name: str, value: Any, low: int) -> None:
+def require_integer(name: str, value: object, low: int) -> None:
     """Require a whole number of at least ``low``.
 
     Raises:
@@ -61,7 +67,7 @@ def require_integer(name: str, value: Any, low: int) -> None:
         raise ConfigError(f"{name} is {value!r}; allowed: a whole number >= {low}")
 
 
-def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
     """Require one of ``choices``.
 
     Raises:
@@ -71,7 +77,7 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")
 
 
-def require_compressor(value: Any) -> None:
+def require_compressor(value: object) -> None:
     """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None.
 
     Raises:
@@ -88,7 +94,7 @@ def require_compressor(value: Any) -> None:
 
 
 def require_unused(
-    what: str, name: Any, number: Any, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
+    what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
 ) -> None:
     """Require a name for options and a number for messages' headers that nothing else has.
 
@@ -115,7 +121,7 @@ def require_unused(
             )
 
 
-def as_loss_scale(value: Any, scaler: str = "loss scaler") -> float | Callable[[], float]:
+def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callable[[], float]:
     """A number > 0 or a function that returns one.
 
     Args:
@@ -126,7 +132,8 @@ def as_loss_scale(value: Any, scaler: str = "loss scaler") -> float | Callable[[
         ConfigError: something else.
     """
     if callable(value):
-        return value
+        scale: Callable[[], float] = value
+        return scale
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
     raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the {scaler}")

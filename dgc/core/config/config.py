@@ -127,7 +127,7 @@ class DGCConfig:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
 
 
-def _sparsities(value: Any) -> tuple[float, ...]:
+def _sparsities(value: object) -> tuple[float, ...]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     values = (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
@@ -140,7 +140,7 @@ def _sparsities(value: Any) -> tuple[float, ...]:
     return tuple(float(s) for s in values)
 
 
-def _patterns(name: str, value: Any) -> tuple[str, ...]:
+def _patterns(name: str, value: object) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else value
     if not isinstance(values, Sequence) or not all(isinstance(p, str) for p in values):
         raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")

@@ -1,4 +1,4 @@
-"""One bucket in one step: compress -> message -> collectives -> apply; and what a step that does not count puts back.
+"""One bucket in one step: compress -> message -> collectives -> apply, and commit once the step counts.
 
 Runs on the communication thread. The results of sparsified tensors are written by :meth:`BucketExchange.run`; those of
 dense tensors only once the whole step is known to be finite (:meth:`BucketExchange.finish`), because their momentum
@@ -15,11 +15,11 @@ import numpy as np
 from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState, State
-from dgc.core.transport import Transport, called
+from dgc.core.transport import Transport
 from dgc.core.wire.message import Incoming, Sender
 from dgc.core.wire.plan import BucketPlan, Mode
 from dgc.errors import DGCError
@@ -46,17 +46,7 @@ class BucketExchange:
         *,
         op: str,
     ) -> None:
-        """Allocate nothing yet: buffers come with the first step that needs them.
-
-        Args:
-            bucket: the bucket.
-            encoder: of this bucket alone.
-            vector: of this bucket.
-            state: of all buckets.
-            kernels: where u, v and the results are.
-            transport: connects the ranks.
-            op: "average" or "sum".
-        """
+        """Allocate nothing yet: buffers come with the first step that needs them. ``op`` is "average" or "sum"."""
         self.bucket = bucket
         self.encoder = encoder
         self.sent = False
@@ -64,7 +54,7 @@ class BucketExchange:
         self._vector = vector
         self._all_states = state
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._transport = transport
         self._share = 1.0 / transport.size if op == "average" else 1.0
         self._buffers = Buffers(Sender(bucket.index, transport, self._memory), vector)
@@ -97,22 +87,18 @@ class BucketExchange:
             TransportError: a collective failed.
         """
         plan, outcome = self.plan(step), Outcome()
-        try:
-            with step.stats.timed("compress"):
-                plan = self._write_message(step, plan, outcome)
-            messages = self._exchange_messages(step, plan)
-            outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
-            outcome.flagged = bool(outcome.flagged_by)
-            if plan.allreduces:
-                plain = self._vector.values[plan.plain_start :]
-                with step.stats.timed("exchange"):
-                    self._transport.allreduce(plain, "sum")
-                step.stats.count_collective(plain.nbytes)
-            with step.stats.timed("apply"):
-                self._apply(step, plan, messages, outcome)
-        except BaseException:
-            self._put_back(outcome)
-            raise
+        with step.stats.timed("compress"):
+            plan = self._write_message(step, plan, outcome)
+        messages = self._exchange_messages(step, plan)
+        outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
+        outcome.flagged = bool(outcome.flagged_by)
+        if plan.allreduces:
+            plain = self._vector.values[plan.plain_start :]
+            with step.stats.timed("exchange"):
+                self._transport.allreduce(plain, "sum")
+            step.stats.count_collective(plain.nbytes)
+        with step.stats.timed("apply"):
+            self._apply(step, plan, messages, outcome)
         self.outcome = outcome
         self._count(step, plan, outcome.count)
 
@@ -141,34 +127,43 @@ class BucketExchange:
         return flagged
 
     def finish(self, step: StepContext, *, refused: bool) -> None:
-        """Write the results of dense tensors, or, in a refused step, take back what was sent.
+        """Write the results of dense tensors.
 
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
         plan, outcome = self.plan(step), self.required_outcome
-        if outcome.undo is not None:
-            outcome.undo.finish()
+        self.encoder.finish(step, plan, self._state, refused=refused)
+        if refused and outcome.flagged:
+            for item in step.submissions.of(self.bucket.segments):
+                self._memory.fill(item.result, np.nan)
+            self.take_held()
+            return
         if not refused:
-            self.encoder.commit(step, plan, self._state, outcome)
             self._vector.commit(plan, self._state)
-        else:
-            self._put_back(outcome)
-            self.encoder.refuse(step, plan, self._state)
-            if outcome.flagged:
-                for item in step.given.of(self.bucket.segments):
-                    self._memory.fill(item.result, np.nan)
-                self.take_held()
-                return
         self._vector.write(step, plan, self._state.u, refused=refused)
         if refused or outcome.held is None:
             self.write_held()
+
+    def commit(self) -> None:
+        """Let what was sent leave the residual; again does nothing."""
+        if self.outcome is not None and not self.outcome.committed:
+            self.outcome.committed = True
+            self._commit(self._state)
+
+    def commit_to(self, copy: BucketState) -> Array | None:
+        """Let what was sent leave a copy of the residual, unless it has left that already.
+
+        Returns:
+            (k,) positions of what was sent; None for all of them or none.
+        """
+        return None if self.outcome is None or self.outcome.committed else self._commit(copy)
 
     def take_held(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
         if self.outcome is None or self._step is None:
             return None
         held, self.outcome.held = self.outcome.held, None
-        self._step.given.let_go(self.bucket.segments)
+        self._step.submissions.release(self.bucket.segments)
         return held
 
     def write_held(self) -> None:
@@ -177,38 +172,30 @@ class BucketExchange:
             self.outcome.held.write(self._step, self._kernels)
         self.take_held()
 
-    def return_sent(self, step: StepContext) -> None:
-        """After a finished step that nobody applied: what was sent in it returns to u and v."""
-        self.encoder.return_sent(step, self.plan(step), self._state, self.required_outcome)
-
-    def what_was_sent(self, step: StepContext, look: bool) -> Sent | str:
-        """What a finished step has sent of the residual, on the host; or why there is nothing to see.
-
-        Args:
-            step: the step; it counts.
-            look: whether values are asked for, too.
-        """
-        found = self.encoder.what_was_sent(step, self.plan(step), self._state, self.required_outcome, look)
-        return found if isinstance(found, str) else found.on_host(self._memory, look)
+    def probe(self, step: StepContext) -> Sent | str:
+        """Copy the residual before and after the commit of a finished step to the host; or say why there is none."""
+        if (empty := self.encoder.why_empty(step, self.plan(step))) is not None:
+            return empty
+        after = self._state.copy()
+        positions = self.commit_to(after)
+        values = self._memory.to_host(self._state.v), self._memory.to_host(after.v)
+        if positions is not None and not isinstance(positions, np.ndarray):
+            positions = self._memory.to_host(positions)
+        return Sent(positions, *values)
 
     def refusal(self, step: StepContext, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
         ranks = self.required_outcome.flagged_by
         if own in ranks or not ranks:
-            where = f"{called(self._transport, own)} in the gradient of {names[self._worst_parameter(step)]!r}"
+            where = f"{self._transport.label(own)} in the gradient of {names[self._worst_parameter(step)]!r}"
         else:
-            where = f"{called(self._transport, ranks[0])}, whose own warning names the parameter"
+            where = f"{self._transport.label(ranks[0])}, whose own warning names the parameter"
         return (
             f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
             "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
             "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
             "(loss_scale=scaler), or do not call step() when a gradient is NaN"
         )
-
-    def put_back(self) -> None:
-        """Return the entries that were sent in this step to u and v; again does nothing."""
-        if self.outcome is not None:
-            self._put_back(self.outcome)
 
     @property
     def required_outcome(self) -> Outcome:
@@ -224,13 +211,12 @@ class BucketExchange:
 
     def _worst_parameter(self, step: StepContext) -> int:
         """The parameter whose gradient is not finite, or else has the largest entry."""
-        size = {s.parameter: _worst(step.given[s.parameter].gradient) for s in self.bucket.segments}
+        size = {s.parameter: _worst(step.submissions[s.parameter].gradient) for s in self.bucket.segments}
         return max(size, key=lambda parameter: size[parameter])
 
-    def _put_back(self, outcome: Outcome) -> None:
-        if outcome.undo is not None:
-            self._kernels.restore(self._state.u, self._state.v, outcome.undo)
-            outcome.undo = None
+    def _commit(self, state: BucketState) -> Array | None:
+        assert self._step is not None, "the bucket has run"
+        return self.encoder.commit(self._step, self.plan(self._step), state, self.required_outcome)
 
     def _write_message(self, step: StepContext, plan: BucketPlan, outcome: Outcome) -> BucketPlan:
         plan = self.encoder.compress(step, plan, self._state, self._buffers, outcome)

@@ -5,7 +5,6 @@ The caller's side; the buckets run in :mod:`~dgc.core.exchange.pipeline`.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,14 +19,13 @@ from dgc.core.exchange.gradients.clipping import Clipping
 from dgc.core.exchange.gradients.nodes import NodeSums
 from dgc.core.exchange.pipeline import Pipeline
 from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
-from dgc.core.exchange.status import Phase, StepStatus
-from dgc.core.exchange.unapplied import Unapplied
+from dgc.core.exchange.step import Stage, Step
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_place
 from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
 from dgc.core.state.state import State
-from dgc.core.transport import Transport, group_of, place_of
+from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -42,12 +40,14 @@ class Exchange:
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
             turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
-        unapplied: takes the latest step back if nobody applies it.
+        awaits_update: whether the caller reports what becomes of a finished step: :meth:`applied` or :meth:`drop`.
+            Otherwise each one counts once it is finished, unless it was refused.
         holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
             :meth:`write_held` after :meth:`finish`.
         inside: looks into the steps that count, if anybody wants to see them.
     """
 
+    awaits_update = False
     holds = False
     inside: Inside | None = None
 
@@ -74,27 +74,25 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self._kernels = kernels
-        self._status = StepStatus()
         made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
         self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
-        self.unapplied = Unapplied(self.state, self._buckets, kernels, transport, exact=config.discardable)
+        self._step = Step(self.state, self._buckets, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
-        nodes = None if group_of(transport) is None else NodeSums(config, kernels, transport)
-        self._pipeline = Pipeline(self._buckets, clipping, self.unapplied, kernels, self._status, transport, nodes)
-        self._step: StepContext | None = None
+        nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
+        self._pipeline = Pipeline(self._buckets, clipping, kernels, self._step, transport, nodes)
         self._warned = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> bool:
-        """Whether gradients of a step have come in that :meth:`finish` has not concluded."""
-        return self._status.in_step
+        """Whether gradients of a step have come in that :meth:`finish` has not ended."""
+        return self._step.under_way
 
     @property
     def owes_failure(self) -> bool:
         """Whether a failure came too late for its step; the first message of the next one tells the other ranks."""
-        return self._status.owes_failure
+        return self._step.failure_pending
 
     def submit(
         self,
@@ -118,27 +116,20 @@ class Exchange:
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
         """
-        self._status.require_usable()
+        self._step.require_usable()
         built = self.layout.parameters[index]
         if gradient.shape != (built.numel,) or result.shape != (built.numel,):
-            error = LayoutError(
+            wrong = LayoutError(
                 f"the gradient of {built.name!r} has {gradient.size} elements, the parameter had {built.numel} when "
                 "the compressor was built; build a new compressor when parameters change"
             )
+            self.fail(wrong, index)
+        try:
+            with self._step.lock:
+                if self._begin().submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
+                    self._step.lock.notify_all()
+        except LayoutError as error:
             self.fail(error, index)
-        with self._status.lock:
-            step = self._begin()
-            try:
-                if step.given.add(index, Submission(gradient, result, parameter, limit, ready)):
-                    self._status.lock.notify_all()
-                return
-            except KeyError:
-                pass
-        error = LayoutError(
-            f"the gradient of {built.name!r} was given twice in one step; call synchronize() or step() after each "
-            "backward pass, or set backward_passes_per_step"
-        )
-        self.fail(error, index)
 
     def fail(self, error: DGCError, parameter: int | None = None) -> NoReturn:
         """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
@@ -149,26 +140,25 @@ class Exchange:
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
         """
-        self._status.require_usable()
-        with self._status.lock:
+        step = self._step
+        step.require_usable()
+        with step.lock:
             self._begin()
-            self._status.announce(error, parameter)
+            step.announce(error, parameter)
         self.wait()
-        if self._status.phase is Phase.THROUGH:
+        if step.stage is Stage.THROUGH:
             # The step counts here as it does on the others: the next message must be as long as theirs.
-            self._finish()
+            self.finish()
             raise error
-        self._status.broke(error)
-        self._put_back()
-        assert self._status.error is not None
-        raise self._status.error
+        raise step.fail(error)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all buckets of the step are through; returns False when ``timeout`` seconds did not suffice."""
-        if self._step is None:
+        context = self._step.context
+        if context is None:
             return True
-        with self._step.stats.timed("wait"):
-            return self._status.wait_while_running(timeout)
+        with context.stats.timed("wait"):
+            return self._step.wait(timeout)
 
     def finish(self) -> bool:
         """Wait until all buckets are through and write the results of dense tensors.
@@ -181,17 +171,35 @@ class Exchange:
             LayoutError: a gradient is missing. All ranks get it.
             DGCError: this rank or another one failed.
         """
-        self._status.require_usable()
-        if self._status.owes_failure:
+        step = self._step
+        step.require_usable()
+        if step.failure_pending and step.announced is not None:
             # It came too late for its step: the others are in the next one.
-            assert self._status.announced is not None
-            self.fail(*self._status.announced)
+            self.fail(*step.announced)
         self.require_complete()
         self.wait()
-        if self._status.error is not None:
-            self._put_back()
-            raise self._status.error
-        return self._finish()
+        if step.error is not None:
+            raise step.fail(step.error)
+        context = step.context
+        assert context is not None, "a step is under way"
+        refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
+        if not refused:
+            answers = [bucket.overflows(context) for bucket in self._buckets]
+            refused = any([answer() for answer in answers])
+        if refused and not callable(self.loss_scale):
+            self._warn_of_refusal(context)
+        with context.stats.timed("apply"):
+            for bucket in self._buckets:
+                bucket.finish(context, refused=refused)
+        self.state.step += not refused
+        if self.inside is not None and not refused:
+            self.inside.look(context, self._buckets)
+        with context.stats.timed("apply"):
+            step.finish(refused=refused)
+            if not (self.awaits_update or step.exact):
+                step.applied()
+        self.stats.record(context.stats, refused=refused)
+        return refused
 
     def require_complete(self) -> None:
         """Raise on all ranks unless every gradient of this step was given.
@@ -199,11 +207,12 @@ class Exchange:
         Raises:
             LayoutError: names a missing one.
         """
-        lacking = self._step.given.lacking() if self._step else [p.name for p in self.layout.parameters]
-        if lacking and self._status.announced is None and self._status.error is None:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        step = self._step
+        missing = (Submissions(self.layout) if step.context is None else step.context.submissions).missing()
+        if missing and step.announced is None and step.error is None:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             error = LayoutError(
-                f"no gradient of {lacking[0]!r}{more} was given in this step; every parameter of the compressor needs "
+                f"no gradient of {missing[0]!r}{more} was given in this step; every parameter of the compressor needs "
                 "one (a zero gradient for an unused parameter)"
             )
             self.fail(error)
@@ -211,34 +220,29 @@ class Exchange:
     # -- after the exchange: applied or dropped --------------------------------------------------------------------
 
     @property
-    def awaits_update(self) -> bool:
-        """Whether the caller reports what becomes of a finished step; otherwise each one counts as applied."""
-        return self.unapplied.keeps_sent
-
-    @awaits_update.setter
-    def awaits_update(self, value: bool) -> None:
-        self.unapplied.keeps_sent = value
-
-    @property
     def undecided(self) -> bool:
         """Whether the latest step was finished, and neither applied nor dropped."""
-        return self.unapplied.pending
+        return self._step.undecided
 
     def capture(self) -> None:
         """Copy the state from before a step, if steps are discardable; only the first call before a step does."""
-        self.unapplied.capture()
+        self._step.capture()
 
     def applied(self) -> None:
         """The optimizer applies the latest step: it counts."""
-        self.unapplied.settle()
+        self._step.applied()
 
     def drop(self) -> bool:
-        """Nobody applies the latest step: what was sent in it stays in the residual.
+        """Leave the results of the latest step unused: what was sent in it stays in the residual.
 
         Returns:
             False when there is nothing to drop: no step, or one that was refused, applied or dropped.
         """
-        return self.unapplied.take_back()
+        return self._step.drop()
+
+    def remember(self) -> None:
+        """Let :meth:`drop` go back to what the state holds now: another exchange finished the latest step."""
+        self._step.remember()
 
     def held(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
@@ -262,9 +266,9 @@ class Exchange:
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
             "transport": self.transport.name,
-            "ranks": place_of(self.transport)["size"],
+            "ranks": self.transport.rank_info()["size"],
             "kernels": self._kernels.name,
-            "discardable": self.unapplied.exact,
+            "discardable": self._step.exact,
         }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
@@ -296,8 +300,9 @@ class Exchange:
             LayoutError: a step is under way on this rank, or one has failed.
         """
         self.require_between_steps(what)
-        if self._status.owes_failure or (self._status.phase is Phase.FAILED and not self.unapplied.whole):
-            cause = self._status.error or (self._status.announced or ["?"])[0]
+        step = self._step
+        if step.failure_pending or (step.stage is Stage.FAILED and not step.exact):
+            cause = step.error or (step.announced or ["?"])[0]
             raise LayoutError(
                 f"{what} was called after a step that failed ({cause}), whose gradients are half in this rank's "
                 "momentum and residuals; go on from the last checkpoint, or call reset() on all ranks, which drops "
@@ -305,14 +310,18 @@ class Exchange:
                 "is kept, and can be saved"
             )
 
+    def residual_norm(self) -> float:
+        """L2 norm of what this rank has not sent yet, an undecided step taken for an applied one."""
+        return self._step.counted().residual_norm()
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state as plain containers of NumPy arrays (copies).
+        """This rank's state as plain containers of NumPy arrays (copies), an undecided step taken for an applied one.
 
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), **place_of(self.transport), "op": self.config.op}
+        return {**self._step.counted().to_dict(), **self.transport.rank_info(), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -323,35 +332,30 @@ class Exchange:
             LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
         """
         self.abandon()
-        require_place(saved, op=self.config.op, **place_of(self.transport))
+        require_place(saved, op=self.config.op, **self.transport.rank_info())
         self.state.load(saved, self.config.own_share(self.transport.size))
-        self.unapplied.reset()
-        self._status.recover()
+        self._step.recover()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
         self.abandon()
-        self._status.recover()
+        self._step.recover()
         self.state.reset()
-        self.unapplied.reset()
         self.stats = Stats()
 
     def abandon(self) -> None:
-        """Leave a half-done or broken step behind, putting back what was sent in it; all ranks must call it.
+        """Leave a half-done or broken step behind; all ranks must call it.
 
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
-        with self._status.lock:
+        with self._step.lock:
             under_way = self.in_step
-            if self._status.phase is Phase.RUNNING:
-                # The others may be waiting for this rank's messages: they get an error instead.
-                self._status.announce(given_up)
+            if self._step.stage is Stage.OPEN:
+                self._step.announce(given_up)  # the others may be waiting for this rank's messages
         self.wait()
         if under_way:
-            self._status.broke(given_up)
-            with contextlib.suppress(RuntimeError):  # of a kernel that was interrupted
-                self._put_back()
+            self._step.fail(given_up)
 
     def close(self) -> bool:
         """End the communication thread. The transport stays open: it belongs to the caller.
@@ -361,72 +365,34 @@ class Exchange:
         """
         return self._pipeline.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------
-
     def _begin(self) -> StepContext:
-        """The step under way, or a new one. The caller holds the lock."""
-        if self._step is not None:
-            return self._step
+        """The context of the step under way, or of a new one. The caller holds the lock."""
+        if self._step.context is not None:
+            return self._step.context
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
-            self._status.announce(refused)
+            self._step.announce(refused)
             scale = 1.0
-        if not self.unapplied.exact:
-            self.unapplied.settle()
         number = self.state.step
-        self._step = StepContext(
+        context = StepContext(
             step=number,
             density=None if self.schedule.is_dense(number) else self.schedule.density(number),
             hyper=self.hyper,
             loss_scale=1.0 if callable(scale) else float(scale),
             coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
-            given=Submissions(self.layout),
+            submissions=Submissions(self.layout),
             holds=self.holds,
         )
-        self._pipeline.start(self._step)
-        return self._step
+        self._pipeline.start(context)
+        return context
 
-    def _finish(self) -> bool:
-        """What :meth:`finish` does once all buckets are through."""
-        step = self._step
-        assert step is not None, "a step is under way"
-        refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
-        if not refused:
-            answers = [bucket.overflows(step) for bucket in self._buckets]
-            refused = any([answer() for answer in answers])
-        if refused and not callable(self.loss_scale):
-            self._warn_of_refusal(step)
-        with step.stats.timed("apply"):
-            for bucket in self._buckets:
-                bucket.finish(step, refused=refused)
-        self.state.step += not refused
-        self.unapplied.conclude(step, refused=refused)
-        self.stats.record(step.stats, refused=refused)
-        self._end()
-        if (inside := self.inside) is not None and not refused:
-            inside.concluded(step, self._buckets, self.unapplied.returned)
-        return refused
-
-    def _warn_of_refusal(self, step: StepContext) -> None:
+    def _warn_of_refusal(self, context: StepContext) -> None:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
         bucket = next(b for b in self._buckets if b.required_outcome.flagged)
         ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
-        inside = group_of(self.transport)
-        if self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank):
-            return
-        self._warned = True
-        warnings.warn(bucket.refusal(step, own, [p.name for p in self.layout.parameters]), RuntimeWarning, stacklevel=4)
-
-    def _end(self) -> None:
-        with self._status.lock:
-            self._step = None
-            self._status.end()
-
-    def _put_back(self) -> None:
-        """After a failed step: return what was sent to u and v."""
-        with contextlib.ExitStack() as stack:  # which goes on when one fails
-            stack.callback(self._end)
-            stack.callback(self.unapplied.rewind)
-            for bucket in self._buckets:
-                stack.callback(bucket.put_back)
+        inside = self.transport.inside
+        if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):
+            self._warned = True
+            names = [p.name for p in self.layout.parameters]
+            warnings.warn(bucket.refusal(context, own, names), RuntimeWarning, stacklevel=3)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.gradients.clipping import Clipping
 from dgc.core.exchange.gradients.nodes import Announced, NodeSums
 from dgc.core.exchange.records import RemoteFailure, StepContext
-from dgc.core.exchange.status import Phase, StepStatus
-from dgc.core.exchange.unapplied import Unapplied
+from dgc.core.exchange.step import Event, Stage, Step
 from dgc.core.kernels.base import Kernels
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, RemoteError, StallError, TransportError
@@ -38,42 +37,26 @@ class Pipeline:
         self,
         buckets: Sequence[BucketExchange],
         clipping: Clipping,
-        unapplied: Unapplied,
         kernels: Kernels,
-        status: StepStatus,
+        step: Step,
         transport: Transport,
         nodes: NodeSums | None = None,
     ) -> None:
-        """Take what an exchange works with.
-
-        Args:
-            buckets: in the order in which they run.
-            clipping: fills in each bucket's factors.
-            unapplied: keeps what a step changes, where steps can be discarded.
-            kernels: their ``overlaps`` says whether there are threads to spare.
-            status: of the exchange; its lock guards the gradients that arrive.
-            transport: its ``end_job``, if it has one, ends all ranks where nobody takes the error about a missing one.
-            nodes: adds up gradients first, where several ranks send as one.
-        """
-        self._end_job: Callable[[StallError], None] | None = getattr(transport, "end_job", None)
+        """Take the parts of an exchange: ``buckets`` in their order, and ``nodes`` where several ranks send as one."""
+        self._transport = transport
         self._nodes = nodes
         self._buckets = buckets
         self._clipping = clipping
-        self._unapplied = unapplied
         self._kernels = kernels
-        self._status = status
-        self._step: StepContext | None = None
+        self._step = step
         self._prepared = self._clipped = self._summed = 0  # buckets before these are
-        self._waits = bool(getattr(kernels, "on_device", False))  # whether kernels run while this thread goes on
+        self._waits = kernels.on_device  # whether kernels run while this thread goes on
         self._thread: threading.Thread | None = None
 
-    def start(self, step: StepContext) -> None:
+    def start(self, context: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
-        self._step = step
         self._prepared = self._clipped = self._summed = 0
-        for bucket in self._buckets:
-            bucket.start()
-        self._status.begin()
+        self._step.begin(context)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
             self._thread.start()
@@ -85,9 +68,9 @@ class Pipeline:
             False if it still waits for another rank inside the transport, or runs in the process that this one was
             forked from: the transport must then not be closed.
         """
-        if self._status.in_child:
+        if self._step.in_child:
             return False
-        self._status.close()
+        self._step.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_PATIENCE)
             if self._thread.is_alive():
@@ -100,102 +83,100 @@ class Pipeline:
     # -- inside: the communication thread --------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        status = self._status
-        adopt = getattr(self._kernels, "adopt_thread", None)
-        if adopt is not None:
-            adopt()
+        step = self._step
+        self._kernels.adopt_thread()
         while True:
-            with status.lock:
-                status.lock.wait_for(lambda: status.phase is Phase.RUNNING or status.closed)
-                if status.closed:
-                    if status.phase is Phase.RUNNING:
-                        status.broke(TransportError("this compressor was closed in the middle of a step"))
+            with step.lock:
+                step.lock.wait_for(lambda: step.stage is Stage.OPEN or step.closed)
+                if step.closed:
+                    if step.stage is Stage.OPEN:
+                        step.broke(TransportError("this compressor was closed in the middle of a step"))
                     return
             try:
                 done = self._run_step()
             except RemoteFailure as failure:
-                status.broke(failure.error)
+                step.broke(failure.error)
             except StallError as error:
-                status.broke(error)
-                if not status.wait_until_taken(_STALL_PATIENCE) and self._end_job is not None:
-                    self._end_job(error)
+                step.broke(error)
+                if not step.wait_until_raised(_STALL_PATIENCE):
+                    self._transport.end_job(error)
             except DGCError as error:
-                status.broke(error)
+                step.broke(error)
             except BaseException as error:
                 wrapped = RemoteError(f"the exchange failed: {type(error).__name__}: {error}")
                 wrapped.__cause__ = error
-                status.broke(wrapped)
+                step.broke(wrapped)
             else:
                 if done:
-                    status.through()
+                    step.enter(Event.RUN)
 
     def _run_step(self) -> bool:
         """Run all buckets; returns False if the exchange was closed before that."""
-        step = self._step
-        assert step is not None, "a step has begun"
-        self._unapplied.capture()
-        if (refused := step.await_scale()) is not None:
-            self._status.announce(refused)
+        context = self._step.context
+        assert context is not None, "a step has begun"
+        self._step.capture()
+        if (refused := context.await_scale()) is not None:
+            self._step.announce(refused)
         try:
             for index in range(len(self._buckets)):
-                if not self._wait_for_gradients(step, index):
+                if not self._wait_for_gradients(context, index):
                     return False
                 if index == 0:
-                    self._unapplied.require_agreement(step.stats)
-                self._run_bucket(step, index)
+                    self._step.require_agreement(context.stats)
+                self._run_bucket(context, index)
         finally:
             for bucket in self._buckets:
                 bucket.encoder.abandon()
         return True
 
-    def _wait_for_gradients(self, step: StepContext, index: int) -> bool:
+    def _wait_for_gradients(self, context: StepContext, index: int) -> bool:
         """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
-        status, needed = self._status, None if self._clipping.needs_all_gradients else index
-        with status.lock:
-            status.lock.wait_for(
-                lambda: step.given.is_complete(needed) or status.announced is not None or status.closed
+        step, needed = self._step, None if self._clipping.needs_all_gradients else index
+        with step.lock:
+            step.lock.wait_for(
+                lambda: context.submissions.is_complete(needed) or step.announced is not None or step.closed
             )
-            return not status.closed
+            return not step.closed
 
-    def _run_bucket(self, step: StepContext, index: int) -> None:
+    def _run_bucket(self, context: StepContext, index: int) -> None:
         """Exchange a bucket, or the error that this rank has announced.
 
         Raises:
             RemoteFailure: a rank sent an error.
             DGCError: a message or a collective failed; or another error that cannot be told in this step any more.
         """
-        bucket, status = self._buckets[index], self._status
-        announced = status.announced if self._nodes is None else self._add_up(step, index, self._nodes)
+        bucket, step = self._buckets[index], self._step
+        announced = step.announced if self._nodes is None else self._add_up(context, index, self._nodes)
         if announced is None:
             try:
-                self._prepare(step, index)
-                self._prepare_following(step, index)
-                bucket.run(step)
+                self._prepare(context, index)
+                self._prepare_following(context, index)
+                bucket.run(context)
                 return
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(step, index)):
+                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(context, index)):
                     raise  # the others see it in the messages as well, or cannot hear of it in this step
-                status.announce(_told(error))
+                step.announce(_told(error))
                 if bucket.sent:
                     return  # the message of the next bucket tells the others
-                announced = status.announced
+                announced = step.announced
         else:
-            status.announce(*announced)
+            step.announce(*announced)
         assert announced is not None
         cause, parameter = announced
         try:
-            bucket.send_error(step, cause, parameter)
+            bucket.send_error(context, cause, parameter)
         except RemoteFailure as failure:
             failure.error.__cause__ = cause
             raise
 
-    def _sends_no_more(self, step: StepContext, index: int) -> bool:
+    def _sends_no_more(self, context: StepContext, index: int) -> bool:
         """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
-        return index == len(self._buckets) - 1 or self._buckets[index].plan(step).allreduces
+        return index == len(self._buckets) - 1 or self._buckets[index].plan(context).allreduces
 
-    def _add_up(self, step: StepContext, index: int, nodes: NodeSums) -> Announced | None:
+    def _add_up(self, context: StepContext, index: int, nodes: NodeSums) -> Announced | None:
         """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
 
         Returns:
@@ -203,57 +184,57 @@ class Pipeline:
         """
         stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
         buckets = self._buckets[max(index, self._summed) : stop]
-        with step.stats.timed("exchange"):
+        with context.stats.timed("exchange"):
             try:
-                if self._status.announced is None:
+                if self._step.announced is None:
                     for each in buckets:
-                        each.encoder.await_gradients(step)
-                        nodes.collect(step, each.bucket)
+                        each.encoder.await_gradients(context)
+                        nodes.collect(context, each.bucket)
             except Exception as error:
-                self._status.announce(_told(error))
-            announced = nodes.agree(self._status.announced)
+                self._step.announce(_told(error))
+            announced = nodes.agree(self._step.announced)
             if announced is None:
                 for each in buckets:
-                    nodes.add_up(step, each.bucket)
+                    nodes.add_up(context, each.bucket)
         self._summed = max(self._summed, stop)
         return announced
 
-    def _prepare(self, step: StepContext, index: int) -> None:
+    def _prepare(self, context: StepContext, index: int) -> None:
         """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
         if index < self._prepared:
             return
         bucket = self._buckets[index]
-        with step.stats.timed("compress"):
-            self._clip(step, index)
+        with context.stats.timed("compress"):
+            self._clip(context, index)
             if self._kernels.overlaps and bucket.encoder.begins_early:
-                bucket.begin(step)
+                bucket.begin(context)
         self._prepared = index + 1
 
-    def _clip(self, step: StepContext, index: int) -> None:
+    def _clip(self, context: StepContext, index: int) -> None:
         """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
         if index < self._clipped:
             return
-        stop = self._stop(step, index) if self._waits and self._nodes is None else index + 1
+        stop = self._stop(context, index) if self._waits and self._nodes is None else index + 1
         ready = self._buckets[index:stop]
         for each in self._buckets if self._clipping.needs_all_gradients else ready:
-            each.encoder.await_gradients(step)
-        self._clipping.fill_in(step, *(each.bucket for each in ready))
+            each.encoder.await_gradients(context)
+        self._clipping.fill_in(context, *(each.bucket for each in ready))
         self._clipped = stop
 
-    def _prepare_following(self, step: StepContext, index: int) -> None:
+    def _prepare_following(self, context: StepContext, index: int) -> None:
         """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
         if not self._kernels.overlaps or self._nodes is not None:
             return  # which gradients are there differs between the ranks of a node
-        stop = self._stop(step, index)
+        stop = self._stop(context, index)
         # What fails here fails again when it is that bucket's turn, and can be told the other ranks then.
         with contextlib.suppress(Exception):
             for following in range(index + 1, stop if self._waits else min(stop, index + 2)):
-                self._prepare(step, following)
+                self._prepare(context, following)
 
-    def _stop(self, step: StepContext, index: int) -> int:
+    def _stop(self, context: StepContext, index: int) -> int:
         """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
         stop = index + 1
-        while stop < len(self._buckets) and step.given.is_complete(stop):
+        while stop < len(self._buckets) and context.submissions.is_complete(stop):
             stop += 1
         return stop
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.kernels.base import Kernels, Undo
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.layout import Bucket, Layout, Segment
 from dgc.errors import ConfigError, DGCError, LayoutError
 
@@ -62,10 +62,13 @@ class Submissions:
         """Take one in; returns whether it was the last of its bucket.
 
         Raises:
-            KeyError: the parameter has one in this step.
+            LayoutError: the parameter has one in this step.
         """
         if self._items[parameter] is not None:
-            raise KeyError(parameter)
+            raise LayoutError(
+                f"the gradient of {self._layout.parameters[parameter].name!r} was given twice in one step; call "
+                "synchronize() or step() after each backward pass, or set backward_passes_per_step"
+            )
         self._items[parameter] = item
         bucket, _ = self._layout.places[parameter]
         self._missing[bucket] -= 1
@@ -81,7 +84,7 @@ class Submissions:
         """What has to come before the gradients of a complete bucket may be read on a device."""
         return self._events.get(bucket, ())
 
-    def let_go(self, segments: Sequence[Segment]) -> None:
+    def release(self, segments: Sequence[Segment]) -> None:
         """Keep nobody's memory alive: all has been read and written."""
         for segment in segments:
             self._items[segment.parameter] = None
@@ -90,7 +93,7 @@ class Submissions:
         """Whether all gradients of a bucket, or of the step, are in."""
         return not (any(self._missing) if bucket is None else self._missing[bucket])
 
-    def lacking(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Names of the parameters without a gradient."""
         return [p.name for p, item in zip(self._layout.parameters, self._items, strict=True) if item is None]
 
@@ -218,7 +221,7 @@ class StepContext:
     loss_scale: float
     fingerprint: int
     """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
-    given: Submissions
+    submissions: Submissions
     stats: StepStats = field(default_factory=StepStats)
     clip: list[float] | None = None
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
@@ -287,7 +290,7 @@ class EntrySum:
 
     def write(self, step: StepContext, kernels: Kernels) -> None:
         """Make the results of the sparsified tensors: these values, and zeros."""
-        results = [item.result for item in step.given.of(self.bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self.bucket.sparse)]
         for result in results:
             result.fill(0)
         kernels.scatter_add(results, self.bucket.sparse_offsets, self.positions, self.values, 1.0)
@@ -307,6 +310,14 @@ def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:
     return bounds
 
 
+@dataclass(frozen=True, slots=True)
+class SentEntries:
+    """What a message holds of a bucket: (k,) positions, and (k,) values as the receivers read them."""
+
+    positions: Array
+    values: Array
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a bucket leaves behind for the end of the step.
@@ -314,14 +325,16 @@ class Outcome:
     Attributes:
         count: entries that this rank has put into its message.
         flagged: whether a value is not finite; once the messages are in, on any rank.
-        undo: what puts the entries back that were sent.
+        sent: what a selection has put into its message, until that is committed.
+        committed: whether what was sent has left the residual.
         flagged_by: the ranks that met such a value before they sent anything.
         held: the results of the sparsified tensors that have not been written.
     """
 
     count: int = 0
     flagged: bool = False
-    undo: Undo | None = None
+    sent: SentEntries | None = None
+    committed: bool = False
     flagged_by: tuple[int, ...] = ()
     held: EntrySum | None = None
 

@@ -6,11 +6,16 @@ All arrays handed to one call live on the same device. u and v are float32 (floa
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+from dgc.core.kernels.threshold import new_control
 
 Array: TypeAlias = Any
 """An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
@@ -50,21 +55,6 @@ class MomentumRule:
     scale: float = 1.0
 
 
-def _nothing() -> None:
-    pass
-
-
-@dataclass(slots=True)
-class Undo:
-    """What a refused step needs to put back: the state at the sent positions before masking."""
-
-    positions: Array
-    u: Array
-    v: Array
-    finish: Callable[[], None] = _nothing
-    """Must be called before u or v is read, after :meth:`Kernels.mask` without waiting; again does nothing."""
-
-
 @dataclass(slots=True)
 class Selection:
     """What to send: (k,) int64 bucket-flat positions, ascending and unique, and v there, (k,) of its type.
@@ -77,106 +67,14 @@ class Selection:
     values: np.ndarray
 
 
-class Kernels(Protocol):
-    """The operations of size n, and those at the k selected places.
-
-    An implementation may be called from several threads at once, each with buckets of its own.
-    """
-
-    name: str
-
-    def describe(self) -> str:
-        """One line for a log: what runs, and on how many threads."""
-        ...
-
-    def warm_up(self, dtype: str = "float32") -> None:
-        """Do now what the first step with buckets of ``dtype`` would otherwise wait for, such as compiling."""
-        ...
-
-    def new_control(self, segments: int) -> np.ndarray:
-        """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
-
-        It is part of a checkpoint; NaN rows mean "cold".
-        """
-        ...
-
-    def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
-        """Return (len,) float64: each gradient's sum of squares over its finite entries."""
-        ...
-
-    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
-        """Momentum correction, in place; returns whether a non-finite entry was met.
-
-        ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
-        written and ``v <- v + G``. Source: arXiv 1712.01887, Algorithm 4; u is the velocity in both forms.
-        """
-        ...
-
-    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
-        """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
-
-        Ties go to the lower position. ``control`` (S, c) is read and updated.
-        """
-        ...
-
-    def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
-    ) -> Callable[[], Selection]:
-        """:meth:`accumulate_and_select` by other threads, while this one does something else.
-
-        What comes back finishes it and returns what was selected. It must be called once, whatever happens, before
-        anything of the state is read; none of the arguments may be changed until then.
-        """
-        ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
-        ...
-
-    def mask(
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``; returns the former state there.
-
-        With ``wait=False`` other threads may still be at it on return: call ``finish()`` on what comes back before
-        anything of the state is read, and change none of the arguments until then.
-        """
-        ...
-
-    def restore(self, u: Array, v: Array, undo: Undo) -> None:
-        """Undo :meth:`mask`, once it is finished."""
-        ...
-
-    def scatter_add(
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
-    ) -> None:
-        """Add ``values * factor`` to the results, result s holding positions ``offsets[s]`` to ``offsets[s + 1]``.
-
-        Args:
-            results: S arrays, each 1-D, in place; they may be shorter than their span (padding is never selected).
-            offsets: (S + 1,) int64.
-            positions: (k,) int64, ascending and unique.
-            values: (k,) float.
-            factor: multiplied in float32 (float64 for float64 results).
-        """
-        ...
-
-    def dense_update(
-        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
-    ) -> None:
-        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done."""
-        ...
-
-
 class Memory(Protocol):
     """The memory of one backend. n elements; *device* arrays are those that the backend's kernels work on."""
 
-    def zeros(self, n: int, dtype: Any) -> Array:
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:
         """Return a device array of zeros, (n,)."""
         ...
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         """Return host memory for what travels, (n,), not initialised; page-locked where that helps."""
         ...
 
@@ -204,10 +102,10 @@ class Memory(Protocol):
 class HostMemory:
     """NumPy arrays on both sides."""
 
-    def zeros(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def zeros(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         return np.zeros(n, dtype)
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         return np.empty(n, dtype)
 
     def to_host(self, array: np.ndarray) -> np.ndarray:  # noqa: D102
@@ -227,6 +125,92 @@ class HostMemory:
         return float(np.einsum("i,i->", array, array, dtype=np.float64))
 
 
-def memory_of(kernels: Any) -> Memory:
-    """The memory that a backend works on; the host's for those that do not say."""
-    return getattr(kernels, "memory", None) or HostMemory()
+class Kernels(abc.ABC):
+    """The operations of size n, and those at the k selected places.
+
+    An implementation may be called from several threads at once, each with buckets of its own.
+    """
+
+    name: str
+    memory: Memory = HostMemory()
+    """Of the arrays that the operations work on."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether that is the memory of a GPU: then it is a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels`."""
+        return False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
+        return False
+
+    def adopt_thread(self) -> None:  # noqa: B027
+        """Prepare the calling thread, once, for the operations of an exchange."""
+
+    def describe(self) -> str:
+        """One line for a log: what runs, and on how many threads."""
+        return self.name
+
+    def warm_up(self, dtype: str = "float32") -> None:  # noqa: B027
+        """Do now what the first step with buckets of ``dtype`` would otherwise wait for, such as compiling."""
+
+    def new_control(self, segments: int) -> np.ndarray:
+        """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
+
+        It is part of a checkpoint; NaN rows mean "cold".
+        """
+        return new_control(segments)
+
+    @abc.abstractmethod
+    def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
+        """Return (len,) float64: each gradient's sum of squares over its finite entries."""
+
+    @abc.abstractmethod
+    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
+        """Momentum correction, in place; returns whether a non-finite entry was met.
+
+        ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
+        written and ``v <- v + G``. Source: arXiv 1712.01887, Algorithm 4; u is the velocity in both forms.
+        """
+
+    @abc.abstractmethod
+    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
+        """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
+
+        Ties go to the lower position. ``control`` (S, c) is read and updated.
+        """
+
+    def begin_selection(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
+    ) -> Callable[[], Selection]:
+        """:meth:`accumulate_and_select` by other threads, while this one does something else.
+
+        What comes back finishes it and returns what was selected. It must be called once, whatever happens, before
+        anything of the state is read; none of the arguments may be changed until then.
+        """
+        return partial(self.accumulate_and_select, work, u, v, control)
+
+    @abc.abstractmethod
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
+        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
+
+    @abc.abstractmethod
+    def scatter_add(
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+    ) -> None:
+        """Add ``values * factor`` to the results, result s holding positions ``offsets[s]`` to ``offsets[s + 1]``.
+
+        Args:
+            results: S arrays, each 1-D, in place; they may be shorter than their span (padding is never selected).
+            offsets: (S + 1,) int64.
+            positions: (k,) int64, ascending and unique.
+            values: (k,) float.
+            factor: multiplied in float32 (float64 for float64 results).
+        """
+
+    @abc.abstractmethod
+    def dense_update(
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
+    ) -> None:
+        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done."""

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels, SegmentWork, memory_of
+from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import ConfigError
 
@@ -23,11 +23,11 @@ SLOW_WARM_UP = 3.0
 def choose_kernels(device: str = "cpu") -> Kernels:
     """The fastest backend that works here for arrays on ``device``; the same object for every caller of a process.
 
-    On a CPU that is Numba, compiled (or loaded from its cache) and tried out before it is returned. Where Numba cannot
-    be imported or does not work, the NumPy reference does the same work, about ten times slower, and one warning in
-    the log "dgc" says so.
+    On a CPU that is Numba, compiled (or loaded from its cache) and tried out before it is returned.
 
     Raises:
+        ImportError: Numba is missing.
+        ArithmeticError: a small step comes out wrong.
         ConfigError: an unknown device, or a GPU ("gpu" is the first one, "gpu:1" the second) where no GPU backend
             works; the message says why.
     """
@@ -40,23 +40,12 @@ def choose_kernels(device: str = "cpu") -> Kernels:
 
 
 def _cpu_kernels() -> Kernels:
-    try:
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+    from dgc.core.kernels.cpu.backend import NumbaKernels
 
-        kernels = NumbaKernels()
-        start = time.perf_counter()
-        kernels.warm_up()
-        _try_out(kernels)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever is wrong with a compiler, training can go on without it
-        logger.warning(
-            "compression runs on NumPy alone, about ten times slower, because Numba %s (%s: %s); pip install numba",
-            "cannot be imported" if isinstance(error, ImportError) else "does not work",
-            type(error).__name__,
-            error,
-        )
-        return ReferenceKernels()
+    kernels = NumbaKernels()
+    start = time.perf_counter()
+    kernels.warm_up()
+    _try_out(kernels)
     seconds = time.perf_counter() - start
     if seconds > SLOW_WARM_UP:
         logger.info("compiling the kernels took %.0f s; they are kept for the next start", seconds)
@@ -73,7 +62,7 @@ def _try_out(kernels: Kernels) -> None:
     values = np.sin(np.arange(n, dtype=np.float32))
     outcomes = []
     for each in (kernels, ReferenceKernels()):
-        memory = memory_of(each)
+        memory = each.memory
         gradient, u, v = (memory.zeros(n, np.float32) for _ in range(3))
         for array in (gradient, u, v):
             memory.copy_in(array, values)

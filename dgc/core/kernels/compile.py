@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import binding
@@ -19,6 +19,9 @@ from llvmlite import binding
 _OF_THE_CPU = "accumulate dense scatter select_candidates select_radix simd threads work_table".split()
 SOURCES = ("compile", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
 """Modules whose functions or constants are compiled into kernels."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
@@ -69,29 +72,29 @@ def is_trusted(path: Path) -> bool:
     return path.stat().st_uid in (os.getuid(), 0)
 
 
-def entry(own: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+def entry(own: str | None = None) -> Callable[[F], F]:
     """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that.
 
     Args:
         own: as for :func:`cache_directory`.
     """
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: F) -> F:
         if not usable(cache_directory(own)):
-            return numba.njit(nogil=True, error_model="numpy")(function)
+            return helper(function)
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = cache_directory(own)
         try:
-            return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+            return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
         except RuntimeError:
             # No directory can be written: kernels are compiled anew in each process.
-            return numba.njit(nogil=True, error_model="numpy")(function)
+            return helper(function)
         finally:
             numba.config.CACHE_DIR = before
 
     return decorate
 
 
-def helper(function: Callable[..., Any]) -> Any:
+def helper(function: F) -> F:
     """Decorate a function that only kernels call; it is compiled into them."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    return cast(F, numba.njit(nogil=True, error_model="numpy")(function))

@@ -55,7 +55,7 @@ def add_up(
 
 
 @entry(__file__)
-def _add_up(positions, values, bounds, factor, here, present, numbers, out, sums):  # type: ignore[no-untyped-def]
+def _add_up(positions, values, bounds, factor, here, present, numbers, out, sums):
     ranks = len(bounds) - 1
     at = bounds[:-1].copy()
     count, last = 0, np.int64(-1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
-from dgc.core.kernels.threshold import new_control
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.errors import LayoutError
 
 
@@ -36,20 +34,13 @@ def top_k(values: np.ndarray, k: int) -> np.ndarray:
     return np.sort(np.concatenate([above, ties]))
 
 
-class ReferenceKernels:
+class ReferenceKernels(Kernels):
     """NumPy only. Every operation makes temporaries of size n; see :class:`dgc.core.kernels.base.Kernels`."""
 
     name = "reference"
-    overlaps = False
 
     def describe(self) -> str:  # noqa: D102
         return f"numpy {np.__version__}, 1 thread"
-
-    def warm_up(self, dtype: str = "float32") -> None:
-        """Nothing to do."""
-
-    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return new_control(segments)
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
         out = np.empty(len(gradients))
@@ -88,23 +79,10 @@ class ReferenceKernels:
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
-    def begin_selection(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
-    ) -> Callable[[], Selection]:
-        return partial(self.accumulate_and_select, work, u, v, control)
-
-    def mask(  # noqa: D102
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        undo = Undo(positions, u[positions], v[positions])
-        v[positions] = undo.v - decoded
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+        v[positions] = v[positions] - decoded
         if masking:
             u[positions] = 0
-        return undo
-
-    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:  # noqa: D102
-        u[undo.positions] = undo.u
-        v[undo.positions] = undo.v
 
     def scatter_add(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

@@ -89,7 +89,7 @@ def threshold(row: np.ndarray, k: int, length: int) -> float:
         return 0.0
     if k > HIGHEST_DENSITY * length or row[ENTRIES] != k or not row[NEXT] < math.inf:
         return COLLECT_NOTHING
-    return row[NEXT]
+    return float(row[NEXT])
 
 
 def most_candidates(k: int, length: int) -> int:

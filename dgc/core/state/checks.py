@@ -52,8 +52,6 @@ def _senders(nodes: int | None) -> str:
 def require_op(saved: Mapping[str, Any], op: str) -> None:
     """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large.
 
-    A state of an earlier version says nothing, and is taken for one of the default, the average.
-
     Args:
         saved: what an exchange's ``state_dict()`` returned.
         op: of this job, "average" or "sum".
@@ -61,19 +59,13 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
     Raises:
         LayoutError: it is one.
     """
-    theirs = saved.get("op", "average")
-    if theirs == op:
-        return
-    if "op" not in saved:
+    theirs = saved.get("op")
+    if theirs != op:
         raise LayoutError(
-            f"the saved compressor state does not say its op (an earlier version wrote it) and is taken for one of "
-            f"op=average, this job has op={op}: load model and optimizer alone, which begins with momentum 0; or, if "
-            f"you know that it was saved with op={op} after the ramp-up had begun, put 'op': '{op}' into it"
+            f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job "
+            f"op={theirs} (and the learning rate that belongs to it), or load model and optimizer alone, which begins "
+            "with momentum 0"
         )
-    raise LayoutError(
-        f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job op={theirs} "
-        "(and the learning rate that belongs to it), or load model and optimizer alone, which begins with momentum 0"
-    )
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
@@ -106,8 +98,8 @@ def require_sound(saved: Mapping[str, Any]) -> None:
                     "finite, which would spoil the training: load an earlier state, or call reset() to begin with "
                     "empty residuals"
                 )
-        if entry.get("control") is not None:
-            _numbers(entry["control"], name, "control")
+        if entry.get("threshold") is not None:
+            _numbers(entry["threshold"], name, "threshold")
 
 
 def require_fit(
@@ -164,7 +156,7 @@ def require_fit(
                 )
 
 
-def _numbers(values: Any, name: str, key: str) -> np.ndarray:
+def _numbers(values: object, name: str, key: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Kernels, memory_of
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.checks import FORMAT, require_fit, require_sound
 from dgc.core.state.layout import Layout, Segment
 
@@ -29,12 +29,28 @@ class BucketState:
         self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels, small_size: int = 0
     ) -> None:
         """Allocate zeros: u (size,), v (sparse_size,), error, and a cold control array of ``segments`` rows."""
-        memory = memory_of(kernels)
+        self._memory = memory = kernels.memory
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
         self.control = kernels.new_control(segments)
         self.error = np.zeros(small_size, np.float32)
         self.owes = False
+
+    def copy(self) -> BucketState:
+        """Return the same values in memory of their own."""
+        other = copy.copy(self)
+        other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
+        other.control, other.error = np.empty_like(self.control), np.empty_like(self.error)
+        other.assign(self)
+        return other
+
+    def assign(self, other: BucketState) -> None:
+        """Take over the values of another state of the same sizes."""
+        self._memory.copy(self.u, other.u)
+        self._memory.copy(self.v, other.v)
+        self.control[...] = other.control
+        self.error[...] = other.error
+        self.owes = other.owes
 
     def forgive(self) -> None:
         """Forget what the small tensors lack."""
@@ -49,7 +65,7 @@ class State:
         """Start from zeros at step 0."""
         self._layout = layout
         self._kernels = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self.step = 0
         self.buckets: list[BucketState] = []
         self.reset()
@@ -62,7 +78,19 @@ class State:
             for b in self._layout.buckets
         ]
 
-    def momentum_buffer(self, parameter: int) -> np.ndarray:
+    def copy(self) -> State:
+        """Return the same values in memory of their own."""
+        other = copy.copy(self)
+        other.buckets = [bucket.copy() for bucket in self.buckets]
+        return other
+
+    def assign(self, other: State) -> None:
+        """Take over the values of another state of the same layout."""
+        for bucket, source in zip(self.buckets, other.buckets, strict=True):
+            bucket.assign(source)
+        self.step = other.step
+
+    def momentum_buffer(self, parameter: int) -> Array:
         """View of u for one parameter, (numel,), where the kernels work."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].u[segment.slice]
@@ -82,7 +110,7 @@ class State:
         share = own_share if self.residual(parameter).size else 1.0
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
-    def residual(self, parameter: int) -> np.ndarray:
+    def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].v[segment.slice]
@@ -105,7 +133,7 @@ class State:
             entry: dict[str, Any] = {"u": self._memory.to_host(self.momentum_buffer(i))}
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
-                entry["control"] = self._control_row(i).copy()
+                entry["threshold"] = self._control_row(i).copy()
             elif i in self._layout.chosen:
                 entry["exchange"] = "dense"
             elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
@@ -143,9 +171,9 @@ class State:
                 self._memory.copy_in(self.residual(i), entry["v"])
                 row = self._control_row(i)
                 row[...] = np.nan
-                control = entry.get("control")
-                if control is not None and len(control) == row.size:
-                    row[...] = control
+                threshold = entry.get("threshold")
+                if threshold is not None and len(threshold) == row.size:
+                    row[...] = threshold
             elif "error" in entry:
                 self.error(i)[...] = entry["error"]
                 self.buckets[self._layout.places[i][0]].owes = True
@@ -154,7 +182,8 @@ class State:
     def _control_row(self, parameter: int) -> np.ndarray:
         bucket, segment = self._layout.places[parameter]
         segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
-        return self.buckets[bucket].control[segments.index(segment)]
+        row: np.ndarray = self.buckets[bucket].control[segments.index(segment)]
+        return row
 
 
 def resized(
@@ -183,7 +212,7 @@ def resized(
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
     for name, entry in result["parameters"].items():
-        entry.pop("control", None)
+        entry.pop("threshold", None)
         own = {"v", "error"} & set(entry) | ({"u"} if "v" in entry and not replicated else set())
         for key in own:
             total = np.zeros_like(entry[key])

@@ -10,7 +10,7 @@ import numpy as np
 
 from dgc import errors
 from dgc.core.kernels.base import HostMemory, Memory
-from dgc.core.transport import Transport, called
+from dgc.core.transport import Transport
 from dgc.core.wire.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
 from dgc.core.wire.plan import BucketPlan
 
@@ -93,7 +93,7 @@ class Sender:
 
     def finish(self, step: int, *, count: int, nonfinite: bool) -> None:
         """Write the header of an ordinary message."""
-        self._write_header(step, Flags.NONFINITE if nonfinite else Flags(0), count=count)
+        pack_header(self._header(step, Flags.NONFINITE if nonfinite else 0, count=count), self._message)
 
     def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
@@ -101,9 +101,9 @@ class Sender:
         text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
         self._message[HEADER_BYTES:] = 0
         self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
-        self._write_header(
-            step, Flags.ERROR, error_code=code, error_parameter=_NO_PARAMETER if parameter is None else parameter
-        )
+        concerned = _NO_PARAMETER if parameter is None else parameter
+        header = self._header(step, Flags.ERROR, error_code=code, error_parameter=concerned)
+        pack_header(header, self._message)
 
     def exchange(self) -> None:
         """Allgather the messages, blocking."""
@@ -117,15 +117,15 @@ class Sender:
             WireError: a header does not fit this bucket, step, layout or codec.
         """
         plan = self._required_plan
-        codec = plan.codec
+        expected = self._header(step, count=sum(plan.ks))
         headers = [unpack_header(data) for data in self._gathered]
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
         failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
         if failed:
-            return [_failure(headers[i], self._gathered[i], i, called(self._transport, i)) for i in failed]
+            return [_failure(headers[i], self._gathered[i], i, self._transport.label(i)) for i in failed]
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
-            who, own = called(self._transport, sender), called(self._transport, self._transport.rank)
+            who, own = self._transport.label(sender), self._transport.label(self._transport.rank)
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "
@@ -133,20 +133,7 @@ class Sender:
                     "(load a checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate "
                     "from metrics that are averaged over the ranks)"
                 )
-            check_header(
-                header,
-                compressor=codec.compressor_id,
-                index_codec=codec.indices.id,
-                value_codec=codec.values.id,
-                step=step,
-                bucket=self._bucket,
-                fingerprint=self._fingerprint,
-                max_count=sum(plan.ks),
-                max_payload=plan.payload_bytes,
-                dense_bytes=plan.dense_bytes,
-                sender=who,
-                dense_codec=_dense_codec(plan),
-            )
+            check_header(header, expected, who)
             coded, at = plan.coded_bytes_at, plan.inline_bytes_at
             message = Incoming(
                 sender=sender,
@@ -165,38 +152,30 @@ class Sender:
         assert self._plan is not None, "start() comes first"
         return self._plan
 
-    def _write_header(
-        self, step: int, flags: Flags, *, count: int = 0, error_code: int = 0, error_parameter: int = 0
-    ) -> None:
+    def _header(
+        self, step: int, flags: int = 0, *, count: int = 0, error_code: int = 0, error_parameter: int = 0
+    ) -> Header:
         plan = self._required_plan
-        codec = plan.codec
-        pack_header(
-            Header(
-                compressor=codec.compressor_id,
-                index_codec=codec.indices.id,
-                value_codec=codec.values.id,
-                flags=int(flags),
-                step=step,
-                bucket=self._bucket,
-                fingerprint=self._fingerprint,
-                count=count,
-                payload_bytes=plan.payload_bytes,
-                dense_bytes=plan.dense_bytes,
-                dense_codec=_dense_codec(plan),
-                error_code=error_code,
-                error_parameter=error_parameter,
-            ),
-            self._message,
+        return Header(
+            compressor=plan.codec.compressor_id,
+            index_codec=plan.codec.indices.id,
+            value_codec=plan.codec.values.id,
+            step=step,
+            fingerprint=self._fingerprint,
+            bucket=self._bucket,
+            count=count,
+            payload_bytes=plan.payload_bytes,
+            dense_bytes=plan.dense_bytes,
+            flags=flags,
+            error_code=error_code,
+            error_parameter=error_parameter,
+            dense_codec=int(plan.small.values.id) if plan.small else 0,
         )
 
 
 def error_code(error: errors.DGCError) -> int:
     """The number of an error's class among :data:`ERROR_CLASSES`."""
     return next((i for i, c in enumerate(ERROR_CLASSES) if isinstance(error, c)), 0)
-
-
-def _dense_codec(plan: BucketPlan) -> int:
-    return int(plan.small.values.id) if plan.small else 0
 
 
 def _failure(header: Header, data: np.ndarray, sender: int, who: str) -> Incoming:

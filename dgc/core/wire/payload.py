@@ -8,7 +8,6 @@ from dgc.core.state.layout import Bucket
 from dgc.core.wire.codecs.blocks import padded
 from dgc.core.wire.codecs.float_values import Float16Values
 from dgc.core.wire.codecs.indices import Uint16Indices, tiles_of
-from dgc.core.wire.codecs.loops import default_loops
 from dgc.core.wire.codecs.registry import resolve_index_codec, value_codec
 
 SPARSE_ID = 1
@@ -90,10 +89,12 @@ def encode_default(positions: np.ndarray, values: np.ndarray, n: int, out: np.nd
 
     Returns:
         Bytes written, and the values as they will be read, (k,) float32. None when the codecs have to look
-        themselves: no Numba, values that are not finite or far from 1, arrays of another kind, or too little room.
+        themselves: values that are not finite or far from 1, arrays of another kind, or too little room.
     """
-    loops, k = default_loops(), positions.size
-    if loops is None or not (_plain(positions, np.int64) and _plain(values, np.float32) and _plain(out, np.uint8)):
+    from dgc.core.wire.codecs import numba_loops as loops
+
+    k = positions.size
+    if not (_plain(positions, np.int64) and _plain(values, np.float32) and _plain(out, np.uint8)):
         return None
     tiles = tiles_of(n)
     if values.size != k or out.size < padded(4 * tiles) + 2 * padded(2 * k) + Float16Values.HEAD:

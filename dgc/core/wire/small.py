@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from dgc.core.state.layout import Bucket
-from dgc.core.wire.codecs.loops import default_loops
 from dgc.core.wire.codecs.registry import value_codec
 from dgc.errors import WireError
 
@@ -46,8 +45,9 @@ class SmallCodec:
             out: (max_bytes,) uint8, of any content.
             left: (N,) float32, filled: what receivers will not read, ``x - decoded``; 0 between tensors.
         """
-        loops = default_loops() if self.values.name == "int8" else None
-        if loops is not None:
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        if self.values.name == "int8":
             left.fill(0)
             loops.encode_int8(x, self._starts, self._bounds, out, left)
             return
@@ -66,9 +66,10 @@ class SmallCodec:
         Raises:
             WireError: the block is damaged.
         """
-        loops = default_loops() if self.values.name == "int8" else None
+        from dgc.core.wire.codecs import numba_loops as loops
+
         with np.errstate(over="ignore", invalid="ignore"):
-            if loops is None:
+            if self.values.name != "int8":
                 sums[self._places] += self.values.decode(data, int(self._bounds[-1]), self._bounds)[0]
             elif not loops.add_int8(data, self._starts, self._bounds, sums):
                 raise WireError("int8: an entry is -128, the codec writes -127..127. The message is damaged.")

@@ -258,7 +258,6 @@ class Engine(EngineBase):
             if forget:
                 group.forget()
                 self._has_loaded = True
-                self._count_anew()
             group.compare_again()
 
     def close(self, keep_transport: bool = False) -> None:

@@ -12,7 +12,7 @@ from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import EntrySum, Hyper
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import Layout
-from dgc.core.transport import Transport, whole_of
+from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
 from dgc.tensorflow.engine.tensors import ResultPool, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
@@ -232,7 +232,7 @@ class Group:
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
         require_replicas(
-            whole_of(self.exchange.transport),
+            self.exchange.transport.whole,
             {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
             "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add "
             "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",

@@ -17,7 +17,7 @@ from dgc.core.state.state import old_ranks_of
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce.settings import distributed_in
-from dgc.transport.agreement import agree_or_raise, busy
+from dgc.transport.agreement import agree_or_raise
 
 _Callback: Any = tf.keras.callbacks.Callback
 
@@ -116,7 +116,7 @@ class CompressionCheckpoint(_Callback):
             )
 
         try:
-            with busy(engine.transport):
+            with engine.transport.busy():
                 state = {**engine.state_dict(), ITERATIONS: self._iterations()}
                 require_sound(state)
                 path = self._path(self._filled, engine.transport.rank)

@@ -12,7 +12,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.transport.agreement import agree_or_raise, busy
+from dgc.transport.agreement import agree_or_raise
 
 _TOKEN_BYTES = 8
 
@@ -70,7 +70,7 @@ class Ranks:
 
     def busy(self) -> AbstractContextManager[None]:
         """While this rank works, and the others wait for as long as that takes."""
-        return nullcontext() if self._transport is None else busy(self._transport)
+        return nullcontext() if self._transport is None else self._transport.busy()
 
     def any(self, here: bool) -> bool:
         """Whether something is so on any rank. Collective.

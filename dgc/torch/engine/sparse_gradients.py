@@ -127,12 +127,12 @@ def _gather(transport: Transport, values: torch.Tensor) -> list[torch.Tensor]:
 
 def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None:
     """Move the state of an exchange to one that has fewer parameters: now, and before an unapplied step."""
-    states = [before.state.to_dict()]
+    states = [before.state_dict()]
     if before.drop():
         states.insert(0, before.state.to_dict())
     for place, state in enumerate(states):
         state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
         if len(state["parameters"]) == len(kept):
             if place:
-                after.unapplied.remember()
+                after.remember()
             after.state.load(state, after.config.own_share(after.transport.size))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch.optim import Optimizer
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.fuse.elementwise import looks_at_all_parameters
 from dgc.torch.momentum.optimizer import DGCMomentum
@@ -230,7 +230,7 @@ def require_no_common_norm(optimizer: Optimizer) -> None:
             )
 
 
-def checked_transport(transport: str | Transport, rank: int, size: int) -> str:
+def checked_transport(transport: str | Collectives, rank: int, size: int) -> str:
     """What all ranks must have in common of the transport: its name.
 
     Raises:
@@ -238,7 +238,7 @@ def checked_transport(transport: str | Transport, rank: int, size: int) -> str:
     """
     if isinstance(transport, str) and transport in CHOICES:
         return transport
-    if isinstance(transport, str) or not isinstance(transport, Transport):
+    if isinstance(transport, str) or not isinstance(transport, Collectives):
         raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {transport!r}")
     if (transport.rank, transport.size) != (rank, size):
         raise ConfigError(

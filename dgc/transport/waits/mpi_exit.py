@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dgc.errors import TransportError
@@ -41,7 +42,7 @@ _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 """A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
 
 
-def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
+def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
     """Let this rank and the others of ``comm`` leave together. Collective over its ranks.
 
     Args:
@@ -60,7 +61,7 @@ def expect_farewell(mpi: Any, comm: MPI.Intracomm) -> None:
         _farewells[ranks].Set_errhandler(mpi.ERRORS_RETURN)
 
 
-def ranks_in_job(mpi: Any, comm: MPI.Intracomm) -> list[int]:
+def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
     """What a communicator's ranks are called in the whole job."""
     group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     try:
@@ -79,7 +80,7 @@ def waiting() -> Iterator[None]:
     _waiting[me] -= 1
 
 
-def start(mpi: Any, collective: Callable[[], Any]) -> Any:
+def start(mpi: ModuleType, collective: Callable[[], Any]) -> Any:
     """The request of a non-blocking collective, unless MPI is on its way out: what comes then ends the process.
 
     Args:
@@ -94,7 +95,7 @@ def start(mpi: Any, collective: Callable[[], Any]) -> Any:
         return collective()
 
 
-def is_done(mpi: Any, request: Any) -> bool:
+def is_done(mpi: ModuleType, request: Any) -> bool:
     """One test, unless MPI is on its way out: a test after MPI_Finalize ends the process without a Python error.
 
     Args:
@@ -110,7 +111,7 @@ def is_done(mpi: Any, request: Any) -> bool:
 
 
 @contextmanager
-def calling(mpi: Any) -> Iterator[None]:
+def calling(mpi: ModuleType) -> Iterator[None]:
     """While MPI is called beside a collective that waits.
 
     Args:
@@ -124,7 +125,7 @@ def calling(mpi: Any) -> Iterator[None]:
         yield
 
 
-def give_up(mpi: Any, text: str) -> None:
+def give_up(mpi: ModuleType, text: str) -> None:
     """End the whole job, here and now: nobody takes the error, and every orderly way out waits for a missing rank."""
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -136,7 +137,7 @@ def abort_at_exit() -> None:
     _missing.set()
 
 
-def say_farewell(mpi: Any, seconds: float = FAREWELL_SECONDS) -> bool:
+def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
     """Wait until all ranks that this one exchanged with are here; returns whether they came.
 
     Args:
@@ -177,7 +178,7 @@ def is_child() -> bool:
     return _forked.is_set()
 
 
-def _hear_of_finalize(mpi: Any) -> None:
+def _hear_of_finalize(mpi: ModuleType) -> None:
     """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else.
 
     The callback is Python and needs the GIL. Native code that calls C's ``exit()`` with the GIL held would wait for
@@ -194,11 +195,11 @@ def _stop_calling() -> None:
         _calling.release()
 
 
-def _is_over(mpi: Any) -> bool:
+def _is_over(mpi: ModuleType) -> bool:
     return _leaving.is_set() or mpi.Is_finalized()
 
 
-def _require_mpi(mpi: Any) -> None:
+def _require_mpi(mpi: ModuleType) -> None:
     if _is_over(mpi):
         raise TransportError(
             "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "

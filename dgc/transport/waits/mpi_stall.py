@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class StallWatch:
         next_look: seconds of waiting after which :meth:`look` is to be called; until then a wait costs nothing.
     """
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+    def __init__(self, mpi: ModuleType, comm: MPI.Intracomm) -> None:
         """Read the times; talk to nobody.
 
         Args:

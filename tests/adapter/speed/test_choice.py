@@ -302,7 +302,7 @@ def test_buckets_that_are_cut_otherwise_keep_residuals(predicted):
     states = on_ranks(lambda e: (steps(e, 0, 3), e.state_dict())[1], exchange="auto")
     for state in states:
         entry = state["parameters"]["b"]
-        del entry["v"], entry["control"]
+        del entry["v"], entry["threshold"]
         entry["exchange"] = "dense"
 
     def one_rank(transport):

@@ -8,7 +8,6 @@ from exchange_tools import gradient, make_exchange, parameters, run_step
 from exchange_tools import train as train_small
 
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.kernels.base import Undo
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
@@ -26,21 +25,6 @@ class LateKernels(NumbaKernels):
 
     def begin_selection(self, work, u, v, control):
         return lambda: self.accumulate_and_select(work, u, v, control)
-
-    def mask(self, u, v, positions, decoded, *, masking, wait=True):
-        if wait:
-            return super().mask(u, v, positions, decoded, masking=masking)
-        undo = Undo(positions, np.full(positions.size, np.nan, u.dtype), np.full(positions.size, np.nan, v.dtype))
-
-        def finish():
-            if not done:
-                now = super(LateKernels, self).mask(u, v, positions, decoded, masking=masking)
-                undo.u[:], undo.v[:] = now.u, now.v
-                done.append(True)
-
-        done = []
-        undo.finish = finish
-        return undo
 
 
 OPTIONS = dict(shapes=SHAPES, bucket_bytes=400_000, momentum=0.9, sparsity=0.99, values="float16")
@@ -114,7 +98,7 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
         exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
         given = gradients(0, 0)
         # All gradients are there before the first bucket may run.
-        with exchange._status.lock:
+        with exchange._step.lock:
             run_all = [exchange.submit(i, g, np.empty(g.size, np.float32)) for i, g in enumerate(given)]
         assert len(run_all) == len(given)
         exchange.finish()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.records import Hyper, Submission, Submissions
 from dgc.core.state.layout import make_layout
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, LayoutError
 
 
 def test_entries_sent_are_at_most_k_and_the_largest():
@@ -57,15 +57,15 @@ def test_a_bucket_is_complete_with_its_last_gradient_in_whatever_order(order):
     given_so_far, item = Submissions(layout), Submission(np.zeros(1), np.zeros(1))
     names = list(SHAPES)
     for place, parameter in enumerate(order):
-        assert set(given_so_far.lacking()) == {names[i] for i in order[place:]}
+        assert set(given_so_far.missing()) == {names[i] for i in order[place:]}
         bucket, _ = layout.places[parameter]
         members = {segment.parameter for segment in layout.buckets[bucket].segments}
         assert given_so_far.add(parameter, item) == (members <= set(order[: place + 1]))
         assert given_so_far.is_complete(bucket) == (members <= set(order[: place + 1]))
-        with pytest.raises(KeyError):
+        with pytest.raises(LayoutError, match="given twice"):
             given_so_far.add(parameter, item)
     assert given_so_far.is_complete()
-    assert not given_so_far.lacking()
+    assert not given_so_far.missing()
 
 
 def test_ranks_compare_everything_that_they_must_share_and_no_rounding():

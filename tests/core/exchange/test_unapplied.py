@@ -246,7 +246,7 @@ def test_nothing_is_kept_unasked():
         run_step(exchange, grads_of(0, transport.rank, parameters()))
         assert not exchange.undecided
         assert not exchange.drop()
-        assert not exchange.unapplied._copies
+        assert exchange._step._before is None
         exchange.close()
 
     run_ranks(2, one_rank)
@@ -379,3 +379,76 @@ def test_discard_step_without_the_option_says_what_to_do():
     with pytest.raises(ConfigError, match=r"Compression.topk\(..., discardable=True\)"):
         member("topk").discard_step()
     assert member("topk", discardable=True).discard_step() is False
+
+
+# -- between the exchange and the update ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
+def test_an_undecided_step_is_saved_as_an_applied_one_and_can_still_be_dropped(case, dropped):
+    def one_rank(transport):
+        specs = contract_specs()
+        exchange = make_compressor_exchange(transport, case)
+        exchange.awaits_update = True
+        run_step(exchange, grads_of(0, transport.rank, specs))
+        exchange.applied()
+        run_step(exchange, grads_of(1, transport.rank, specs))
+        uncommitted = [b.v.tobytes() for b in exchange.state.buckets]
+        saved, norm = everything(exchange), exchange.residual_norm()
+        assert exchange.undecided
+        assert [b.v.tobytes() for b in exchange.state.buckets] == uncommitted
+        if dropped:
+            assert exchange.drop()
+            assert [b.v.tobytes() for b in exchange.state.buckets] == uncommitted
+        else:
+            exchange.applied()
+            assert everything(exchange) == saved
+            assert exchange.state.residual_norm() == norm
+            changed = [b.v.tobytes() for b in exchange.state.buckets] != uncommitted
+            assert changed == case.row.error_feedback
+        exchange.close()
+
+    run_ranks(2, one_rank)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
+@pytest.mark.parametrize("algorithm", ["dgc", "onebit"])
+def test_an_undecided_step_on_a_device_is_saved_as_an_applied_one(algorithm):
+    def one_rank(transport):
+        kernels = DeviceKernels(HostRuntime(seed=7, deferred=True))
+        exchange = make_exchange(transport, kernels=kernels, algorithm=algorithm)
+        exchange.awaits_update = True
+        alive = [grads_of(step, transport.rank, parameters()) for step in range(2)]
+        for grads in list(alive):
+            alive.append(run_step(exchange, grads)[1])
+            saved = everything(exchange)
+        exchange.applied()
+        assert everything(exchange) == saved
+        exchange.close()
+
+    run_ranks(2, one_rank)
+
+
+def test_what_another_exchange_finished_goes_back_to_the_remembered_state():
+    def one_rank(transport):
+        exchange = make_exchange(transport, **OPTIONS["momentum"])
+        run_step(exchange, grads_of(0, transport.rank, parameters()))
+        dropped = exchange.state_dict()
+        run_step(exchange, grads_of(1, transport.rank, parameters()))
+        applied = exchange.state_dict()
+        for drops in (True, False):
+            exchange.load_state_dict(dropped)
+            wanted = everything(exchange)
+            exchange.remember()
+            exchange.state.load(applied, 1.0)
+            if drops:
+                assert exchange.drop()
+            else:
+                wanted = everything(exchange)
+                exchange.applied()
+            assert not exchange.undecided
+            assert everything(exchange) == wanted
+        exchange.close()
+
+    run_ranks(2, one_rank)

@@ -1,11 +1,10 @@
 """The host's memory behind the common face, and whose memory a backend works on."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from dgc.core.kernels.base import HostMemory, memory_of
+from dgc.core.kernels.base import HostMemory
+from dgc.core.kernels.reference import ReferenceKernels
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -34,7 +33,9 @@ def test_another_number_of_values_is_refused():
         HostMemory().copy_in(np.zeros(3), np.zeros(2))
 
 
-def test_a_backend_without_memory_of_its_own_works_on_the_hosts():
-    own = SimpleNamespace()
-    assert memory_of(SimpleNamespace(memory=own)) is own
-    assert isinstance(memory_of(SimpleNamespace()), HostMemory)
+def test_a_backend_that_defines_only_operations_works_on_the_hosts_memory():
+    kernels = ReferenceKernels()
+    assert isinstance(kernels.memory, HostMemory)
+    assert not kernels.on_device
+    assert not kernels.overlaps
+    kernels.adopt_thread()

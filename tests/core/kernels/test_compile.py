@@ -12,15 +12,14 @@ from dgc.core.kernels import compile
 
 FROM_THE_CACHE = """
     import numpy as np
-    from dgc.core.kernels.base import Undo
     from dgc.core.kernels.cpu import scatter
     from dgc.core.kernels.cpu.backend import NumbaKernels
     positions = np.array([3, 299_999])
     for dtype in (np.float32, np.float64):
         u, v = np.zeros((2, 300_000), dtype)
-        NumbaKernels(2).restore(u, v, Undo(positions, np.ones(2, dtype), np.full(2, 2, dtype)))
-        assert (u.sum(), v.sum(), v[299_999]) == (2, 4, 2)
-    stats = scatter.restore.stats
+        NumbaKernels(2).mask(u, v, positions, np.full(2, -2, dtype), masking=True)
+        assert (v.sum(), v[299_999]) == (4, 2)
+    stats = scatter.mask.stats
     print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
@@ -41,13 +40,12 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
     script = """
         import time, sys
         from numba.core import event
-        from dgc.core.kernels.base import Undo
         from dgc.core.kernels.cpu import scatter
         from dgc.core.kernels.cpu.backend import NumbaKernels
         import numpy as np
-        u, v, kept = np.zeros((3, 3), np.float32)
-        NumbaKernels(1).restore(u, v, Undo(np.arange(3), kept, kept))
-        hits = sum(scatter.restore.stats.cache_hits.values())
+        u, v, sent = np.zeros((3, 3), np.float32)
+        NumbaKernels(1).mask(u, v, np.arange(3), sent, masking=True)
+        hits = sum(scatter.mask.stats.cache_hits.values())
         print("hits", hits)
     """
     first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
@@ -64,21 +62,19 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         """
         import sys
         import numpy as np
-        from dgc.core.kernels.base import Undo
         from dgc.core.kernels.cpu import scatter
         from dgc.core.kernels.cpu.backend import NumbaKernels
         from dgc.core.wire import value_codec
-        from dgc.core.wire.codecs.loops import bit_kernels, default_loops
+        from dgc.core.wire.codecs import numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
-            NumbaKernels(1).restore(u, v, Undo(np.arange(3), *np.ones((2, 3), np.float32)))
-            assert u.sum() == v.sum() == 3
-            kept = scatter.restore
+            NumbaKernels(1).mask(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
+            assert v.sum() == 3
+            kept = scatter.mask
         else:
             out = np.zeros(16, np.uint8)
             value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
-            kept = default_loops().to_halves
-            assert bit_kernels().__name__.endswith("numba_loops")
+            kept = numba_loops.to_halves
         assert type(kept._cache).__name__ == "NullCache", kept._cache
         """.replace("sys.argv[1:]", f"[{tried!r}]"),
         NUMBA_CACHE_DIR=str(blocked),

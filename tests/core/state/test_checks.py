@@ -44,7 +44,7 @@ BAD = {
     "inf in u": (lambda s: changed(s, DENSE, "u", spoiled(s["parameters"][DENSE]["u"], math.inf)), "not finite"),
     "text in u": (lambda s: changed(s, DENSE, "u", "much"), "no numbers"),
     "ragged u": (lambda s: changed(s, DENSE, "u", [[1.0], [1.0, 2.0]]), "no array"),
-    "objects as control": (lambda s: changed(s, SPARSE, "control", [None, {}]), "control of 'fc.weight'"),
+    "objects as threshold": (lambda s: changed(s, SPARSE, "threshold", [None, {}]), "threshold of 'fc.weight'"),
     "other length": (lambda s: changed(s, DENSE, "u", np.zeros(7)), "shape"),
     "no u": (lambda s: without(s, "parameters", DENSE, "u"), "no u of 'fc.bias'"),
     "no v": (lambda s: without(s, "parameters", SPARSE, "v"), "sparsified here but was dense"),

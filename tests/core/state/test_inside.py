@@ -48,11 +48,9 @@ def grads_of(step, rank):
 class Naive:
     """The same, entry by entry: v is added up by hand, and what left it was sent."""
 
-    def __init__(self, exchange, forgets_empty):
+    def __init__(self, exchange):
         self.names = {p.name: i for i, p in enumerate(exchange.layout.parameters) if exchange.layout.is_sparsified(i)}
         self.v = {name: exchange.state.residual(i).copy() for name, i in self.names.items()}
-        self.missed = {name: np.zeros(v.size, int) for name, v in self.v.items()}
-        self.forgets_empty = forgets_empty
 
     def step(self, exchange, given, whole=False):
         found = {}
@@ -60,20 +58,11 @@ class Naive:
             before = self.v[name] + given[i]
             after = exchange.state.residual(i).copy()
             sent = np.ones(before.size, bool) if whole else before != after
-            missed = self.missed[name]
-            waited, missed[sent] = missed[sent].copy(), 0
-            missed[~sent] += 1
-            waiting = missed[~sent & (after != 0)]
-            ages = {"waited_mean": waited, "waiting_mean": waiting}
             found[name] = {
                 "residual_norm": np.linalg.norm(after.astype(float)),
                 "sent_share": 1 - np.sum(after.astype(float) ** 2) / np.sum(before.astype(float) ** 2),
                 "density": sent.mean(),
-                **{key: values.mean() for key, values in ages.items() if values.size},
-                **{key.replace("mean", "max"): values.max() for key, values in ages.items() if values.size},
             }
-            if self.forgets_empty:
-                missed[after == 0] = 0
             self.v[name] = after
         return found
 
@@ -102,7 +91,7 @@ def test_figures_are_those_of_a_count_by_hand(case):
     def one_rank(transport):
         exchange, seen = make_exchange(transport, case), Seen()
         exchange.inside = Inside(exchange.layout, seen)
-        naive, expected = Naive(exchange, forgets_empty=True), {}
+        naive, expected = Naive(exchange), {}
         for step in range(STEPS):
             given = gradients(step, transport.rank)
             for i in naive.names.values():
@@ -119,25 +108,6 @@ def test_figures_are_those_of_a_count_by_hand(case):
 
     first, second = run_ranks(2, one_rank)
     assert (first == second) is (case.options.get("sparsity") == 0.0)  # a rank's own
-
-
-def test_what_is_sent_between_two_looks_counts():
-    """Ages at looks that are far apart are those of looking at every step."""
-    case = Case("dgc", {"sparsity": 0.9, "values": "float32"})
-
-    def one_rank(transport):
-        often, seldom = Seen(), Seen(every=4)
-        for seen in (often, seldom):
-            exchange = make_exchange(transport, case)
-            exchange.inside = Inside(exchange.layout, seen)
-            for step in range(STEPS):
-                run_step(exchange, gradients(step, transport.rank))
-            exchange.close()
-        assert list(seldom.taken) == [0, 4, 8]
-        for step in seldom.taken:
-            same_figures(seldom.taken[step], often.taken[step])
-
-    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("case", COMPRESSORS, ids=str)
@@ -172,14 +142,7 @@ def watched(transport, **options):
     return exchange, seen
 
 
-def ages_of(seen):
-    return {
-        step: {n: [f.get("waited_max"), f.get("waiting_max")] for n, f in taken.items()}
-        for step, taken in seen.taken.items()
-    }
-
-
-def test_dense_steps_have_nothing_to_show_and_nothing_waits_in_them():
+def test_dense_steps_have_nothing_to_show():
     def one_rank(transport):
         exchange, seen = watched(transport, rampup_begin_step=3)
         for step in range(6):
@@ -187,75 +150,24 @@ def test_dense_steps_have_nothing_to_show_and_nothing_waits_in_them():
         exchange.close()
         assert [bool(seen.taken[step]) for step in range(6)] == [False] * 3 + [True] * 3
         assert "dense" in seen.left_out[2]["fc.weight"]
-        assert ages_of(seen)[3]["fc.weight"] == [0, 1]
-        assert ages_of(seen)[5]["fc.weight"] == [2, 3]
 
     run_ranks(2, one_rank)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_step_that_is_taken_back_sends_nothing(exact):
-    """Wholly: as if it had never been. In part: what it sent waits on."""
+def test_an_undecided_step_shows_what_an_applied_one_does():
+    """It is probed before anybody knows what becomes of it."""
 
-    def exactly(transport):
-        """Three steps with and without a fourth between them, whose number comes twice."""
-        found = []
-        for discards in (False, True):
-            exchange, seen = make_plain(transport, sparsity=0.9, discardable=True), Seen()
-            seen.looks = lambda step: False
-            exchange.inside = Inside(exchange.layout, seen)
-            for number in range(3):
-                if discards:
-                    run_step(exchange, grads_of(90 + number, transport.rank))
-                    assert exchange.drop()
-                run_step(exchange, grads_of(number, transport.rank))
-            found.append(exchange.inside._ages[0].last - exchange.inside._ages[0].clock)
-            exchange.close()
-        np.testing.assert_array_equal(*found)
-
-    def in_part(transport):
-        exchange, _ = watched(transport)
-        exchange.awaits_update = True
-        fc = exchange.state.residual(2)
-        run_step(exchange, grads_of(0, transport.rank))
-        exchange.applied()
-        before = fc.copy()
-        run_step(exchange, grads_of(1, transport.rank))
-        sent = np.flatnonzero((before + grads_of(1, transport.rank)[2]) != fc)
-        assert exchange.drop()
-        run_step(exchange, grads_of(2, transport.rank))
-        exchange.close()
-        # Entries that the second step sent in vain have waited since the first; those of the first since that one.
-        ages = exchange.inside._ages[0]
-        segment = exchange.layout.places[2][1]
-        last = ages.last[segment.slice][sent]
-        assert (last != 2).all()
-        assert (last == 3).any()
-
-    run_ranks(2, exactly if exact else in_part)
-
-
-def test_what_waits_in_a_state_that_was_loaded_or_emptied_begins_anew():
     def one_rank(transport):
-        exchange, seen = watched(transport)
-        for step in range(4):
-            run_step(exchange, grads_of(step, transport.rank))
-        saved = exchange.state_dict()
-        exchange.reset()
-        seen.taken.clear()
-        run_step(exchange, grads_of(4, transport.rank))
-        assert ages_of(seen)[0]["fc.weight"] == [0, 1]
-        run_step(exchange, grads_of(1, transport.rank))
-        exchange.state.reset()
-        exchange.state.step = 2  # the schedule goes on
-        run_step(exchange, grads_of(2, transport.rank))
-        assert ages_of(seen)[2]["fc.weight"] == [0, 1]
-        exchange.load_state_dict(saved)
-        exchange.inside.begin_anew()
-        seen.taken.clear()
-        run_step(exchange, grads_of(5, transport.rank))
-        assert ages_of(seen)[4]["fc.weight"] == [0, 1]
-        exchange.close()
+        found = []
+        for awaits in (False, True):
+            exchange, seen = watched(transport)
+            exchange.awaits_update = awaits
+            for step in range(3):
+                run_step(exchange, grads_of(step, transport.rank))
+                assert exchange.undecided is awaits
+            exchange.close()
+            found.append(seen.taken)
+        assert found[0] == found[1]
 
     run_ranks(2, one_rank)
 
@@ -270,25 +182,23 @@ def test_a_refused_step_is_not_looked_at():
             assert run_step(exchange, given)[0] == (step == 1)
         exchange.close()
         assert list(seen.taken) == [0, 1]
-        assert ages_of(seen)[1]["fc.weight"] == [1, 2]
 
     run_ranks(2, one_rank)
 
 
 def test_who_cannot_look_goes_on_alone():
-    """One rank's fails; its memory is given back, and every rank trains on."""
+    """One rank's fails, and every rank trains on."""
 
     def one_rank(transport):
         exchange, seen = watched(transport)
         for step in range(4):
             if step == 1 and transport.rank == 1:
-                exchange.inside._look = None
+                exchange.inside._name = None
             _, results = run_step(exchange, grads_of(step, transport.rank))
         exchange.close()
         if transport.rank == 1:
             assert isinstance(seen.error, TypeError)
             assert seen.reminded == 2
-            assert exchange.inside._ages == {}
         assert len(seen.taken) == (1 if transport.rank else 4)
         return [r.tobytes() for r in results]
 
@@ -318,7 +228,6 @@ def test_compressors_made_of_compressors():
     by_step = {0: None, 1: member("qsgd"), 3: member("topk", sparsity=0.9)}
     seen, _ = run_ranks(2, lambda t: one_rank(t, "by_step", by_step))
     assert [len(seen.taken[step]) for step in range(5)] == [0, 0, 0, 2, 2]
-    assert ages_of(seen)[4]["fc.weight"] == [1, 2]
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
@@ -346,16 +255,12 @@ def test_a_device_shows_what_the_host_does(options):
 
 
 def test_tensors_together():
-    parts = [TensorFigures(10, 2, 4.0, 1.0, 6, 5, 8, 16, 9), TensorFigures(30, 0, 0.0, 0.0), TensorFigures()]
+    parts = [TensorFigures(10, 2, 4.0, 1.0), TensorFigures(30, 0, 0.0, 0.0), TensorFigures()]
     whole = TensorFigures.together(parts)
     assert whole.as_dict() == {
         "residual_norm": 1.0,
         "sent_share": 0.75,
         "density": 0.05,
-        "waited_mean": 3.0,
-        "waited_max": 5,
-        "waiting_mean": 2.0,
-        "waiting_max": 9,
     }
     assert list(whole.as_dict()) == list(FIGURES)
     assert TensorFigures().as_dict() == {"residual_norm": 0.0, "density": 0.0}

@@ -1,4 +1,4 @@
-"""The oracle of the bit loops, in NumPy; see :class:`dgc.core.wire.codecs.loops.BitKernels`."""
+"""The oracle of the bit loops of :mod:`dgc.core.wire.codecs.numba_loops`, in NumPy."""
 
 from __future__ import annotations
 
@@ -31,18 +31,6 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
         bits[straddles] |= low[at[straddles] + 1] << (np.uint64(64) - shift[straddles])
         decoded |= (bits & np.uint64((1 << width) - 1)).astype(np.int64)
     return _deliver(decoded, found.size, n, positions)
-
-
-def bitmap_encode(positions: np.ndarray, n: int, words: np.ndarray) -> int:
-    good = _in_order(positions, n)
-    if good == positions.size:
-        _set_bits(positions, words)
-    return good
-
-
-def bitmap_decode(words: np.ndarray, n: int, positions: np.ndarray) -> int:
-    found = _find_bits(words)
-    return _deliver(found[: positions.size], found.size, n, positions)
 
 
 def _in_order(positions: np.ndarray, n: int) -> int:

@@ -7,8 +7,8 @@ from contract_tools import Alone, Case
 from device_tools import same_bits
 
 from dgc.core.compressors import StepInfo
+from dgc.core.compressors.quantizers import numba_loops as loops
 from dgc.core.compressors.quantizers.codes import tiles_of
-from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 from dgc.core.state.layout import Parameter, make_layout
 
@@ -57,7 +57,7 @@ def check_codes(case, kernels, dtype, x_of, to_device, to_host):
     v = to_device(x)
     for part, tensor, found in zip(bucket.parts, bucket.alone.tensors, kernels.moments(v, bucket.parts), strict=True):
         wanted = np.empty((tiles_of(part.length), 3))
-        loops().moments(x[tensor.slice], wanted)
+        loops.moments(x[tensor.slice], wanted)
         same_bits(found, wanted)
 
     payload = kernels.runtime.host_array(bucket.encoder._size, np.uint8)

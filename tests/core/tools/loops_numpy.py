@@ -1,6 +1,6 @@
 """The oracle of the quantising compressors' loops, in NumPy.
 
-See :class:`dgc.core.compressors.quantizers.loops.Loops`. Everything is the same bit for bit, sums included.
+See :mod:`dgc.core.compressors.quantizers.numba_loops`. Everything is the same bit for bit, sums included.
 """
 
 from __future__ import annotations

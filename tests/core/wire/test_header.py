@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,18 +24,6 @@ HEADER = Header(
     payload_bytes=2048,
     dense_bytes=96,
 )
-EXPECTED = {
-    "compressor": 1,
-    "index_codec": 2,
-    "value_codec": 2,
-    "step": 1000,
-    "bucket": 3,
-    "fingerprint": 0xFEEDFACECAFEBEEF,
-    "max_count": 500,
-    "max_payload": 2048,
-    "dense_bytes": 96,
-    "sender": 7,
-}
 
 
 def packed(header=HEADER):
@@ -95,12 +81,12 @@ def test_read_only_messages_can_be_read():
 def test_field_that_does_not_fit_is_named(name, bits):
     for value in (-1, 1 << bits):
         with pytest.raises(WireError, match=rf"{name} is {value}, it must be in 0\.\.{(1 << bits) - 1}"):
-            packed(dataclasses.replace(HEADER, **{name: value}))
+            packed(HEADER._replace(**{name: value}))
 
 
 def test_unknown_flag_is_refused_by_the_writer():
     with pytest.raises(WireError, match="flags are 0x4"):
-        packed(dataclasses.replace(HEADER, flags=4))
+        packed(HEADER._replace(flags=4))
 
 
 def test_short_buffers_are_refused():
@@ -134,14 +120,14 @@ def test_foreign_bytes_are_refused(offset, value, complaint):
 
 
 def test_expected_header_passes():
-    check_header(HEADER, **EXPECTED)
-    check_header(dataclasses.replace(HEADER, count=0, payload_bytes=0), **EXPECTED)
+    check_header(HEADER, HEADER, 7)
+    check_header(HEADER._replace(count=0, payload_bytes=0), HEADER, 7)
 
 
 @pytest.mark.parametrize("flags", [Flags.NONFINITE, Flags.ERROR, Flags.NONFINITE | Flags.ERROR])
 def test_flags_are_the_callers_business(flags):
-    header = dataclasses.replace(HEADER, flags=int(flags), count=0, error_code=4, error_parameter=17)
-    check_header(unpack_header(packed(header)), **EXPECTED)
+    header = HEADER._replace(flags=int(flags), count=0, error_code=4, error_parameter=17)
+    check_header(unpack_header(packed(header)), HEADER, 7)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +148,7 @@ def test_flags_are_the_callers_business(flags):
 )
 def test_difference_names_sender_field_values_and_remedy(change, complaint):
     with pytest.raises(WireError, match=f"^message from rank 7: {complaint}"):
-        check_header(dataclasses.replace(HEADER, **change), **EXPECTED)
+        check_header(HEADER._replace(**change), HEADER, 7)
 
 
 def test_every_damaged_byte_of_a_field_that_must_equal_is_noticed():
@@ -172,4 +158,4 @@ def test_every_damaged_byte_of_a_field_that_must_equal_is_noticed():
             message = packed()
             message[offset] ^= 1 << bit
             with pytest.raises(WireError):
-                check_header(unpack_header(message), **EXPECTED)
+                check_header(unpack_header(message), HEADER, 7)

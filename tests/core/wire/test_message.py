@@ -1,7 +1,5 @@
 """A bucket's message between ranks: what one wrote all read, and what does not belong together is an error."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -146,7 +144,7 @@ def test_a_header_that_does_not_fit_is_refused(field):
         write(sender, rank)
         if rank == 1:
             header = unpack_header(sender._message)
-            wrong = dataclasses.replace(header, **{field: getattr(header, field) + 1})
+            wrong = header._replace(**{field: getattr(header, field) + 1})
             pack_header(wrong, sender._message)
 
     assert all(type(error) is errors.WireError for error in exchanged(act))

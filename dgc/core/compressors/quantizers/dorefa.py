@@ -9,7 +9,6 @@ import numpy as np
 
 from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.compressors.quantizers.codes import Coded, CodeForm
-from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_integer, require_number
 
 
@@ -47,10 +46,11 @@ class Dorefa(Coded):
     unbiased = True
     measures = True
     Options = DorefaOptions
+    options: DorefaOptions
 
     @property
     def _levels(self) -> int:
-        return 2**self.options.bits - 1
+        return (1 << self.options.bits) - 1
 
     def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
         return CodeForm("span", self.options.bits, self._levels, scales=1, group=tensor.n)
@@ -64,16 +64,22 @@ class Dorefa(Coded):
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
+        from dgc.core.compressors.quantizers import numba_loops as loops
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         scale = as_scale(float(np.abs(x).max(initial=0.0)))
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
-        loops().pack(codes, self.options.bits, out[put(out, 0, np.array([scale], np.float32)) :])
+        loops.round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
+        packing.pack(codes, self.options.bits, out[put(out, 0, np.array([scale], np.float32)) :])
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+        from dgc.core.compressors.quantizers import numba_loops as loops
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         scale = take_scales(data, 0, 1)[0]
         codes = np.empty(tensor.n, np.uint8)
-        loops().unpack(data[4:], self.options.bits, codes)
+        packing.unpack(data[4:], self.options.bits, codes)
         out = np.empty(tensor.n, np.float32)
-        loops().scale_span(codes, scale, self._levels, out)
+        loops.scale_span(codes, scale, self._levels, out)
         return out

@@ -1,4 +1,7 @@
-"""The loops of the quantising compressors in Numba, see :class:`dgc.core.compressors.quantizers.loops.Loops`.
+"""The loops of the quantising compressors, compiled by Numba; to be imported on first use, since Numba loads slowly.
+
+Letters: n elements. *codes* are (n,) uint8 small numbers, one for each element, before they are packed. No loop reads
+or writes outside the arrays that it is given.
 
 They call nothing outside this file: it alone decides when compiled code is out of date. All hashing is in uint64, since
 Numba turns a mix of int64 and uint64 into float64. ``codes`` says in which order is added up.
@@ -7,10 +10,8 @@ Numba turns a mix of int64 and uint64 into float64. ``codes`` says in which orde
 from __future__ import annotations
 
 import numpy as np
-from numba import uint8, uint64
+from numba import uint64
 
-from dgc.core.compressors.quantizers.numba_gamma import gamma_decode as gamma_decode
-from dgc.core.compressors.quantizers.numba_gamma import gamma_encode as gamma_encode
 from dgc.core.kernels.compile import entry, helper
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -19,7 +20,6 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
 _TILE, _ROWS = 4096, 64  # as in ``codes``
 _LARGEST = np.finfo(np.float32).max
-_TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
 @helper
@@ -33,134 +33,10 @@ def _uniform(key, i):
 
 
 @entry(__file__)
-def uniform(key, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def uniform(key: np.uint64, out: np.ndarray) -> None:
+    """Fill (n,) float64 with random numbers in [0, 1); number i depends on the 64-bit key and on i alone."""
     for i in range(out.size):
         out[i] = _uniform(key, i)
-
-
-@helper
-def _pack_few(codes, bits, out, start):
-    """From byte ``start`` on, for any number of bits."""
-    pending = uint64(0)
-    filled = 0
-    at = start
-    for i in range(start * 8 // bits, codes.size):
-        pending |= uint64(codes[i]) << uint64(filled)
-        filled += bits
-        while filled >= 8:
-            out[at] = uint8(pending & uint64(255))
-            at += 1
-            pending >>= uint64(8)
-            filled -= 8
-    if filled > 0:
-        out[at] = uint8(pending & uint64(255))
-
-
-@helper
-def _pack_bytes(codes, bits, out):
-    """All whole bytes; returns how many. Fast where ``bits``, a divisor of 8, is a constant."""
-    each = 8 // bits
-    whole = codes.size // each
-    for b in range(whole):
-        byte = uint8(0)
-        for j in range(each):
-            byte |= codes[each * b + j] << bits * j
-        out[b] = byte
-    return whole
-
-
-@entry(__file__)
-def pack(codes, bits, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    if bits == 1:
-        done = _pack_bytes(codes, 1, out)
-    elif bits == 2:
-        done = _pack_bytes(codes, 2, out)
-    elif bits == 4:
-        done = _pack_bytes(codes, 4, out)
-    elif bits == 8:
-        done = _pack_bytes(codes, 8, out)
-    else:
-        done = 0
-    _pack_few(codes, bits, out, done)
-
-
-@helper
-def _unpack_few(data, bits, codes, start):
-    """From byte ``start`` on, for any number of bits."""
-    pending = uint64(0)
-    filled = 0
-    at = start
-    mask = (uint64(1) << uint64(bits)) - uint64(1)
-    for i in range(start * 8 // bits, codes.size):
-        while filled < bits:
-            pending |= uint64(data[at]) << uint64(filled)
-            at += 1
-            filled += 8
-        codes[i] = uint8(pending & mask)
-        pending >>= uint64(bits)
-        filled -= bits
-
-
-@helper
-def _unpack_bytes(data, bits, codes):
-    """The codes of all whole bytes; returns how many bytes. Fast as :func:`_pack_bytes`."""
-    each = 8 // bits
-    whole = codes.size // each
-    for b in range(whole):
-        for j in range(each):
-            codes[each * b + j] = data[b] >> bits * j & (1 << bits) - 1
-    return whole
-
-
-@entry(__file__)
-def unpack(data, bits, codes):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    if bits == 1:
-        done = _unpack_bytes(data, 1, codes)
-    elif bits == 2:
-        done = _unpack_bytes(data, 2, codes)
-    elif bits == 4:
-        done = _unpack_bytes(data, 4, codes)
-    elif bits == 8:
-        done = _unpack_bytes(data, 8, codes)
-    else:
-        done = 0
-    _unpack_few(data, bits, codes, done)
-
-
-@entry(__file__)
-def pack_trits(codes, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    whole = codes.size // 5
-    for b in range(whole):
-        i = 5 * b
-        out[b] = codes[i] + 3 * codes[i + 1] + 9 * codes[i + 2] + 27 * codes[i + 3] + 81 * codes[i + 4]
-    rest = codes.size - 5 * whole
-    if rest > 0:
-        value = 0
-        for j in range(rest - 1, -1, -1):
-            value = 3 * value + codes[5 * whole + j]
-        out[whole] = value
-
-
-@entry(__file__)
-def unpack_trits(data, codes):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
-    whole = codes.size // 5
-    for b in range(whole):
-        value = data[b]
-        if value > 242:
-            return False
-        for j in range(5):
-            codes[5 * b + j] = _TRITS[value, j]
-    if 5 * whole < codes.size:
-        if data[whole] > 242:
-            return False
-        for j in range(codes.size - 5 * whole):
-            codes[5 * whole + j] = _TRITS[data[whole], j]
-    return True
 
 
 @helper
@@ -194,8 +70,8 @@ def _tile_sum(sums, size):
 
 
 @entry(__file__)
-def norms(x, group, squared, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
+    """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
     sums = np.empty(32)
     for g in range(out.size):
         largest = 0.0
@@ -215,8 +91,13 @@ def norms(x, group, squared, out):
 
 
 @entry(__file__)
-def moments(x, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def moments(x: np.ndarray, out: np.ndarray) -> None:
+    """Of each tile of (n,) finite floats the largest magnitude, the sum, and the squares' sum about the mean.
+
+    Args:
+        x: the floats.
+        out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.codes.spread`.
+    """
     sums = np.empty(256)
     for tile in range(len(out)):
         stop = min((tile + 1) * _TILE, x.size)
@@ -240,8 +121,20 @@ def moments(x, out):
 
 
 @entry(__file__)
-def round_signed(x, scales, group, limit, levels, key, codes):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def round_signed(
+    x: np.ndarray, scales: np.ndarray, group: int, limit: float, levels: int, key: np.uint64, codes: np.ndarray
+) -> None:
+    """Round ``sign(x) * min(|x|, limit) / scale * levels`` at random to a neighbouring integer, without bias.
+
+    Args:
+        x: (n,) finite floats.
+        scales: (ceil(n / group),) float32, of each ``group`` elements; where it is 0 all become 0.
+        group: elements that share a scale.
+        limit: magnitudes are cut there.
+        levels: the largest integer; the code is the rounded number plus ``levels``.
+        key: of the random numbers.
+        codes: written.
+    """
     for g in range(scales.size):
         scale = float(scales[g])
         start = g * group
@@ -260,8 +153,8 @@ def round_signed(x, scales, group, limit, levels, key, codes):
 
 
 @entry(__file__)
-def scale_signed(codes, scales, group, levels, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
+    """Turn codes of :func:`round_signed` into (n,) float32; returns False where a code is above ``2 * levels``."""
     most = 2 * levels
     good = True
     for g in range(scales.size):
@@ -274,16 +167,16 @@ def scale_signed(codes, scales, group, levels, out):
 
 
 @entry(__file__)
-def scale_span(codes, scale, levels, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarray) -> None:
+    """Turn codes of :func:`round_span` into (n,) float32: ``(2 * code - levels) * (scale / levels)``."""
     unit = scale / np.float32(levels)
     for i in range(codes.size):
         out[i] = np.float32(2 * int(codes[i]) - levels) * unit
 
 
 @entry(__file__)
-def round_span(x, scale, levels, key, codes):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
+    """Round ``(x / (2 scale) + 1/2) * levels`` at random to a neighbouring integer of 0 to ``levels``."""
     if scale == 0.0:
         for i in range(x.size):
             codes[i] = 0
@@ -337,8 +230,14 @@ def _split_run(x, c, low, high, above, signs, below_sums, above_sums):
 
 
 @entry(__file__)
-def split_means(x, means, signs):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
+    """Means of the negative and of the other entries of each column.
+
+    Args:
+        x: (outer, columns, inner) floats.
+        means: (2, columns) float32, written: of those below 0, of the others; 0 where there are none.
+        signs: (outer * columns * inner,) uint8, written: 1 unless below 0.
+    """
     outer, columns, inner = x.shape
     low, high, above = np.zeros(columns), np.zeros(columns), np.zeros(columns, np.int64)
     if inner == 1:
@@ -357,8 +256,8 @@ def split_means(x, means, signs):
 
 
 @entry(__file__)
-def spread_means(signs, means, out):
-    """See :class:`~dgc.core.compressors.quantizers.loops.Loops`."""
+def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
+    """Undo :func:`split_means` as far as it goes: ``out`` (outer, columns, inner) float32."""
     outer, columns, inner = out.shape
     if inner == 1:
         for o in range(outer):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from dgc.core.compressors.base import BucketSpec, DenseValues, StepInfo, Tensor, put, take, take_scales
 from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, Coded, CodeForm
-from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_choice, require_integer
 from dgc.core.config.config import DGCConfig
 from dgc.core.wire.codecs.blocks import padded
@@ -23,7 +23,7 @@ class QsgdOptions:
     """2, 4 or 8: s = 1, 7 or 127 levels of either sign."""
     bucket_size: int = 512
     """Elements that share a norm (the paper's bucket)."""
-    norm: str = "l2"
+    norm: Literal["l2", "max"] = "l2"
     """"l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros."""
     coding: str = "fixed"
     """"fixed": ``bits`` an element; "elias": distances and magnitudes as Elias codes, whose length varies."""
@@ -56,11 +56,13 @@ class Qsgd(Coded):
     error_feedback = False
     unbiased = True
     Options = QsgdOptions
+    options: QsgdOptions
 
     @classmethod
     def runs_on_device(cls, config: DGCConfig) -> bool:
         """Unless codes have lengths of their own, or a norm is of very many elements."""
-        return config.own.coding == "fixed" and config.own.bucket_size <= LARGEST_GROUP  # type: ignore[no-any-return]
+        own: QsgdOptions = config.own
+        return own.coding == "fixed" and own.bucket_size <= LARGEST_GROUP
 
     @property
     def varying(self) -> bool:  # noqa: D102
@@ -68,7 +70,7 @@ class Qsgd(Coded):
 
     @property
     def _levels(self) -> int:
-        return 2 ** (self.options.bits - 1) - 1
+        return (1 << self.options.bits - 1) - 1
 
     def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
         own = self.options
@@ -85,18 +87,24 @@ class Qsgd(Coded):
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         norms, codes = self._quantise(x, tensor, info)
-        loops().pack(codes, self.options.bits, out[put(out, 0, norms) :])
+        packing.pack(codes, self.options.bits, out[put(out, 0, norms) :])
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         norms = take_scales(data, 0, self._groups(tensor))
         codes = np.empty(tensor.n, np.uint8)
-        loops().unpack(data[norms.nbytes :], self.options.bits, codes)
+        packing.unpack(data[norms.nbytes :], self.options.bits, codes)
         return self._values(norms, codes)
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """See the base class. With Elias codes, blocks follow each other without gaps."""
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         if not self.varying:
             return super().encode(x, out, spec, info)
         at = 0
@@ -104,13 +112,15 @@ class Qsgd(Coded):
             norms, codes = self._quantise(x[tensor.slice], tensor, info)
             at = padded(put(out, at, norms))
             words = np.empty((self.tensor_bytes(tensor, spec) - padded(norms.nbytes) - 16) // 8, np.uint64)
-            entries, bits = loops().gamma_encode(codes, self._levels, words)
+            entries, bits = packing.gamma_encode(codes, self._levels, words)
             at = put(out, at, np.array([entries, bits], "<u8"))
             at = put(out, at, words[: -(-bits // 64)])
         return sum(t.n for t in spec.tensors), at
 
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> DenseValues:
         """See the base class."""
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         if not self.varying:
             return super().decode(data, count, spec)  # type: ignore[return-value]
         at, values = 0, []
@@ -123,7 +133,7 @@ class Qsgd(Coded):
             words = take(data, at + 16, -(-bits // 64), np.uint64)
             at += 16 + words.nbytes
             codes = np.empty(tensor.n, np.uint8)
-            if not loops().gamma_decode(words, bits, entries, self._levels, codes):
+            if not packing.gamma_decode(words, bits, entries, self._levels, codes):
                 raise WireError(f"the codes of {tensor.name!r} are none that a sender writes; the message is damaged")
             values.append(self._values(norms, codes))
         if count != sum(t.n for t in spec.tensors):
@@ -134,20 +144,24 @@ class Qsgd(Coded):
         return -(-tensor.n // self.options.bucket_size)
 
     def _quantise(self, x: np.ndarray, tensor: Tensor, info: StepInfo) -> tuple[np.ndarray, np.ndarray]:
+        from dgc.core.compressors.quantizers import numba_loops as loops
+
         group = self.options.bucket_size
         exact = np.empty(self._groups(tensor))
         # Never below a group's largest magnitude, or that would be cut and not rounded.
-        loops().norms(x, group, self.options.norm == "l2", exact)
+        loops.norms(x, group, self.options.norm == "l2", exact)
         norms = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         if x.dtype != np.float32:
             norms = np.where(norms < exact, np.nextafter(norms, np.float32(np.inf)), norms)
             norms = np.minimum(norms, np.finfo(np.float32).max)
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_signed(x, norms, group, np.inf, self._levels, info.key(tensor.name), codes)
+        loops.round_signed(x, norms, group, np.inf, self._levels, info.key(tensor.name), codes)
         return norms, codes
 
     def _values(self, norms: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        from dgc.core.compressors.quantizers import numba_loops as loops
+
         out = np.empty(codes.size, np.float32)
-        if not loops().scale_signed(codes, norms, self.options.bucket_size, self._levels, out):
+        if not loops.scale_signed(codes, norms, self.options.bucket_size, self._levels, out):
             raise WireError("a level is beyond the largest; the message is damaged")
         return out

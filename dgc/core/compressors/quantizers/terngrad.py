@@ -9,7 +9,6 @@ import numpy as np
 
 from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.compressors.quantizers.codes import Coded, CodeForm, spread, tiles_of
-from dgc.core.compressors.quantizers.loops import loops
 from dgc.core.config.checks import require_number
 from dgc.core.config.config import DGCConfig
 from dgc.errors import WireError
@@ -81,19 +80,25 @@ class Terngrad(Coded):
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
+        from dgc.core.compressors.quantizers import numba_loops as loops
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         measured = np.empty((0, 3)) if tensor.name in self._limits else _moments(x)
         scale, limit = self.scale(tensor, spec.tensors.index(tensor), measured, info)
         codes = np.empty(tensor.n, np.uint8)
-        loops().round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, info.key(tensor.name), codes)
-        loops().pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
+        loops.round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, info.key(tensor.name), codes)
+        packing.pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+        from dgc.core.compressors.quantizers import numba_loops as loops
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
         scale = take_scales(data, 0, 1)
         codes, out = np.empty(tensor.n, np.uint8), np.empty(tensor.n, np.float32)
-        if not loops().unpack_trits(data[4:], codes):
+        if not packing.unpack_trits(data[4:], codes):
             raise WireError("a byte is no five ternary numbers; the message is damaged")
-        loops().scale_signed(codes, scale, tensor.n, 1, out)
+        loops.scale_signed(codes, scale, tensor.n, 1, out)
         return out
 
     def _extent(self, moments: np.ndarray, n: int) -> tuple[float, float]:
@@ -106,6 +111,8 @@ class Terngrad(Coded):
 
 
 def _moments(x: np.ndarray) -> np.ndarray:
+    from dgc.core.compressors.quantizers import numba_loops as loops
+
     found = np.empty((tiles_of(x.size), 3))
-    loops().moments(x, found)
+    loops.moments(x, found)
     return found

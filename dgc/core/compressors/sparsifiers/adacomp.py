@@ -66,6 +66,7 @@ class Adacomp(PerTensor):
     sends_entries = True
     needs_increment = True
     Options = AdacompOptions
+    options: AdacompOptions
 
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
         return tuple(min(t.n, self._units(t)) for t in spec.tensors)

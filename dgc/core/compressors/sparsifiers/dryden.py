@@ -59,7 +59,7 @@ class Dryden(PerTensor):
         put(out, 0, np.clip(means, -largest, largest).astype("<f4"))
         put(out, 8, np.array([words[0].size + words[1].size], "<u4"))
         put(out, _HEAD, np.sort(np.concatenate(words)).astype("<u4"))
-        return words[0].size + words[1].size
+        return int(words[0].size + words[1].size)
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
         means = take(data, 0, 2, "<f4")

@@ -136,7 +136,7 @@ class Topk(_Selection):
 
     @classmethod
     def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
-        return config.own.threshold == "tensor"
+        return bool(config.own.threshold == "tensor")
 
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
         if self.options.threshold == "tensor":

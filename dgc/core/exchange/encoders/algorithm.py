@@ -1,7 +1,6 @@
 """Compressors that are an :class:`~dgc.core.compressors.base.Algorithm`: residual and gradient together are encoded.
 
-What was sent is subtracted from the residual only when the step is over and was not refused: until then v holds
-residual and gradient together, and a refused or failed step has nothing to put back. Works on host arrays.
+Works on host arrays.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import (
-    NOTHING_HELD,
-    NOTHING_KEPT,
     Buffers,
     Encoder,
     is_active,
@@ -23,11 +20,11 @@ from dgc.core.exchange.encoders.base import (
     put_entries,
     segment_work,
     small_codec,
+    why_empty,
 )
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import Array, Kernels, Undo, memory_of
-from dgc.core.state.inside import Sent
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
@@ -76,13 +73,14 @@ class AlgorithmEncoder(Encoder):
         Raises:
             ConfigError: the kernels work on a device.
         """
-        if getattr(kernels, "on_device", False) and not self.on_device:
+        if kernels.on_device and not self.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         self._bucket = bucket
         self._algorithm = algorithm
         self._config = algorithm.config
+        self._keeps_residual = algorithm.error_feedback and algorithm.config.error_feedback
         self._kernels = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
@@ -168,7 +166,7 @@ class AlgorithmEncoder(Encoder):
         if len(entries) == len(decoded):
             put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
             return
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
         for each in decoded:
@@ -180,48 +178,20 @@ class AlgorithmEncoder(Encoder):
                     result += values * result.dtype.type(factor)
         outcome.flagged = not all(is_finite(result) for result in results)
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
+    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
             return
-        if self._algorithm.error_feedback and self._config.error_feedback:
-            outcome.undo = self._subtract(plan, state)
-        else:
+        self._algorithm.finish(self._spec(plan.density), state.control, refused=refused)
+        if not self._keeps_residual:
             self._memory.fill(state.v, 0)
-        self._algorithm.finish(self._spec(plan.density), state.control, refused=False)
 
-    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
-        if not is_active(plan, self._tensors):
-            return
-        if not self._algorithm.error_feedback:
-            self._memory.fill(state.v, 0)
-        self._algorithm.finish(self._spec(plan.density), state.control, refused=True)
+    def commit(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
+    ) -> Array | None:
+        return self._subtract(plan, state) if self._keeps_residual and is_active(plan, self._tensors) else None
 
-    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
-        """See :class:`Encoder`; what was sent is still in this rank's own message."""
-        remembers = self._algorithm.error_feedback and self._config.error_feedback
-        if not remembers or not is_active(plan, self._tensors):
-            return
-        if outcome.undo is not None:
-            self._kernels.restore(state.u, state.v, outcome.undo)
-            outcome.undo = None
-            return
-        self._add_own(state.v, plan)
-
-    def what_was_sent(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
-    ) -> Sent | str:
-        if not is_active(plan, self._tensors):
-            return NOTHING_HELD
-        if not (self._algorithm.error_feedback and self._config.error_feedback):
-            return NOTHING_KEPT.format(self._algorithm.name)
-        if outcome.undo is not None:
-            return Sent(outcome.undo.positions, outcome.undo.v, state.v)
-        if not look:
-            return Sent(None, state.v, state.v)
-        before = self._memory.zeros(state.v.size, state.v.dtype)
-        self._memory.copy(before, state.v)
-        self._add_own(before, plan)
-        return Sent(None, before, state.v)
+    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
+        return why_empty(is_active(plan, self._tensors), self._keeps_residual, self._algorithm.name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -246,13 +216,6 @@ class AlgorithmEncoder(Encoder):
     def _encode(self, state: BucketState, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """Write this rank's own message; returns entries and bytes."""
         return self._algorithm.encode(state.v, self._own, spec, info)
-
-    def _add_own(self, v: Array, plan: BucketPlan) -> None:
-        """Add what this rank's own message holds, of all elements, to a vector like v."""
-        decoded = self._algorithm.decode(self._own, self._count_sent, self._spec(plan.density))
-        assert isinstance(decoded, DenseValues)
-        for tensor, values in zip(self._tensors, decoded.values, strict=True):
-            v[tensor.slice] += values
 
     def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
         """The largest of all ranks of each number."""
@@ -283,14 +246,15 @@ class AlgorithmEncoder(Encoder):
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             vector[tensor.slice] = values
 
-    def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
-        """``v -= decoded``, and ``u = 0`` where entries were sent, with masking; returns what was there, of entries."""
+    def _subtract(self, plan: BucketPlan, state: BucketState) -> Array | None:
+        """Subtract this rank's own message from v, and clear u where entries were sent, with masking."""
         spec = self._spec(plan.density)
         decoded = self._algorithm.decode(self._own, self._count_sent, spec)
         if isinstance(decoded, SparseValues):
             late = not self._algorithm.has_room_for_all(spec)
             masking = late and masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
-            return self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
+            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
+            return decoded.positions
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
         return None

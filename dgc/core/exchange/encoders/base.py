@@ -16,8 +16,7 @@ from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, StepContext
-from dgc.core.kernels.base import Kernels, SegmentWork
-from dgc.core.state.inside import Sent
+from dgc.core.kernels.base import Array, Kernels, SegmentWork
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
@@ -105,9 +104,9 @@ class Encoder(ABC):
         Args:
             step: the step; all gradients of the bucket are in.
             plan: of this step.
-            state: u, v and control, updated in place.
+            state: u and v, which take in the gradients and nothing else, and control; in place.
             buffers: where the payload goes; for a dense sum of entries, the vector.
-            outcome: gets the count, whether a gradient is not finite, and what puts back what was sent.
+            outcome: gets the count, whether a gradient is not finite, and the entries of a selection.
 
         Returns:
             The plan with the sizes that this step's messages have on all ranks.
@@ -138,31 +137,27 @@ class Encoder(ABC):
             WireError: a message is damaged; names its sender.
         """
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
-        """The step counts: what was sent leaves the residual, where :meth:`compress` has not seen to that."""
-        return
-
-    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:
-        """The step does not count; ``outcome.undo`` has been put back."""
+    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:
+        """End the exchange of a step, whatever becomes of it: a compressor without a residual empties v."""
         return
 
     @abstractmethod
-    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:
-        """The step counted, but nobody applied it: what was sent returns to u and v, with error feedback."""
-
-    @abstractmethod
-    def what_was_sent(
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
-    ) -> Sent | str:
-        """What has left the residual in a step that counts, after :meth:`commit`; or why there is nothing to see.
+    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> Array | None:
+        """Subtract what was sent from v and mask momentum; the step counts. Nothing else changes u and v for good.
 
         Args:
-            step: the step.
+            step: the step; finished.
             plan: of the step.
-            state: as the step has left it; the arrays that come back may be its own.
+            state: as :meth:`compress` left it, or a copy of it.
             outcome: of the step.
-            look: whether values will be looked at, and not only positions.
+
+        Returns:
+            (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
         """
+
+    @abstractmethod
+    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:
+        """Say why nothing stays in the residual after the step; None where something does."""
 
 
 def largest(values: np.ndarray) -> float:
@@ -187,8 +182,11 @@ def put_entries(
         total.write(step, kernels)
 
 
-NOTHING_HELD = "the step was dense: everything was sent"
-NOTHING_KEPT = "{} keeps no residual here: what a step does not send is not sent later"
+def why_empty(active: bool, keeps_residual: bool, name: str) -> str | None:
+    """:meth:`Encoder.why_empty` of an encoder by whether it was active, and keeps a residual."""
+    if not active:
+        return "the step was dense: everything was sent"
+    return None if keeps_residual else f"{name} keeps no residual here: what a step does not send is not sent later"
 
 
 def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
@@ -224,7 +222,7 @@ def segment_work(
     work = []
     for segment, k in zip(bucket.sparse, plan.ks, strict=True):
         i = segment.parameter
-        item = step.given[i]
+        item = step.submissions[i]
         decay = hyper.weight_decay[i] * share
         work.append(
             SegmentWork(

@@ -113,7 +113,7 @@ class _Maker:
 
     def _selection(self, bucket: Bucket, config: DGCConfig) -> Encoder:
         kernels, ranks = self.kernels, self.transport.size
-        if not getattr(kernels, "on_device", False):
+        if not kernels.on_device:
             return TopKEncoder(bucket, config, kernels, ranks)
         from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 
@@ -121,7 +121,7 @@ class _Maker:
 
 
 def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: bool) -> DenseVector:
-    if not getattr(kernels, "on_device", False):
+    if not kernels.on_device:
         return DenseVector(bucket, kernels, own_share, keeps_error)
     from dgc.core.exchange.encoders.device.vector import DeviceVector
 
@@ -130,7 +130,7 @@ def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: boo
 
 def _encoder_of(config: DGCConfig, kernels: Kernels) -> type[AlgorithmEncoder]:
     """The encoder of a compressor that is no plain selection."""
-    if not (getattr(kernels, "on_device", False) and runs_on_devices(config)):
+    if not (kernels.on_device and runs_on_devices(config)):
         return AlgorithmEncoder
     from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 

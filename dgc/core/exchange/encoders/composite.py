@@ -10,7 +10,7 @@ import numpy as np
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.encoders.base import Buffers, Encoder
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.state.inside import Sent
+from dgc.core.kernels.base import Array
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan
@@ -68,19 +68,16 @@ class CompositeEncoder(Encoder):
     ) -> None:
         self._in_turn(step).encoder.apply(step, plan, messages, share, outcome)
 
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
-        self._in_turn(step).encoder.commit(step, plan, state, outcome)
+    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
+        self._in_turn(step).encoder.finish(step, plan, state, refused=refused)
 
-    def refuse(self, step: StepContext, plan: BucketPlan, state: BucketState) -> None:  # noqa: D102
-        self._in_turn(step).encoder.refuse(step, plan, state)
+    def commit(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
+    ) -> Array | None:
+        return self._in_turn(step).encoder.commit(step, plan, state, outcome)
 
-    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
-        self._in_turn(step).encoder.return_sent(step, plan, state, outcome)
-
-    def what_was_sent(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
-    ) -> Sent | str:
-        return self._in_turn(step).encoder.what_was_sent(step, plan, state, outcome, look)
+    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
+        return self._in_turn(step).encoder.why_empty(step, plan)
 
     def _in_turn(self, step: StepContext) -> Member:
         return next(m for m in reversed(self.members) if step.step >= m.first or m is self.members[0])

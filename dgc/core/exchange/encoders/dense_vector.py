@@ -15,7 +15,7 @@ import numpy as np
 
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import StepContext, Submission
-from dgc.core.kernels.base import Kernels, MomentumRule, memory_of
+from dgc.core.kernels.base import Kernels, MomentumRule
 from dgc.core.state.layout import Bucket, Segment
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, blaming
@@ -42,7 +42,7 @@ class DenseVector:
         self._bucket = bucket
         self._own_share = own_share
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self.values = np.empty(0, bucket.dtype)
         """(plan.vector_size,) float32, float64 in float64 buckets."""
         self._left = np.zeros(bucket.small_size, np.float32)
@@ -65,7 +65,7 @@ class DenseVector:
         # In a dense sum of selected entries, the sparsified part is filled already; padding must be 0 elsewhere.
         vector[0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - start :] = 0
         segments = self.segments(plan)
-        for segment, item in zip(segments, step.given.of(segments), strict=True):
+        for segment, item in zip(segments, step.submissions.of(segments), strict=True):
             place = vector[segment.offset - start : segment.offset - start + segment.length]
             scale = step.gradient_scale(segment.parameter)
             if scale == 1.0:
@@ -143,13 +143,13 @@ class DenseVector:
 
     def write_sum(self, step: StepContext, plan: BucketPlan) -> None:
         """Write the results of sparsified tensors whose entries were summed densely."""
-        for segment, item in zip(self._bucket.sparse, step.given.of(self._bucket.sparse), strict=True):
+        for segment, item in zip(self._bucket.sparse, step.submissions.of(self._bucket.sparse), strict=True):
             np.multiply(self.values[segment.slice], step.loss_scale, out=item.result)
 
     def write(self, step: StepContext, plan: BucketPlan, u: np.ndarray, *, refused: bool) -> None:
         """Write the results of dense tensors: momentum SGD on the mean; in a refused step the mean itself."""
         segments = self.segments(plan)
-        items = step.given.of(segments)
+        items = step.submissions.of(segments)
         if refused:
             for segment, item in zip(segments, items, strict=True):
                 np.multiply(self._mean_of(plan, segment), step.loss_scale / self.share_of(segment), out=item.result)
@@ -168,7 +168,7 @@ class DenseVector:
     def _overflows(self, step: StepContext, plan: BucketPlan, u: np.ndarray) -> bool:
         dense = set(self.segments(plan))
         for segment in self._bucket.segments:
-            item = step.given[segment.parameter]
+            item = step.submissions[segment.parameter]
             if item.limit is None or segment.length == 0:
                 continue
             if segment in dense:

@@ -11,8 +11,6 @@ from typing import Any
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.base import (
-    NOTHING_HELD,
-    NOTHING_KEPT,
     Buffers,
     Encoder,
     is_active,
@@ -20,10 +18,10 @@ from dgc.core.exchange.encoders.base import (
     put_entries,
     segment_work,
     small_codec,
+    why_empty,
 )
-from dgc.core.exchange.records import Outcome, StepContext, bounds_of
-from dgc.core.kernels.base import Kernels, Selection, memory_of
-from dgc.core.state.inside import Sent
+from dgc.core.exchange.records import Outcome, SentEntries, StepContext, bounds_of
+from dgc.core.kernels.base import Array, Kernels, Selection
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, blaming
@@ -31,7 +29,7 @@ from dgc.core.wire.plan import BucketPlan, Mode, make_plan
 
 
 class TopKEncoder(Encoder):
-    """Momentum correction and selection in one pass, masking at the selected places."""
+    """Momentum correction and selection in one pass; masking at the selected places once the step counts."""
 
     begins_early = True
 
@@ -40,7 +38,7 @@ class TopKEncoder(Encoder):
         self._bucket = bucket
         self._config = config
         self._kernels: Any = kernels
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         self._ranks = ranks
         self._plans: dict[float | None, BucketPlan] = {}
         self._begun: Callable[[], Selection] | None = None
@@ -91,12 +89,7 @@ class TopKEncoder(Encoder):
             vector = buffers.vector.values
             vector[: self._bucket.sparse_size] = 0
             vector[positions] = decoded
-        masking = masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse))
-        # Not waited for: the message goes out first.
-        outcome.undo = self._kernels.mask(state.u, state.v, positions, decoded, masking=masking, wait=False)
-        if not self._config.error_feedback:
-            outcome.undo.finish()
-            self._memory.fill(state.v, 0)
+        outcome.sent = SentEntries(positions, decoded)
         outcome.count, outcome.flagged = len(positions), selection.nonfinite
         return plan
 
@@ -114,16 +107,23 @@ class TopKEncoder(Encoder):
         """What came is added up, and written or held."""
         put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
 
-    def return_sent(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> None:  # noqa: D102
-        if self._config.error_feedback and outcome.undo is not None:
-            self._kernels.restore(state.u, state.v, outcome.undo)
-            outcome.undo = None
+    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
+        if not self._config.error_feedback and is_active(plan, plan.ks):
+            self._memory.fill(state.v, 0)
 
-    def what_was_sent(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome, look: bool
-    ) -> Sent | str:
-        if not is_active(plan, plan.ks):
-            return NOTHING_HELD
-        if not self._config.error_feedback or outcome.undo is None:
-            return NOTHING_KEPT.format(self._config.algorithm)
-        return Sent(outcome.undo.positions, outcome.undo.v, state.v)
+    def commit(  # noqa: D102
+        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
+    ) -> Array | None:
+        if outcome.sent is None:
+            return None
+        masking = masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse))
+        self._mask(plan, state, outcome.sent, masking)
+        if not self._config.error_feedback:
+            self._memory.fill(state.v, 0)
+        return outcome.sent.positions
+
+    def _mask(self, plan: BucketPlan, state: BucketState, sent: SentEntries, masking: bool) -> None:
+        self._kernels.mask(state.u, state.v, sent.positions, sent.values, masking=masking)
+
+    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
+        return why_empty(is_active(plan, plan.ks), self._config.error_feedback, self._config.algorithm)

@@ -39,13 +39,7 @@ class Clipping:
     """Fills in a step's clipping factors, bucket by bucket or at once."""
 
     def __init__(self, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
-        """Keep what the factors depend on.
-
-        Args:
-            config: its ``local_grad_clip_norm`` and ``clip_scope``.
-            kernels: take the norms.
-            ranks: N.
-        """
+        """Keep what the factors depend on: ``local_grad_clip_norm``, ``clip_scope``, and the number of ranks N."""
         self._threshold = config.local_grad_clip_norm
         self._kernels = kernels
         self._ranks = ranks
@@ -58,13 +52,13 @@ class Clipping:
             return
         if self.needs_all_gradients:
             if step.clip is None:
-                total = np.array([self._sums_of_squares(step, range(len(step.given))).sum()])
-                step.clip = self._factors(total, step) * len(step.given)
+                total = np.array([self._sums_of_squares(step, range(len(step.submissions))).sum()])
+                step.clip = self._factors(total, step) * len(step.submissions)
             return
         if step.density is None:
             return
         if step.clip is None:
-            step.clip = [1.0] * len(step.given)
+            step.clip = [1.0] * len(step.submissions)
         chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
         for i, factor in zip(chosen, self._factors(self._sums_of_squares(step, chosen), step), strict=True):
             step.clip[i] = factor
@@ -74,4 +68,4 @@ class Clipping:
         return clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
 
     def _sums_of_squares(self, step: StepContext, parameters: Iterable[int]) -> np.ndarray:
-        return self._kernels.sums_of_squares([step.given[i].gradient for i in parameters])
+        return self._kernels.sums_of_squares([step.submissions[i].gradient for i in parameters])

@@ -14,9 +14,8 @@ import numpy as np
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.gradients.device_group import DeviceGroup, join_devices
 from dgc.core.exchange.records import StepContext
-from dgc.core.kernels.base import memory_of
 from dgc.core.state.layout import Bucket
-from dgc.core.transport import Transport, group_of, place_of
+from dgc.core.transport import Transport
 from dgc.core.wire.message import ERROR_CLASSES, error_code
 from dgc.errors import DGCError
 
@@ -41,15 +40,15 @@ class NodeSums:
             kernels: that read the gradients.
             transport: among nodes.
         """
-        inside, place = group_of(transport), place_of(transport)
+        inside, place = transport.inside, transport.rank_info()
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
         self._first = place["rank"] - inside.rank
         self._kernels = kernels
-        self._on_device = bool(getattr(kernels, "on_device", False))
+        self._on_device = kernels.on_device
         self._devices: DeviceGroup | None = None
         self._asked = not self._on_device
-        self._memory = memory_of(kernels)
+        self._memory = kernels.memory
         # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}
@@ -91,7 +90,7 @@ class NodeSums:
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
-        given = [item.gradient for item in step.given.of(bucket.segments)]
+        given = [item.gradient for item in step.submissions.of(bucket.segments)]
         if self._devices is not None:
             offsets = [segment.slice.start for segment in bucket.segments]
             self._kernels.gather(given, offsets, self._vector_of(bucket))
@@ -112,7 +111,7 @@ class NodeSums:
         """
         summed = self._sum_on_devices(bucket) if self._devices is not None else self._sum_on_host(bucket)
         self._on_host.discard(bucket.index)
-        for segment, item in zip(bucket.segments, step.given.of(bucket.segments), strict=True):
+        for segment, item in zip(bucket.segments, step.submissions.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
 
     def close(self) -> None:
@@ -154,6 +153,6 @@ class NodeSums:
         return self._vectors[bucket.index]
 
     def _from(self, gradient: Any) -> np.ndarray:
-        host = self._memory.to_host(gradient) if self._on_device else gradient
+        host: np.ndarray = self._memory.to_host(gradient) if self._on_device else gradient
         # Bfloat16 arrives as its bits: the upper half of a float32.
         return (host.astype(np.uint32) << 16).view(np.float32) if host.dtype == np.uint16 else host

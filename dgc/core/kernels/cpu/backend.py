@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.cpu import scatter, select_radix
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
@@ -36,7 +36,7 @@ LARGEST_PARTS = 64
 """Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
 
 
-class NumbaKernels:
+class NumbaKernels(Kernels):
     """The operations of size n on CPU arrays; see :class:`dgc.core.kernels.base.Kernels`.
 
     Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
@@ -86,15 +86,12 @@ class NumbaKernels:
         few = self.accumulate_and_select(work, u, v, control[1:]).positions
         many = np.arange(0, n, 2)
         for positions in (few, many):
-            undo = self.mask(u, v, positions, v[positions], masking=True)
-            self.restore(u, v, undo)
-            self.scatter_add([g.copy()], np.array([0, n]), positions, undo.v, 1.0)
+            sent = v[positions]
+            self.mask(u, v, positions, sent, masking=True)
+            self.scatter_add([g.copy()], np.array([0, n]), positions, sent, 1.0)
         for size in (4, n):
             self.sums_of_squares([g[:size]])
             self.dense_update(u[:size].copy(), g[:size], v[:size], None, MomentumRule(momentum=0.9))
-
-    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return rules.new_control(segments)
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
         rows = [(*place_of(g, g.size, "gradient"), g.size) for g in gradients]
@@ -125,27 +122,12 @@ class NumbaKernels:
     ) -> Callable[[], Selection]:
         return self._begin(work, u, v, control, at_once=False)
 
-    def mask(  # noqa: D102
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
         _check_positions(positions, min(u.size, v.size))
-        k = positions.size
         decoded = np.ascontiguousarray(decoded, v.dtype)
-        if decoded.shape != (k,):
-            raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
-        undo = Undo(positions, np.empty(k, u.dtype), np.empty(k, v.dtype))
-        threads = self._threads_for(PLACE * k)
-        arguments = (-(-k // scatter.PART), u, v, positions, decoded, masking, undo.u, undo.v)
-        if wait or threads == 1:
-            self._team.run(threads, scatter.mask, *arguments)
-        else:
-            undo.finish = self._team.start(threads - 1, scatter.mask, *arguments).finish
-        return undo
-
-    def restore(self, u: np.ndarray, v: np.ndarray, undo: Undo) -> None:  # noqa: D102
-        undo.finish()
-        _check_positions(undo.positions, min(u.size, v.size))
-        self._run_places(scatter.restore, undo.positions.size, u, v, undo.positions, undo.u, undo.v)
+        if decoded.shape != positions.shape:
+            raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
+        self._run_places(scatter.mask, positions.size, u, v, positions, decoded, masking)
 
     def scatter_add(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

@@ -1,4 +1,4 @@
-"""Work at the k selected places: mask, put back, and the sum of messages into results.
+"""Work at the k selected places: mask, and the sum of messages into results.
 
 k entries; positions are ascending and unique, so threads that take disjoint parts of them never meet. All are kernels
 for :class:`dgc.core.kernels.cpu.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64 counts the
@@ -20,8 +20,8 @@ SOON = 16
 
 
 @entry()
-def mask(worker, progress, parts, u, v, positions, decoded, masking, kept_u, kept_v):
-    """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking; the former state goes to kept_u, kept_v."""
+def mask(worker, progress, parts, u, v, positions, decoded, masking):
+    """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking."""
     while True:
         part = fetch_add(progress, 0, 1)
         if part >= parts:
@@ -31,26 +31,9 @@ def mask(worker, progress, parts, u, v, positions, decoded, masking, kept_u, kep
                 prefetch_entry(v, positions[i + SOON])
                 prefetch_entry(u, positions[i + SOON])
             p = positions[i]
-            old = v[p]
-            kept_v[i] = old
-            v[p] = old - decoded[i]
-            kept_u[i] = u[p]
+            v[p] -= decoded[i]
             if masking:
                 u[p] = 0
-        fetch_add(progress, 1, 1)
-
-
-@entry()
-def restore(worker, progress, parts, u, v, positions, kept_u, kept_v):
-    """``u[positions] = kept_u; v[positions] = kept_v``."""
-    while True:
-        part = fetch_add(progress, 0, 1)
-        if part >= parts:
-            break
-        for i in range(part * PART, min((part + 1) * PART, positions.size)):
-            p = positions[i]
-            u[p] = kept_u[i]
-            v[p] = kept_v[i]
         fetch_add(progress, 1, 1)
 
 

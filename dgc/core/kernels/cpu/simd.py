@@ -10,7 +10,7 @@ contracts a product and a sum into one rounding only where it is told to, and it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from llvmlite import binding, ir
@@ -36,13 +36,17 @@ class _Lanes(types.Type):
         super().__init__(name=f"{type(self).__name__}({dtype})")
 
 
+Compiled: TypeAlias = Any
+"""A type or a value of Numba's compiler, which has no types for them."""
+
+
 class Vector(_Lanes):
     """LANES floats of one type, as a Numba type. It lives in registers: no array of it, no argument of an entry."""
 
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Vector) -> None:
+    def __init__(self, manager: Compiled, kind: Vector) -> None:
         super().__init__(manager, kind, ir.VectorType(_FLOATS[kind.dtype], LANES))
 
 
@@ -52,7 +56,7 @@ class Threshold(_Lanes):
 
 @register_model(Threshold)
 class _ThresholdModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Threshold) -> None:
+    def __init__(self, manager: Compiled, kind: Threshold) -> None:
         super().__init__(manager, kind, _bits_type(_FLOATS[kind.dtype]))
 
 
@@ -73,16 +77,18 @@ def _magnitude(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return builder.and_(builder.bitcast(vector, kind), ir.Constant(kind, [(1 << (width - 1)) - 1] * LANES))
 
 
-def _place(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, index: ir.Value) -> ir.Value:
+def _place(
+    context: Compiled, builder: ir.IRBuilder, array_type: Compiled, array: ir.Value, index: ir.Value
+) -> ir.Value:
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
 
 @intrinsic
-def load(typing_context: Any, array: Any, index: Any) -> Any:
+def load(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
     """``array[index : index + LANES]`` as a vector."""
     kind = Vector(array.dtype)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], *args)
         vector = context.get_value_type(kind)
         value = builder.load(builder.bitcast(place, vector.as_pointer()))
@@ -99,7 +105,7 @@ _LINE = 64
 def _asking(lines: int) -> Callable[..., ir.Value]:
     """Generate code that asks for the cache line of an array's element and those after it."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
@@ -113,7 +119,7 @@ def _asking(lines: int) -> Callable[..., ir.Value]:
 
 
 @intrinsic
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+def prefetch(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
     """Ask for ``array[index : index + LANES]`` in advance; where there is no memory, nothing happens.
 
     The processor fetches ahead by itself, but begins anew on every page of 4 KiB: with a request for each line, AHEAD
@@ -124,12 +130,14 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
-def prefetch_entry(typing_context: Any, array: Any, index: Any) -> Any:
+def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
     """Ask for ``array[index]`` in advance."""
     return types.void(array, types.intp), _asking(1)
 
 
-def _words(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, index: ir.Value) -> ir.Value:
+def _words(
+    context: Compiled, builder: ir.IRBuilder, array_type: Compiled, array: ir.Value, index: ir.Value
+) -> ir.Value:
     place = _place(context, builder, array_type, array, index)
     words = builder.load(builder.bitcast(place, ir.VectorType(ir.IntType(16), LANES).as_pointer()))
     words.align = 2
@@ -137,7 +145,7 @@ def _words(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value
 
 
 @intrinsic
-def load_half(typing_context: Any, words: Any, index: Any) -> Any:
+def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
     """``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exact.
 
     Without the processor's own conversion, for which LLVM may call a routine that is not there. Denormals, of which
@@ -146,7 +154,7 @@ def load_half(typing_context: Any, words: Any, index: Any) -> Any:
     """
     kind = Vector(types.float32)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         def same(value: int) -> ir.Constant:
             return ir.Constant(bits.type, [value] * LANES)
 
@@ -166,11 +174,11 @@ def load_half(typing_context: Any, words: Any, index: Any) -> Any:
 
 
 @intrinsic
-def load_bfloat(typing_context: Any, words: Any, index: Any) -> Any:
+def load_bfloat(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
     """``words[index : index + LANES]``, bfloat16 bits as uint16, as a float32 vector; exact."""
     kind = Vector(types.float32)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         bits = _words(context, builder, signature.args[0], *args)
         shift = ir.Constant(bits.type, [16] * LANES)
         return builder.bitcast(builder.shl(bits, shift), context.get_value_type(kind))
@@ -179,10 +187,10 @@ def load_bfloat(typing_context: Any, words: Any, index: Any) -> Any:
 
 
 @intrinsic
-def store(typing_context: Any, array: Any, index: Any, vector: Any) -> Any:
+def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Compiled) -> Compiled:
     """``array[index : index + LANES] = vector``, a float32 vector widened where the array is float64."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], args[0], args[1])
         value, wanted = args[2], context.get_value_type(Vector(array.dtype))
         if value.type != wanted:
@@ -195,29 +203,29 @@ def store(typing_context: Any, array: Any, index: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def spread(typing_context: Any, value: Any) -> Any:
+def spread(typing_context: Compiled, value: Compiled) -> Compiled:
     """Return a vector of LANES times ``value``."""
     return Vector(value)(value), lambda context, builder, signature, args: _spread(builder, args[0])
 
 
 @intrinsic
-def add(typing_context: Any, a: Any, b: Any) -> Any:
+def add(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
     """``a + b``."""
     return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
 
 
 @intrinsic
-def multiply(typing_context: Any, a: Any, b: Any) -> Any:
+def multiply(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
     """``a * b``."""
     return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
 
 
 @intrinsic
-def threshold(typing_context: Any, like: Any, key: Any) -> Any:
+def threshold(typing_context: Compiled, like: Compiled, key: Compiled) -> Compiled:
     """Spread the magnitude bits ``key`` for comparisons with vectors of the array ``like``'s type."""
     kind = Threshold(like.dtype)
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         element = context.get_value_type(kind).element
         return _spread(builder, builder.trunc(args[1], element) if element.width < 64 else args[1])
 
@@ -225,10 +233,10 @@ def threshold(typing_context: Any, like: Any, key: Any) -> Any:
 
 
 @intrinsic
-def reaching(typing_context: Any, vector: Any, limit: Any) -> Any:
+def reaching(typing_context: Compiled, vector: Compiled, limit: Compiled) -> Compiled:
     """Bit i of the result says whether ``|vector[i]|`` is at least ``limit``; NaN counts as above infinity."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         bits = builder.bitcast(builder.icmp_signed(">=", _magnitude(builder, args[0]), args[1]), ir.IntType(LANES))
         return bits if LANES == 64 else builder.zext(bits, _I64)
 
@@ -236,10 +244,10 @@ def reaching(typing_context: Any, vector: Any, limit: Any) -> Any:
 
 
 @intrinsic
-def finite_part(typing_context: Any, vector: Any, infinity: Any) -> Any:
+def finite_part(typing_context: Compiled, vector: Compiled, infinity: Compiled) -> Compiled:
     """The vector with 0 in place of what is not finite."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         x, limit = args
         return builder.select(builder.icmp_signed("<", _magnitude(builder, x), limit), x, ir.Constant(x.type, None))
 
@@ -247,10 +255,10 @@ def finite_part(typing_context: Any, vector: Any, infinity: Any) -> Any:
 
 
 @intrinsic
-def add_squares(typing_context: Any, sums: Any, vector: Any) -> Any:
+def add_squares(typing_context: Compiled, sums: Compiled, vector: Compiled) -> Compiled:
     """``sums + vector**2`` in float64, lane by lane."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         total, x = args
         if x.type.element != total.type.element:
             x = builder.fpext(x, total.type)
@@ -260,25 +268,25 @@ def add_squares(typing_context: Any, sums: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def lowest_bit(typing_context: Any, mask: Any) -> Any:
+def lowest_bit(typing_context: Compiled, mask: Compiled) -> Compiled:
     """Index of the lowest bit that is set in a mask other than 0."""
     return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))
 
 
 @intrinsic
-def count_bits(typing_context: Any, mask: Any) -> Any:
+def count_bits(typing_context: Compiled, mask: Compiled) -> Compiled:
     """How many bits of the mask are set."""
     return types.int64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
 @intrinsic
-def fetch_add(typing_context: Any, counters: Any, index: Any, amount: Any) -> Any:
+def fetch_add(typing_context: Compiled, counters: Compiled, index: Compiled, amount: Compiled) -> Compiled:
     """Add ``amount`` to ``counters[index]``, (·,) int64, as one step among threads; returns what it was before.
 
     What a thread wrote before its call is visible to every thread whose later call sees its addition.
     """
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], args[0], args[1])
         return builder.atomic_rmw("add", place, args[2], "acq_rel")
 
@@ -286,10 +294,10 @@ def fetch_add(typing_context: Any, counters: Any, index: Any, amount: Any) -> An
 
 
 @intrinsic
-def at_address(typing_context: Any, address: Any) -> Any:
+def at_address(typing_context: Compiled, address: Compiled) -> Compiled:
     """Turn an address (int64) into a pointer, for ``numba.carray``."""
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), code

@@ -6,14 +6,11 @@ arrays; positions, values and means cross as NumPy arrays. What has to hand numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, MomentumRule, SegmentWork, Selection, Undo
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
@@ -22,7 +19,7 @@ from dgc.core.kernels.gpu.tables import SUMMARY, DenseTensor, Format
 from dgc.errors import LayoutError
 
 
-class DeviceKernels(CodeKernels):
+class DeviceKernels(CodeKernels, Kernels):
     """The protocol :class:`dgc.core.kernels.base.Kernels` on a device, and the operations of whole buckets.
 
     Safe to call from several threads; they take turns.
@@ -45,9 +42,6 @@ class DeviceKernels(CodeKernels):
         """Say that this thread belongs to the exchange; see :class:`~dgc.core.kernels.gpu.memory.Runtime`."""
         self.runtime.adopt_thread()
 
-    def new_control(self, segments: int) -> np.ndarray:  # noqa: D102
-        return rules.new_control(segments)
-
     def warm_up(self, dtype: str = "float32") -> None:
         """Run every kernel on a small bucket: they are compiled and loaded, and memory pools are filled."""
         n = 8192
@@ -66,12 +60,11 @@ class DeviceKernels(CodeKernels):
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
         self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)()
         self.sums_of_squares([g])
-        assert done.undo is not None
-        self.restore(u, v, done.undo)
-        # What the host's codecs need, and a refused step.
+        self.subtract(u, v, done.positions, done.values, masking=True)
+        # What the host's codecs need.
         self.accumulate(work, u, v)
         chosen = self.accumulate_and_select(work, u, v, control)
-        self.restore(u, v, self.mask(u, v, chosen.positions, chosen.values, masking=True))
+        self.mask(u, v, chosen.positions, chosen.values, masking=True)
         self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
         self._warm_up_codes(v, r)
         self.memory.fill(r, np.nan)
@@ -155,34 +148,22 @@ class DeviceKernels(CodeKernels):
                 selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
             )
 
-    def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
-    ) -> Callable[[], Selection]:
-        """See :class:`~dgc.core.kernels.base.Kernels`; a device overlaps by itself."""
-        return partial(self.accumulate_and_select, work, u, v, control)
-
-    def mask(
-        self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool, wait: bool = True
-    ) -> Undo:
-        """See :class:`~dgc.core.kernels.base.Kernels`; what was there stays on the device. Does not wait."""
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
+        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
         k = positions.size
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
         _check_positions(positions, min(u.size, v.size))
-        with self.lock:
-            undo = Undo(self.runtime.empty(k, np.int64), self.runtime.empty(k, u.dtype), self.runtime.empty(k, v.dtype))
-            if k:
+        if k:
+            with self.lock:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
-                self._over_entries("mask", u, v, places, values, np.int64(k), np.int32(masking), undo.u, undo.v, k=k)
-                undo.positions = places.view(np.int64)
-            return undo
+                self.subtract(u, v, places.view(np.int64), values, masking=masking)
 
-    def restore(self, u: Array, v: Array, undo: Undo) -> None:
-        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
-        k = undo.positions.size
-        wide = np.int32(np.dtype(undo.positions.dtype).itemsize == 8)
+    def subtract(self, u: Array, v: Array, positions: Array, decoded: Array, *, masking: bool) -> None:
+        """Do as :meth:`mask` with (k,) positions, int32 or int64, and values on the device. Does not wait."""
+        wide, k = np.int32(np.dtype(positions.dtype).itemsize == 8), positions.size
         with self.lock:
-            self._over_entries("restore", u, v, undo.positions, wide, undo.u, undo.v, np.int64(k), k=k)
+            self._over_entries("mask", u, k, u, v, positions, wide, decoded, np.int64(k), np.int32(masking))
 
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
@@ -202,8 +183,8 @@ class DeviceKernels(CodeKernels):
                 self._target_table(results, offsets), positions, values.astype(kind, copy=False)
             )
             self._over_entries(
-                "scatter_add", targets, np.int32(len(results)), places, numbers, np.float64(factor), np.int64(k),
-                k=k, u=results[0],
+                "scatter_add", results[0], k, targets, np.int32(len(results)), places, numbers, np.float64(factor),
+                np.int64(k),
             )  # fmt: skip
 
     def dense_update(
@@ -218,10 +199,9 @@ class DeviceKernels(CodeKernels):
             (means,) = self._tables.send(mean)
             self._over_tensors("update", 8 * mean.dtype.itemsize, [tensor], means, u)
 
-    def _over_entries(self, name: str, *arguments: Any, k: int, u: Any = None) -> None:
-        """Launch a kernel that walks over k entries; its state is ``u``, or the first argument."""
+    def _over_entries(self, name: str, state: Array, k: int, *arguments: object) -> None:
+        """Launch a kernel that walks over k entries of a state of ``state``'s type."""
         if k:
-            state = arguments[0] if u is None else u
             self._launch(name, 8 * np.dtype(state.dtype).itemsize, min(BLOCKS, -(-k // THREADS)), *arguments)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import SegmentWork, Undo
+from dgc.core.kernels.base import Array, SegmentWork
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
 from dgc.core.kernels.gpu.selection import Selector
@@ -36,11 +36,19 @@ FEW_TILES = 1024
 
 @dataclass(slots=True)
 class Compressed:
-    """What :meth:`BucketKernels.compress` leaves: entries sent, whether a non-finite one was met, what to put back."""
+    """What :meth:`BucketKernels.compress` leaves.
+
+    Attributes:
+        count: entries sent.
+        nonfinite: whether a non-finite one was met.
+        positions: (count,) int32 of them, on the device.
+        values: (count,) of the state's type as the receivers read them, on the device.
+    """
 
     count: int
     nonfinite: bool
-    undo: Undo | None
+    positions: Array = None
+    values: Array = None
 
 
 class Scratch:
@@ -69,7 +77,8 @@ class Begun:
         self.selector: Selector | None = None
         self.result = np.empty(0, np.uint8)
         self.send: Callable[[], None] = lambda: None
-        self.undo: Undo | None = None
+        self.positions: Array = None
+        self.values: Array = None
 
     def finish(self) -> Compressed:
         """What came of it. Waits: for this bucket and all that have been begun by now; again where thresholds fail."""
@@ -77,18 +86,13 @@ class Begun:
         kernels.wait_for_ticket(self._ticket)
         nonfinite = self._met is not None and bool(self._met["nonfinite"][0])
         if self.selector is None:
-            return Compressed(0, nonfinite, None)
+            return Compressed(0, nonfinite)
         with kernels.lock:
             while not self.selector.settle(self.result):
                 self.send()
                 kernels.wait()
-        count, undo = self.selector.count, self.undo
-        assert undo is not None
-        return Compressed(
-            count,
-            nonfinite or self.selector.nonfinite,
-            Undo(undo.positions[:count], undo.u[:count], undo.v[:count]),
-        )
+        count = self.selector.count
+        return Compressed(count, nonfinite or self.selector.nonfinite, self.positions[:count], self.values[:count])
 
 
 class BucketKernels:
@@ -118,18 +122,17 @@ class BucketKernels:
     def begin(
         self,
         work: Sequence[SegmentWork],
-        u: Any,
-        v: Any,
+        u: Array,
+        v: Array,
         control: np.ndarray,
         form: Format | None,
         payload: np.ndarray,
         dense: Sequence[DenseTensor] = (),
         vector: np.ndarray | None = None,
         *,
-        masking: bool = True,
         scratch: Scratch | None = None,
     ) -> Begun:
-        """Enqueue: update u and v, select, write the message's payload, mask; and pack the dense tensors.
+        """Enqueue: accumulate in u and v, select, write the message's payload; and pack the dense tensors.
 
         Args:
             work: the sparsified tensors; may be empty.
@@ -140,8 +143,7 @@ class BucketKernels:
             payload: (m,) uint8, page-locked, m a multiple of 8: receives the payload.
             dense: tensors whose gradients go into the vector.
             vector: (·,) page-locked, receives them; zero in the padding behind each.
-            masking: whether u becomes 0 where v was sent.
-            scratch: of the bucket; what is to be put back lies there, until the bucket is begun again.
+            scratch: of the bucket; what was sent lies there, until the bucket is begun again.
 
         Raises:
             LayoutError: an array is not what a kernel may read.
@@ -157,20 +159,20 @@ class BucketKernels:
             assert form is not None
             count, k, code = len(work), selector.k, (np.int32(form.indices), np.int32(form.values))
             result = own.host("result", selector.result_bytes)
-            undo = Undo(*(own.device.get(n, d, k) for n, d in (("at", np.int32), ("u", u.dtype), ("v", v.dtype))))
+            positions, values = own.device.get("at", np.int32, k), own.device.get("sent", v.dtype, k)
             selected = selector.start()
 
             def send() -> None:
                 self._launch(
                     "send", bits, min(BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))), selected.segments,
                     selected.found, selected.summary, selected.positions, selected.values, np.int32(count),
-                    np.int64(v.size), *code, payload, np.int64(payload.size // 8), u, v, undo.positions, undo.u, undo.v,
-                    np.int32(masking), result,
+                    np.int64(v.size), *code, payload, np.int64(payload.size // 8), positions, values, result,
                 )  # fmt: skip
 
             send()
             begun = Begun(self, 0, packing())
-            begun.selector, begun.result, begun.send, begun.undo = selector, result, send, undo
+            begun.selector, begun.result, begun.send = selector, result, send
+            begun.positions, begun.values = positions, values
             begun._ticket = self._ticket()
             return begun
 
@@ -214,7 +216,7 @@ class BucketKernels:
                 tables[2], tile_segment, np.float64(factor),
             )  # fmt: skip
 
-    def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any = None) -> None:
+    def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Array = None) -> None:
         """Momentum SGD on means (without a momentum: the means times ``scale``) into the results. Does not wait.
 
         Args:
@@ -235,7 +237,7 @@ class BucketKernels:
             self.wait()
             return met is not None and bool(met["nonfinite"][0])
 
-    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Any) -> Callable[[], bool]:
+    def exceeds(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Array) -> Callable[[], bool]:
         """Enqueue the question whether a result is not finite or beyond its ``limit``; only narrow types have one.
 
         Args:
@@ -286,10 +288,10 @@ class BucketKernels:
         self._begun += 1
         return self._begun
 
-    def _launch(self, name: str, bits: int, grid: int, *arguments: Any) -> None:
+    def _launch(self, name: str, bits: int, grid: int, *arguments: object) -> None:
         self.runtime.launch(name, bits, grid, arguments)
 
-    def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: Any) -> None:
+    def _over_tensors(self, name: str, bits: int, tensors: Sequence[DenseTensor], *arguments: object) -> None:
         geometry, tile_tensor, _ = self._geometry([t.length for t in tensors])
         if geometry.tiles:
             table = tensor_table(tensors, geometry, bits, self.runtime.address)
@@ -322,7 +324,7 @@ class BucketKernels:
 
         return enqueue
 
-    def _means(self, vector: np.ndarray) -> Any:
+    def _means(self, vector: np.ndarray) -> Array:
         """A dense vector where kernels can read it."""
         if vector.nbytes <= DIRECT:
             return vector
@@ -338,7 +340,7 @@ class BucketKernels:
         return table
 
     def _selector(
-        self, work: Sequence[SegmentWork], u: Any, v: Any, control: np.ndarray | None, own: Scratch
+        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray | None, own: Scratch
     ) -> Selector:
         if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
             given = f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size})"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dgc.core.kernels.base import Array
 from dgc.core.kernels.gpu.buckets import BucketKernels, together
 from dgc.core.kernels.gpu.cuda.source import ROWS, THREADS, TILE, WARPS
 
@@ -65,7 +66,7 @@ _FIELDS = "length scales codes bytes key limit scale bits levels group columns i
 class CodeKernels(BucketKernels):
     """What an exchange on a device does with the tensors that travel in few bits."""
 
-    def moments(self, v: Any, tensors: Sequence[CodedTensor]) -> list[np.ndarray]:
+    def moments(self, v: Array, tensors: Sequence[CodedTensor]) -> list[np.ndarray]:
         """For each tensor (tiles, 3) float64: largest magnitude, sum, and squares' sum about the mean, by tile."""
         with self.lock:
             counts = [-(-t.length // TILE) for t in tensors]
@@ -76,7 +77,7 @@ class CodeKernels(BucketKernels):
             self.wait()
             return [part.copy() for part in np.split(host.reshape(-1, 3), np.cumsum(counts)[:-1])]
 
-    def write_codes(self, v: Any, tensors: Sequence[CodedTensor], payload: np.ndarray, norm: str = "") -> None:
+    def write_codes(self, v: Array, tensors: Sequence[CodedTensor], payload: np.ndarray, norm: str = "") -> None:
         """Round all tensors, and write their scales and codes.
 
         Args:
@@ -134,7 +135,7 @@ class CodeKernels(BucketKernels):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _column_means(self, v: Any, tensors: Sequence[CodedTensor], message: Any) -> None:
+    def _column_means(self, v: Array, tensors: Sequence[CodedTensor], message: Array) -> None:
         """The means of either sign of all columns: partial sums, then their sums."""
         if not tensors:
             return
@@ -154,10 +155,10 @@ class CodeKernels(BucketKernels):
     def _over_parts(
         self,
         name: str,
-        values: Any,
+        values: Array,
         tensors: Sequence[CodedTensor],
         blocks: Sequence[int],
-        *arguments: Any,
+        *arguments: object,
         partial: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Launch a kernel with so many blocks for each tensor; ``values``: v, or an array for each tensor."""

@@ -15,7 +15,9 @@ from typing import Any
 import cupy
 import numpy as np
 from cupy.cuda import nvrtc
+from numpy.typing import DTypeLike
 
+from dgc.core.kernels.base import Array
 from dgc.core.kernels.compile import cache_directory, is_trusted, usable
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS, compile_options, kernel_names, source
@@ -163,17 +165,17 @@ class CupyRuntime:
         )
         self._malloc = pool.malloc
 
-    def empty(self, n: int, dtype: Any) -> Any:  # noqa: D102
+    def empty(self, n: int, dtype: DTypeLike) -> Array:  # noqa: D102
         # Memory is handed out for this stream: what is freed is used again only by later work of it.
         with self._device, self._stream:
             return cupy.ndarray((n,), dtype, self._malloc(max(1, n * np.dtype(dtype).itemsize)))
 
-    def zeros(self, n: int, dtype: Any) -> Any:  # noqa: D102
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:  # noqa: D102
         array = self.empty(n, dtype)
         self.fill(array, 0)
         return array
 
-    def fill(self, array: Any, value: float) -> None:  # noqa: D102
+    def fill(self, array: Array, value: float) -> None:  # noqa: D102
         # Not CuPy's own fill, which compiles a kernel when it is first called: in the first refused step, that is.
         if value != 0 and value == value:
             raise ValueError(f"memory is filled with 0 or NaN, not {value}")
@@ -182,36 +184,36 @@ class CupyRuntime:
                 byte = 0 if value == value else _ALL_ONES
                 cupy.cuda.runtime.memsetAsync(array.data.ptr, byte, array.nbytes, self._stream.ptr)
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         nbytes = n * np.dtype(dtype).itemsize
         if nbytes == 0:
             return np.empty(0, dtype)
         with self._device:
             memory = cupy.cuda.alloc_pinned_memory(nbytes)
-        array = np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+        array: np.ndarray = np.frombuffer(memory, np.uint8, nbytes).view(dtype)
         array[...] = 0
         return array
 
-    def address(self, array: Any) -> int:  # noqa: D102
+    def address(self, array: Array) -> int:  # noqa: D102
         return int(array.data.ptr)
 
-    def view(self, address: int, n: int, dtype: Any, owner: Any) -> Any:  # noqa: D102
+    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:  # noqa: D102
         if n == 0:
             return self.empty(0, dtype)
         memory = cupy.cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, self.device)
         return cupy.ndarray((n,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    def upload(self, device: Any, host: np.ndarray) -> None:  # noqa: D102
+    def upload(self, device: Array, host: np.ndarray) -> None:  # noqa: D102
         kind = cupy.cuda.runtime.memcpyHostToDevice
         with self._device:
             cupy.cuda.runtime.memcpyAsync(device.data.ptr, host.ctypes.data, host.nbytes, kind, self._stream.ptr)
 
-    def download(self, host: np.ndarray, device: Any) -> None:  # noqa: D102
+    def download(self, host: np.ndarray, device: Array) -> None:  # noqa: D102
         kind = cupy.cuda.runtime.memcpyDeviceToHost
         with self._device:
             cupy.cuda.runtime.memcpyAsync(host.ctypes.data, device.data.ptr, host.nbytes, kind, self._stream.ptr)
 
-    def copy(self, array: Any, source: Any) -> None:  # noqa: D102
+    def copy(self, array: Array, source: Array) -> None:  # noqa: D102
         kind = cupy.cuda.runtime.memcpyDeviceToDevice
         with self._device:
             cupy.cuda.runtime.memcpyAsync(array.data.ptr, source.data.ptr, source.nbytes, kind, self._stream.ptr)
@@ -285,7 +287,7 @@ class NcclGroup:
             identity = tuple(np.frombuffer(group, np.int16).tolist()) if old else group[: GROUP_BYTES // 2]
             self._communicator = self._nccl.NcclCommunicator(size, identity, rank)
 
-    def add_up(self, array: Any) -> None:  # noqa: D102
+    def add_up(self, array: Array) -> None:  # noqa: D102
         kind = self._nccl.NCCL_FLOAT64 if array.dtype == np.float64 else self._nccl.NCCL_FLOAT32
         address, runtime = int(array.data.ptr), self._runtime
         with runtime.current:

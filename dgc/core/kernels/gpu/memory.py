@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+from dgc.core.kernels.base import Array
 
 PLACE_BYTES = 16
 """Of what :meth:`Runtime.require_groups` returns."""
@@ -41,39 +44,39 @@ class Runtime(Protocol):
         """
         ...
 
-    def empty(self, n: int, dtype: Any) -> Any:
+    def empty(self, n: int, dtype: DTypeLike) -> Array:
         """Return a device array of n elements, not initialised."""
         ...
 
-    def zeros(self, n: int, dtype: Any) -> Any:
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:
         """Return a device array of zeros."""
         ...
 
-    def fill(self, array: Any, value: float) -> None:
+    def fill(self, array: Array, value: float) -> None:
         """Enqueue: set all elements to ``value``, 0 or NaN."""
         ...
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         """Return page-locked host memory of zeros, which copies reach without the processor, and kernels by address."""
         ...
 
-    def address(self, array: Any) -> int:
+    def address(self, array: Array) -> int:
         """Where a device array begins."""
         ...
 
-    def view(self, address: int, n: int, dtype: Any, owner: Any) -> Any:
+    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:
         """Memory of this device that belongs to somebody else, as a device array; ``owner`` is kept alive with it."""
         ...
 
-    def upload(self, device: Any, host: np.ndarray) -> None:
+    def upload(self, device: Array, host: np.ndarray) -> None:
         """Enqueue: copy ``host`` to ``device``, of the same type and size. ``host`` must stay until it has run."""
         ...
 
-    def download(self, host: np.ndarray, device: Any) -> None:
+    def download(self, host: np.ndarray, device: Array) -> None:
         """Enqueue: copy ``device`` to ``host``."""
         ...
 
-    def copy(self, array: Any, source: Any) -> None:
+    def copy(self, array: Array, source: Array) -> None:
         """Enqueue: copy one device array to another, of the same type and size."""
         ...
 
@@ -137,7 +140,7 @@ class Runtime(Protocol):
 class Joined(Protocol):
     """Devices that add up together."""
 
-    def add_up(self, array: Any) -> None:
+    def add_up(self, array: Array) -> None:
         """Enqueue: the sum over the group in the place of each one's array, the same bits everywhere. Collective."""
         ...
 
@@ -150,7 +153,7 @@ class Workspace:
         self._runtime = runtime
         self._arrays: dict[tuple[str, np.dtype], Any] = {}
 
-    def get(self, name: str, dtype: Any, n: int, *, zeros: bool = False) -> Any:
+    def get(self, name: str, dtype: DTypeLike, n: int, *, zeros: bool = False) -> Array:
         """Return a device array of n elements, the same memory as last time if that suffices.
 
         Args:
@@ -233,20 +236,20 @@ class DeviceMemory:
         self._runtime = runtime
         self._sums_of_squares = sums_of_squares
 
-    def zeros(self, n: int, dtype: Any) -> Any:  # noqa: D102
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:  # noqa: D102
         return self._runtime.zeros(n, dtype)
 
-    def host_array(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
         return self._runtime.host_array(n, dtype)
 
-    def to_host(self, array: Any) -> np.ndarray:  # noqa: D102
+    def to_host(self, array: Array) -> np.ndarray:  # noqa: D102
         host = np.empty(array.size, array.dtype)
         if array.size:
             self._runtime.download(host, array)
             self._runtime.synchronize(self._runtime.record())
         return host
 
-    def copy_in(self, array: Any, values: np.ndarray) -> None:  # noqa: D102
+    def copy_in(self, array: Array, values: np.ndarray) -> None:  # noqa: D102
         host = np.ascontiguousarray(values, array.dtype)
         if host.shape != (array.size,):
             raise ValueError(f"{host.shape} values for an array of {array.size} elements")
@@ -254,12 +257,12 @@ class DeviceMemory:
             self._runtime.upload(array, host)
             self._runtime.synchronize(self._runtime.record())
 
-    def copy(self, array: Any, source: Any) -> None:  # noqa: D102
+    def copy(self, array: Array, source: Array) -> None:  # noqa: D102
         if array.size:
             self._runtime.copy(array, source)
 
-    def fill(self, array: Any, value: float) -> None:  # noqa: D102
+    def fill(self, array: Array, value: float) -> None:  # noqa: D102
         self._runtime.fill(array, value)
 
-    def sum_of_squares(self, array: Any) -> float:  # noqa: D102
+    def sum_of_squares(self, array: Array) -> float:  # noqa: D102
         return float(self._sums_of_squares([array])[0])

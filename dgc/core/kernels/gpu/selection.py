@@ -21,7 +21,7 @@ import numpy as np
 # It also registers the rules of the threshold with Numba.
 import dgc.core.kernels.cpu.select_candidates  # noqa: F401
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import Array, SegmentWork
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.cuda.source import BIN_BITS, BINS, WARPS
 from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
@@ -50,14 +50,16 @@ TILES = 8192
 
 
 @entry()
-def _thresholds(control, ks, lengths, out, most):  # type: ignore[no-untyped-def]
+def _thresholds(control: np.ndarray, ks: np.ndarray, lengths: np.ndarray, out: np.ndarray, most: np.ndarray) -> None:
     for s in range(len(ks)):
         out[s] = rules.threshold(control[s], ks[s], lengths[s])
         most[s] = rules.most_candidates(ks[s], lengths[s])
 
 
 @entry()
-def _learn(control, ks, used, totals, kths, wider):  # type: ignore[no-untyped-def]
+def _learn(
+    control: np.ndarray, ks: np.ndarray, used: np.ndarray, totals: np.ndarray, kths: np.ndarray, wider: np.ndarray
+) -> None:
     for s in range(len(ks)):
         if ks[s] == 0:
             continue
@@ -145,11 +147,11 @@ class Selected:
     and ``summary`` are the bytes of those tables.
     """
 
-    positions: Any
-    values: Any
-    segments: Any
-    found: Any
-    summary: Any
+    positions: Array
+    values: Array
+    segments: Array
+    found: Array
+    summary: Array
 
 
 class Selector:
@@ -166,8 +168,8 @@ class Selector:
         tables: Tables,
         geometry: tuple[Geometry, Any, Any],
         work: Sequence[SegmentWork],
-        u: Any,
-        v: Any,
+        u: Array,
+        v: Array,
         control: np.ndarray | None,
     ) -> None:
         """Fill the tables.
@@ -283,7 +285,7 @@ class Selector:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, grid: int, *arguments: Any) -> None:
+    def _launch(self, name: str, grid: int, *arguments: object) -> None:
         self._runtime.launch(name, self._bits, grid, arguments)
 
     def _send(self) -> tuple[Any, Any, Any]:
@@ -330,7 +332,7 @@ class Selector:
 
     def _widest(self, begin: bool) -> int:
         """Bits of a key that are still unknown after the first histogram, in the segment where they are most."""
-        sign, mantissa = self._bits - 1, 23 if self._bits == 32 else 52
+        sign, mantissa = int(self._bits) - 1, 23 if self._bits == 32 else 52
         if not begin or (self.segments["source"] == WHOLE).any():
             return sign
         active = self.segments["k"] > 0

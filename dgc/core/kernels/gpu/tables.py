@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import Array, SegmentWork
 from dgc.core.kernels.cpu.work_table import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, HEAVY_BALL, NESTEROV, NO_MOMENTUM
 from dgc.core.kernels.gpu.cuda.source import SPAN, TILE
 from dgc.errors import LayoutError
@@ -56,7 +56,7 @@ _CODES = {
 }
 
 
-def element_code(array: Any, length: int, what: str) -> int:
+def element_code(array: Array, length: int, what: str) -> int:
     """Code of a 1-D device array's type, once it is known to be what a kernel may read at its address.
 
     Raises:
@@ -166,9 +166,9 @@ class DenseTensor:
     the tensor begins in the momentum buffer and in the vector of means.
     """
 
-    result: Any = None
-    gradient: Any = None
-    parameter: Any = None
+    result: Array = None
+    gradient: Array = None
+    parameter: Array = None
     u: int = 0
     vector: int = -1
     momentum: float = 0.0
@@ -180,7 +180,7 @@ class DenseTensor:
     @property
     def length(self) -> int:
         """Elements."""
-        return (self.result if self.gradient is None else self.gradient).size
+        return int((self.result if self.gradient is None else self.gradient).size)
 
 
 def tensor_table(

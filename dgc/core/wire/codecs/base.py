@@ -21,7 +21,7 @@ class IndexCodecId(IntEnum):
     INT32 = 1
     UINT16 = 2
     ELIAS_FANO = 3
-    BITMAP = 4
+    # 4 is reserved: it was a codec's.
 
 
 @unique

@@ -8,7 +8,6 @@ import numpy as np
 
 from dgc.core.wire.codecs.base import ValueCodecId
 from dgc.core.wire.codecs.blocks import block_to_read, block_to_write, padded
-from dgc.core.wire.codecs.loops import default_loops
 from dgc.errors import WireError
 
 
@@ -96,10 +95,11 @@ class Float16Values:
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+        from dgc.core.wire.codecs import numba_loops as loops
+
         check_values(values, self.dtype, self.name)
         block = block_to_write(out, self.max_bytes(values.size, 0), self.name)
-        loops = default_loops()
-        if loops is not None and values.flags.c_contiguous:
+        if values.flags.c_contiguous:
             largest = int(loops.largest_magnitude(values))
             exponent = (largest >> 23) - 141  # for a normal number, what frexp(largest) - 15 is
             if _SMALLEST_NORMAL <= largest and abs(exponent) <= 112:
@@ -117,6 +117,8 @@ class Float16Values:
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+        from dgc.core.wire.codecs import numba_loops as loops
+
         block = block_to_read(data, self.max_bytes(count, 0), self.name)
         exponent = int(block[:4].view("<i4")[0])
         if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
@@ -124,8 +126,7 @@ class Float16Values:
                 f"{self.name}: the scale's exponent is {exponent}, it must be in {self.MIN_EXPONENT}.."
                 f"{self.MAX_EXPONENT}. The message is damaged."
             )
-        loops = default_loops()
-        if loops is not None and -126 <= exponent:
+        if -126 <= exponent:
             values = np.empty(count, np.float32)
             bits = block[self.HEAD : self.HEAD + 2 * count].view(np.uint16)
             if loops.from_halves(bits, np.float32(2.0**exponent), values):

@@ -1,4 +1,4 @@
-"""The index codecs: ``int32`` and ``uint16`` are plain arrays, ``elias_fano`` and ``bitmap`` bit vectors.
+"""The index codecs: ``int32`` and ``uint16`` are plain arrays, ``elias_fano`` is two bit vectors.
 
 n = elements of the bucket, k = entries.
 
@@ -11,14 +11,12 @@ for the one before it, and the length depends on (n, k) alone.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import numpy as np
 
 from dgc.core.wire.codecs.base import IndexCodecId
 from dgc.core.wire.codecs.blocks import as_words, block_to_read, block_to_write, padded, words_for
-from dgc.core.wire.codecs.loops import bit_kernels, default_loops
 from dgc.errors import ConfigError, WireError
 
 _TILE_BITS = 16
@@ -125,21 +123,15 @@ class Uint16Indices:
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write positions; does not check their order. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        from dgc.core.wire.codecs import numba_loops as loops
+
         k = positions.size
         block = block_to_write(out, self.max_bytes(n, k), self.name)
         tiles = tiles_of(n)
         table = padded(4 * tiles)
-        loops = default_loops()
-        if loops is not None:
-            low = block[table : table + 2 * k].view(np.uint16)
-            loops.to_tiles(positions, block[: 4 * tiles].view(np.uint32), low)
-            block[4 * tiles : table] = 0
-            block[table + 2 * k :] = 0
-            return block.size
-        edges = np.searchsorted(positions, np.arange(tiles + 1, dtype=np.int64) << _TILE_BITS)
-        block[: 4 * tiles].view("<u4")[...] = edges[1:] - edges[:-1]
+        low = block[table : table + 2 * k].view(np.uint16)
+        loops.to_tiles(positions, block[: 4 * tiles].view(np.uint32), low)
         block[4 * tiles : table] = 0
-        block[table : table + 2 * k].view("<u2")[...] = positions & (_TILE - 1)
         block[table + 2 * k :] = 0
         return block.size
 
@@ -165,52 +157,6 @@ def tiles_of(n: int) -> int:
     return (n + _TILE - 1) >> _TILE_BITS
 
 
-class _BitVectors(ABC):
-    """Positions as bits in words of 64, which compiled loops write and check."""
-
-    name: str
-    LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
-
-    @abstractmethod
-    def max_bytes(self, n: int, k: int) -> int:
-        """See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-
-    @abstractmethod
-    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
-        """Write positions up to the first that is not above the one before it and below n; return how many."""
-
-    @abstractmethod
-    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
-        """Read positions up to the first that no writer makes; return how many, one more than fit if more follow."""
-
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
-        words = as_words(block)
-        written = self._write(positions, n, words)
-        if written != positions.size:
-            raise WireError(
-                f"{self.name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
-                f"ascending in 0..{n - 1}. The selection that made them is wrong."
-            )
-        if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
-            block.view("<u8")[...] = words
-        return block.size
-
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
-        positions = np.empty(count, np.int64)
-        found = self._read(as_words(block), n, positions)
-        if found != count:
-            raise WireError(
-                f"{self.name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
-                f"{', and more follow' if found > count else ''}. {_DAMAGED}"
-            )
-        return positions, block.size
-
-
 @lru_cache(maxsize=1024)
 def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     """Return the low bits' width and the words of both parts for k entries below n.
@@ -229,7 +175,7 @@ def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: shape[1] + shape[2])
 
 
-class EliasFanoIndices(_BitVectors):
+class EliasFanoIndices:
     """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
@@ -238,6 +184,7 @@ class EliasFanoIndices(_BitVectors):
 
     id = IndexCodecId.ELIAS_FANO
     name = "elias_fano"
+    LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
 
     def max_bytes(self, n: int, k: int) -> int:
         """About log2(n/k) + 2 bits an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
@@ -245,28 +192,35 @@ class EliasFanoIndices(_BitVectors):
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
-    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
-        width, low_words, _ = elias_fano_shape(n, positions.size)
-        return bit_kernels().elias_fano_encode(positions, n, width, words[:low_words], words[low_words:])
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        from dgc.core.wire.codecs import numba_loops as loops
 
-    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
-        width, low_words, _ = elias_fano_shape(n, positions.size)
-        return bit_kernels().elias_fano_decode(words[:low_words], words[low_words:], n, width, positions)
+        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
+        words = as_words(block)
+        width, low, _ = elias_fano_shape(n, positions.size)
+        written = loops.elias_fano_encode(positions, n, width, words[:low], words[low:])
+        if written != positions.size:
+            raise WireError(
+                f"{self.name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
+                f"ascending in 0..{n - 1}. The selection that made them is wrong."
+            )
+        if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
+            block.view("<u8")[...] = words
+        return block.size
 
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+        from dgc.core.wire.codecs import numba_loops as loops
 
-class BitmapIndices(_BitVectors):
-    """One bit an element, whatever is sent: smaller than ``uint16`` above 6 %, the smallest of all from 25 % on."""
-
-    id = IndexCodecId.BITMAP
-    name = "bitmap"
-
-    def max_bytes(self, n: int, k: int) -> int:
-        """One bit an element. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
-        check_sizes(n, k, self.LIMIT, self.name)
-        return 8 * words_for(n)
-
-    def _write(self, positions: np.ndarray, n: int, words: np.ndarray) -> int:
-        return bit_kernels().bitmap_encode(positions, n, words)
-
-    def _read(self, words: np.ndarray, n: int, positions: np.ndarray) -> int:
-        return bit_kernels().bitmap_decode(words, n, positions)
+        check_count(n, count, self.name)
+        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        words, positions = as_words(block), np.empty(count, np.int64)
+        width, low, _ = elias_fano_shape(n, count)
+        found = loops.elias_fano_decode(words[:low], words[low:], n, width, positions)
+        if found != count:
+            raise WireError(
+                f"{self.name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
+                f"{', and more follow' if found > count else ''}. {_DAMAGED}"
+            )
+        return positions, block.size

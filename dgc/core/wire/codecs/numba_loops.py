@@ -1,6 +1,6 @@
-"""The loops of the codecs in Numba: those of the default codecs, and the bit loops of ``elias_fano`` and ``bitmap``.
+"""The loops of the codecs, compiled by Numba; import this on first use, since Numba takes seconds to load.
 
-Imported on first use only, since Numba takes long to load. For the default codecs they are one call instead of a dozen,
+For the default codecs they are one call instead of a dozen,
 each of which starts with cold caches: after a compress pass the caches hold gradients, and every NumPy call pays for
 fetching its code again: 5 buckets of 6500 entries took 1.1 ms to encode where the same calls in a tight loop take 0.3.
 
@@ -73,7 +73,7 @@ def _padded(size):
 
 
 @entry(__file__)
-def largest_magnitude(values):
+def largest_magnitude(values: np.ndarray) -> int:
     """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
     largest = uint32(0)
     for x in values:
@@ -113,7 +113,7 @@ def _write_tiles(positions, counts, offsets):
 
 
 @entry(__file__)
-def to_halves(values, factor, halves):
+def to_halves(values: np.ndarray, factor: np.float32, halves: np.ndarray) -> None:
     """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
 
     Args:
@@ -125,7 +125,7 @@ def to_halves(values, factor, halves):
 
 
 @entry(__file__)
-def from_halves(halves, factor, values):
+def from_halves(halves: np.ndarray, factor: np.float32, values: np.ndarray) -> bool:
     """``values[i]`` = ``halves[i] * factor`` with one rounding.
 
     Args:
@@ -145,7 +145,7 @@ def from_halves(halves, factor, values):
 
 
 @entry(__file__)
-def to_tiles(positions, counts, offsets):
+def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
     """Split positions into tiles of 65 536.
 
     Args:
@@ -157,7 +157,7 @@ def to_tiles(positions, counts, offsets):
 
 
 @entry(__file__)
-def encode_message(positions, values, tiles, out, decoded):
+def encode_message(positions: np.ndarray, values: np.ndarray, tiles: int, out: np.ndarray, decoded: np.ndarray) -> int:
     """An index block of ``uint16`` and a value block of ``float16`` after it, in one go.
 
     Args:
@@ -222,8 +222,12 @@ def _sound(positions, n):
 
 
 @entry(__file__)
-def elias_fano_encode(positions, n, width, low, high):
-    """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
+def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
+    """Write (k,) int64 positions below n into low and high, uint64 words that need no clearing.
+
+    Returns:
+        How many are strictly ascending below n, from the first on; the words are complete if that is k.
+    """
     sound = _sound(positions, n)
     high[:] = 0
     mask = (uint64(1) << uint64(width)) - uint64(1)
@@ -248,8 +252,12 @@ def elias_fano_encode(positions, n, width, low, high):
 
 
 @entry(__file__)
-def elias_fano_decode(low, high, n, width, positions):
-    """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
+def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, positions: np.ndarray) -> int:
+    """Fill (k,) int64 positions.
+
+    Returns:
+        How many are strictly ascending below n, from the first on; k + 1 when the words hold more than k.
+    """
     mask = (uint64(1) << uint64(width)) - uint64(1)
     count = positions.size
     previous = -1
@@ -279,36 +287,7 @@ def elias_fano_decode(low, high, n, width, positions):
 
 
 @entry(__file__)
-def bitmap_encode(positions, n, words):
-    """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
-    words[:] = 0
-    sound = _sound(positions, n)
-    for i in range(sound):
-        words[positions[i] >> 6] |= uint64(1) << uint64(positions[i] & 63)
-    return sound
-
-
-@entry(__file__)
-def bitmap_decode(words, n, positions):
-    """See :class:`~dgc.core.wire.codecs.loops.BitKernels`."""
-    count = positions.size
-    i = 0
-    for word in range(words.size):
-        ones = words[word]
-        while ones != uint64(0):
-            position = (word << 6) + int(_trailing_zeros(ones))  # pyright: ignore[reportCallIssue]
-            ones &= ones - uint64(1)
-            if i == count:  # before the range, or a stray bit behind the last entry would pass
-                return count + 1
-            if position >= n:
-                return i
-            positions[i] = position
-            i += 1
-    return i
-
-
-@entry(__file__)
-def encode_int8(x, starts, bounds, out, left):
+def encode_int8(x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
     """The block of the codec ``int8``, with groups that lie apart, and what it loses.
 
     Args:
@@ -344,7 +323,7 @@ def encode_int8(x, starts, bounds, out, left):
 
 
 @entry(__file__)
-def add_int8(data, starts, bounds, sums):
+def add_int8(data: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> bool:
     """Add what ``Int8Values.decode`` reads, with groups that lie apart, to (N,) float32; False if a code is -128."""
     groups = starts.size
     at = _padded(4 * groups)

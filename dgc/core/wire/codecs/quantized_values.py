@@ -83,7 +83,7 @@ class Int8Values:
         return np.rint(ratios, out=ratios).astype(np.int8), largest
 
     def _restore(self, quantized: np.ndarray, largest: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        values = self._LEVELS[quantized]
+        values: np.ndarray = self._LEVELS[quantized]
         with np.errstate(under="ignore", invalid="ignore"):
             values *= np.repeat(largest, sizes)
         return values

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Divisible, Transport
 from dgc.errors import TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
@@ -22,7 +23,7 @@ LARGE = 1 << 20
 _PROBE = 256
 
 
-class SummedOnDevices:
+class SummedOnDevices(Transport):
     """A transport whose large sums go by the GPUs, once all ranks have said that theirs can.
 
     Everything else is the transport's own. ``op="sum"`` of :data:`LARGE` bytes or more is Horovod's allreduce of a copy
@@ -42,11 +43,18 @@ class SummedOnDevices:
         self._transport, self._hvd, self._members = transport, hvd, members
         self._sums: _Sums | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        """What else the transport can do."""
-        if name.startswith("__"):  # copying and pickling ask before there is one
-            raise AttributeError(name)
-        return getattr(self._transport, name)
+    @property
+    def divisible(self) -> Divisible | None:
+        """See :class:`dgc.core.transport.Transport`."""
+        return self._transport.divisible
+
+    def busy(self) -> AbstractContextManager[None]:
+        """See :class:`dgc.core.transport.Transport`."""
+        return self._transport.busy()
+
+    def end_job(self, error: Exception) -> None:
+        """See :class:`dgc.core.transport.Transport`."""
+        self._transport.end_job(error)
 
     def use(self, device: torch.device | None) -> None:
         """Sum on devices from now on, if all ranks can. Collective.

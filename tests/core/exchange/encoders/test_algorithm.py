@@ -45,7 +45,7 @@ def prepared(name, options, density=0.5):
     encoder = AlgorithmEncoder(bucket, compressor_class(name)(config), kernels, transport, layout)
     step = StepContext(0, density, Hyper.uniform(5, config), 1.0, 0, Submissions(layout))
     for i, p in enumerate(layout.parameters):
-        step.given.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
+        step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", kernels)
     buffers = Buffers(Sender(0, transport), DenseVector(bucket, kernels))
     return encoder, step, state, buffers, transport
@@ -68,19 +68,23 @@ def test_a_rank_that_gave_up_makes_the_collectives_of_the_others(name, options, 
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-def test_what_was_sent_leaves_the_residual_when_the_step_counts_and_returns_when_nobody_applied_it(name, options):
+def test_what_was_sent_leaves_the_residual_when_the_step_counts(name, options):
     encoder, step, state, buffers, _ = prepared(name, options)
     plan, outcome = encoder.plan(step), Outcome()
     plan = encoder.compress(step, plan, state, buffers, outcome)
     before = state.v.copy()
     assert before.any()
-    encoder.commit(step, plan, state, outcome)
-    assert not np.array_equal(state.v, before)
+    encoder.finish(step, plan, state, refused=False)
     if not encoder._algorithm.error_feedback:
         assert not state.v.any()
+        assert f"{name} keeps no residual" in encoder.why_empty(step, plan)
+        encoder.commit(step, plan, state, outcome)
+        assert not state.v.any()
         return
-    encoder.return_sent(step, plan, state, outcome)
-    np.testing.assert_allclose(state.v, before, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(state.v, before)
+    encoder.commit(step, plan, state, outcome)
+    assert not np.array_equal(state.v, before)
+    assert encoder.why_empty(step, plan) is None
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
@@ -88,7 +92,7 @@ def test_a_refused_step_leaves_the_residual(name, options):
     encoder, step, state, buffers, _ = prepared(name, options)
     plan = encoder.compress(step, encoder.plan(step), state, buffers, Outcome())
     before = state.v.copy()
-    encoder.refuse(step, plan, state)
+    encoder.finish(step, plan, state, refused=True)
     np.testing.assert_array_equal(state.v, before if encoder._algorithm.error_feedback else 0)
 
 
@@ -108,7 +112,7 @@ def test_no_momentum_is_cleared_where_no_entry_waits_for_room(name, options, den
     encoder, step, state, buffers, _ = prepared(name, options, density)
     state.u[:] = 1.0
     for i in range(5):
-        step.given[i].gradient[:3] = -0.9  # these have nothing to send
+        step.submissions[i].gradient[:3] = -0.9  # these have nothing to send
     outcome = Outcome()
     plan = encoder.compress(step, encoder.plan(step), state, buffers, outcome)
     velocity = state.u.copy()

@@ -53,14 +53,16 @@ def test_the_work_of_a_step_is_that_of_the_sparsified_tensors(op, share, decay):
     hyper.nesterov, hyper.weight_decay = [True, False] * 2 + [True], [decay] * 5
     step = StepContext(0, 0.1, hyper, 8.0, 0, Submissions(layout))
     for i, p in enumerate(layout.parameters):
-        step.given.add(i, Submission(np.zeros(p.numel, np.float32), np.zeros(p.numel, np.float32), np.ones(p.numel)))
+        step.submissions.add(
+            i, Submission(np.zeros(p.numel, np.float32), np.zeros(p.numel, np.float32), np.ones(p.numel))
+        )
     ks = tuple(range(3, 3 + len(bucket.sparse)))
     work = segment_work(bucket, config, step, SimpleNamespace(ks=ks), 4)
     assert len(work) == len(bucket.sparse) > 1
     for w, segment, k in zip(work, bucket.sparse, ks, strict=True):
         i = segment.parameter
-        assert w.gradient is step.given[i].gradient
-        assert w.parameter is (step.given[i].parameter if decay else None)
+        assert w.gradient is step.submissions[i].gradient
+        assert w.parameter is (step.submissions[i].parameter if decay else None)
         assert (w.offset, w.length, w.k) == (segment.offset, segment.length, k)
         assert (w.momentum, w.nesterov) == (hyper.momentum[i], hyper.nesterov[i])
         assert (w.weight_decay, w.scale) == (decay * share, 1 / 8)

@@ -13,18 +13,16 @@ from dgc.core.exchange.encoders.composite import CompositeEncoder, Member
 FIRST = (0, 3, 10)
 IN_TURN = {0: 0, 2: 0, 3: 1, 9: 1, 10: 2, 1000: 2}
 OF_A_STEP = (
-    *("await_gradients", "begin", "abandon", "compress", "catch_up", "apply", "commit", "refuse", "return_sent"),
-    "what_was_sent",
+    *("await_gradients", "begin", "abandon", "compress", "catch_up", "apply", "finish", "commit", "why_empty"),
 )
 ARGUMENTS = {
     "await_gradients": 0,
     "compress": 4,
     "catch_up": 1,
     "apply": 4,
+    "finish": 2,
     "commit": 3,
-    "refuse": 2,
-    "return_sent": 3,
-    "what_was_sent": 4,
+    "why_empty": 1,
 }
 """Beside the step."""
 
@@ -52,10 +50,11 @@ def test_the_member_in_turn_gets_the_call(name, number, turn):
     encoder, members = composite()
     step = SimpleNamespace(step=number, density=0.1)
     arguments = [Mock(control=np.ones(3)) for _ in range(ARGUMENTS[name])]
-    result = getattr(encoder, name)(step, *arguments)
-    getattr(members[turn], name).assert_called_once_with(step, *arguments)
+    options = {"refused": True} if name == "finish" else {}
+    result = getattr(encoder, name)(step, *arguments, **options)
+    getattr(members[turn], name).assert_called_once_with(step, *arguments, **options)
     assert all(not member.method_calls for place, member in enumerate(members) if place != turn)
-    if name in ("compress", "catch_up", "what_was_sent"):
+    if name in ("compress", "catch_up", "commit", "why_empty"):
         assert result is getattr(members[turn], name).return_value
 
 

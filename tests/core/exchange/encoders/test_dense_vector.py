@@ -28,7 +28,7 @@ def prepared(density, *, loss_scale=1.0, limit=None, spoil=None, **options):
         grads[each.name] = gradient(0, 0, i, each.numel) * np.float32(loss_scale)
         if each.name == spoil:
             grads[each.name][-1] = np.inf
-        step.given.add(i, Submission(grads[each.name], np.full(each.numel, 7, np.float32), limit=limit))
+        step.submissions.add(i, Submission(grads[each.name], np.full(each.numel, 7, np.float32), limit=limit))
     plan = make_plan(bucket, density=density, ranks=2, indices="uint16", values="float16")
     vector = DenseVector(bucket, ReferenceKernels())
     vector.start(plan)
@@ -97,7 +97,7 @@ def test_results_are_momentum_sgd_and_a_refused_step_leaves_the_momentum(refused
         mean = grads[NAMES[segment.parameter]] / 8
         velocity = np.float32(0.9 * 0.25) + mean
         wanted = mean if refused else mean + np.float32(0.9) * velocity if nesterov else velocity
-        np.testing.assert_allclose(step.given[segment.parameter].result, 4 * wanted, rtol=1e-6)
+        np.testing.assert_allclose(step.submissions[segment.parameter].result, 4 * wanted, rtol=1e-6)
         np.testing.assert_allclose(u[segment.slice], 0.25 if refused else velocity, rtol=1e-6)
 
 
@@ -109,7 +109,7 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written():
         assert vector.overflows(step, plan, u)() is answer
         np.testing.assert_array_equal(u, np.float32(0.25))
         for i in range(len(SHAPES)):
-            np.testing.assert_array_equal(step.given[i].result, 7)
+            np.testing.assert_array_equal(step.submissions[i].result, 7)
 
 
 def written(monkeypatch, small, *, decay, nesterov):
@@ -127,7 +127,9 @@ def written(monkeypatch, small, *, decay, nesterov):
     results = [np.full(size, 7, np.float32) for size in sizes]
     for i, size in enumerate(sizes):
         weights = gradient(3, 0, i, size)
-        step.given.add(i, Submission(gradient(0, 0, i, size), results[i], weights if hyper.weight_decay[i] else None))
+        step.submissions.add(
+            i, Submission(gradient(0, 0, i, size), results[i], weights if hyper.weight_decay[i] else None)
+        )
     plan = make_plan(bucket, density=0.001, ranks=2, indices="uint16", values="float16")
     vector, u = DenseVector(bucket, ReferenceKernels()), np.zeros(bucket.size, np.float32)
     vector.start(plan)

@@ -27,7 +27,7 @@ def prepared(density=0.1, ranks=2, kernels=KERNELS, algorithm="dgc", **options):
     (bucket,) = layout.buckets
     step = StepContext(0, density, Hyper.uniform(5, config), 1.0, 0, Submissions(layout))
     for i, p in enumerate(layout.parameters):
-        step.given.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
+        step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", KERNELS)
     vector = DenseVector(bucket, KERNELS)
     buffers = Buffers(Sender(0, SimpleNamespace(rank=0, size=ranks)), vector)
@@ -40,7 +40,9 @@ def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
     plan, outcome = encoder.plan(step), Outcome()
     assert plan.mode is mode
     encoder.compress(step, plan, state, buffers, outcome)
-    outcome.undo.finish()
+    for segment in encoder._bucket.sparse:
+        np.testing.assert_array_equal(state.v[segment.slice], step.submissions[segment.parameter].gradient)
+    assert encoder.commit(step, plan, state, outcome).size == outcome.count
     sent = np.zeros_like(state.v)
     if mode is Mode.SPARSE:
         positions, values = plan.codec.decode(buffers.payload, outcome.count)
@@ -49,31 +51,31 @@ def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
         sent[: encoder._bucket.sparse_size] = buffers.vector.values[: encoder._bucket.sparse_size]
     assert np.count_nonzero(sent) == outcome.count == sum(plan.ks)
     for segment in encoder._bucket.sparse:
-        np.testing.assert_array_equal((sent + state.v)[segment.slice], step.given[segment.parameter].gradient)
-    encoder.return_sent(step, plan, state, outcome)
-    for segment in encoder._bucket.sparse:
-        np.testing.assert_array_equal(state.v[segment.slice], step.given[segment.parameter].gradient)
-    assert outcome.undo is None
-    encoder.return_sent(step, plan, state, outcome)
+        np.testing.assert_array_equal((sent + state.v)[segment.slice], step.submissions[segment.parameter].gradient)
 
 
-def test_without_error_feedback_nothing_stays_and_nothing_returns():
+@pytest.mark.parametrize("refused", [False, True])
+def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step(refused):
     encoder, step, state, buffers = prepared(algorithm="topk", error_feedback=False)
     plan, outcome = encoder.plan(step), Outcome()
     encoder.compress(step, plan, state, buffers, outcome)
     assert outcome.count
+    encoder.finish(step, plan, state, refused=refused)
     assert not state.v.any()
-    encoder.return_sent(step, plan, state, outcome)
+    encoder.commit(step, plan, state, outcome)
     assert not state.v.any()
+    assert "topk keeps no residual" in encoder.why_empty(step, plan)
 
 
 def test_in_a_dense_step_the_kernels_have_nothing_to_do():
-    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=[]))
+    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=["memory"]))
     outcome = Outcome()
     encoder.begin(step, encoder.plan(step), state, None)
     encoder.abandon()
     assert encoder.compress(step, encoder.plan(step), state, buffers, outcome).mode is Mode.DENSE
-    assert (outcome.count, outcome.undo) == (0, None)
+    assert (outcome.count, outcome.sent) == (0, None)
+    assert encoder.commit(step, encoder.plan(step), state, outcome) is None
+    assert "dense" in encoder.why_empty(step, encoder.plan(step))
 
 
 class Early(ReferenceKernels):

@@ -46,17 +46,15 @@ class Buckets:
         def begin(b):
             return self.kernels.begin_selection(self.work(step, b), *self.states[b], self.controls[b])
 
-        masked, last = [], len(self.states) - 1
+        last = len(self.states) - 1
         under_way = begin(0)
         for b, (u, v) in enumerate(self.states):
             following = begin(b + 1) if b < last else None
             chosen = under_way()
             under_way = following
             half = np.float32(0.5) * chosen.values
-            masked.append(self.kernels.mask(u, v, chosen.positions, half, masking=True, wait=False))
+            self.kernels.mask(u, v, chosen.positions, half, masking=True)
             self.sent.append((chosen.positions, chosen.values))
-        for undo in masked:
-            undo.finish()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -81,24 +79,6 @@ def test_the_reference_begins_when_asked_for_the_result():
     got.overlapping(0)
     assert not got.kernels.overlaps
     np.testing.assert_array_equal(wanted.states, got.states)
-
-
-def test_a_mask_that_was_not_waited_for_can_be_undone_at_once():
-    kernels = NumbaKernels(3)
-    rng = np.random.default_rng(1)
-    u, v = rng.standard_normal((2, 400_000), dtype=np.float32)
-    before = u.copy(), v.copy()
-    positions = np.arange(0, u.size, 2)
-    for _ in range(20):
-        undo = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
-        kernels.restore(u, v, undo)
-        undo.finish()
-        np.testing.assert_array_equal(u, before[0])
-        np.testing.assert_array_equal(v, before[1])
-    undo = kernels.mask(u, v, positions, v[positions], masking=True, wait=False)
-    undo.finish()
-    assert not u[positions].any()
-    assert not v[positions].any()
 
 
 def test_a_pass_may_be_finished_by_another_thread():

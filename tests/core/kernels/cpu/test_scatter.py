@@ -20,22 +20,16 @@ def some_positions(rng, k):
 
 @pytest.mark.parametrize("k", [0, 1, 500, 20_000])
 @pytest.mark.parametrize("masking", [True, False])
-def test_mask_and_restore(kernels, dtype, k, masking):
+def test_mask(kernels, dtype, k, masking):
     rng = np.random.default_rng(k)
     positions, _, size = some_positions(rng, k)
     u, v = rng.standard_normal(size + 3).astype(dtype), rng.standard_normal(size).astype(dtype)
     decoded = v[positions] * v.dtype.type(0.9)
     expected_u, expected_v = u.copy(), v.copy()
-    before_u, before_v = u.copy(), v.copy()
-    undo = kernels.mask(u, v, positions, decoded, masking=masking)
-    expected = ReferenceKernels().mask(expected_u, expected_v, positions, decoded, masking=masking)
+    kernels.mask(u, v, positions, decoded, masking=masking)
+    ReferenceKernels().mask(expected_u, expected_v, positions, decoded, masking=masking)
     np.testing.assert_array_equal(u, expected_u)
     np.testing.assert_array_equal(v, expected_v)
-    np.testing.assert_array_equal(undo.u, expected.u)
-    np.testing.assert_array_equal(undo.v, expected.v)
-    kernels.restore(u, v, undo)
-    np.testing.assert_array_equal(u, before_u)
-    np.testing.assert_array_equal(v, before_v)
 
 
 @pytest.mark.parametrize("k", [0, 1, 500, 20_000])

@@ -29,7 +29,6 @@ def test_numbers_are_fixed():
         "INT32": 1,
         "UINT16": 2,
         "ELIAS_FANO": 3,
-        "BITMAP": 4,
     }
     assert {member.name: int(member) for member in ValueCodecId} == {
         "NONE": 0,
@@ -54,7 +53,7 @@ def test_names_lead_to_codecs():
 
 
 def test_unknown_name_lists_the_valid_ones():
-    with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'int32', 'uint16', 'bitmap', 'elias_fano'"):
+    with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'int32', 'uint16', 'elias_fano'"):
         wire.index_codec("rice")
     with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'elias_fano', 'auto'"):
         wire.resolve_index_codec("rice", 100, 10)
@@ -82,7 +81,7 @@ def two_bytes():
 def test_a_registered_index_codec_is_taken_by_its_name_alone(two_bytes):
     assert wire.resolve_index_codec("two_bytes", 100, 10) is two_bytes
     assert "two_bytes" in wire.index_codec_names()
-    assert wire.smallest_index_codec.__wrapped__(100, 10).name in {"int32", "uint16", "elias_fano", "bitmap"}
+    assert wire.smallest_index_codec.__wrapped__(100, 10).name in {"int32", "uint16", "elias_fano"}
 
 
 @pytest.mark.parametrize(
@@ -111,20 +110,20 @@ def test_a_codec_that_does_not_fit_is_refused(two_bytes, option, changes, said):
 
 
 def test_inconsistent_tables_are_refused():
-    good = [fake("int32", 1), fake("uint16", 2), fake("elias_fano", 3), fake("bitmap", 4)]
-    assert list(by_name(good, IndexCodecId)) == ["int32", "uint16", "elias_fano", "bitmap"]
+    good = [fake("int32", 1), fake("uint16", 2), fake("elias_fano", 3)]
+    assert list(by_name(good, IndexCodecId)) == ["int32", "uint16", "elias_fano"]
     with pytest.raises(ConfigError, match="two codecs are named 'int32'"):
         by_name([*good, fake("int32", 1)], IndexCodecId)
     with pytest.raises(ConfigError, match="'uint16' has number 1"):
         by_name([fake("int32", 1), fake("uint16", 1)], IndexCodecId)
     with pytest.raises(ConfigError, match="'rice' has number 9"):
         by_name([*good, fake("rice", 9)], IndexCodecId)
-    with pytest.raises(ConfigError, match="members without a codec: BITMAP"):
+    with pytest.raises(ConfigError, match="members without a codec: ELIAS_FANO"):
         by_name(good[:-1], IndexCodecId)
 
 
 @pytest.mark.parametrize(
-    ("density", "name"), [(0.001, "elias_fano"), (0.01, "elias_fano"), (0.0625, "elias_fano"), (0.25, "bitmap")]
+    ("density", "name"), [(0.001, "elias_fano"), (0.01, "elias_fano"), (0.0625, "elias_fano"), (0.25, "elias_fano")]
 )
 def test_auto_at_the_densities_of_a_warm_up(density, name):
     n = 6_500_000
@@ -156,24 +155,3 @@ def test_import_is_light():
     code = f"import sys, dgc.core.wire; print([name for name in {heavy!r} if name in sys.modules])"
     done = run_python(code)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_plain_codecs_work_where_numba_is_missing_and_bit_codecs_say_so():
-    code = """
-import sys
-sys.modules["numba"] = None
-import numpy as np
-from dgc.core import wire
-from dgc.errors import ConfigError
-for name in wire.index_codec_names():
-    codec = wire.index_codec(name)
-    out = np.empty(codec.max_bytes(5000, 3), np.uint8)
-    try:
-        codec.encode(np.array([1, 77, 4999]), 5000, out)
-        print(codec.decode(out, 5000, 3)[0].tolist())
-    except ConfigError as error:
-        print(name, "pip install numba" in str(error))
-"""
-    done = run_python(code)
-    plain = ["[1, 77, 4999]"] * 2
-    assert sorted(done.stdout.splitlines()) == [*plain, "bitmap True", "elias_fano True"], done.stderr

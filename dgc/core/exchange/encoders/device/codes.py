@@ -14,7 +14,7 @@ from dgc.core.compressors.base import BucketSpec, StepInfo
 from dgc.core.compressors.quantizers.codes import Coded
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.records import Outcome, StepContext
-from dgc.core.kernels.base import Array, Kernels, Undo
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.codes import CodedTensor
 from dgc.core.state.layout import Bucket, Layout
@@ -60,7 +60,7 @@ class DeviceCodesEncoder(AlgorithmEncoder):
 
     def await_gradients(self, step: StepContext) -> None:
         """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for event in step.given.events(self._bucket.index):
+        for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
     def apply(  # noqa: D102
@@ -69,7 +69,7 @@ class DeviceCodesEncoder(AlgorithmEncoder):
         for message in messages:
             with blaming(message.who, self._bucket.index):
                 self._check(message)
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         payloads = [message.payload for message in messages]
         damaged, outcome.flagged = self._kernels.add_codes(results, self._parts, payloads, share * step.loss_scale)
         if damaged:
@@ -94,16 +94,10 @@ class DeviceCodesEncoder(AlgorithmEncoder):
         self._kernels.write_codes(state.v, self._parts, self._own[: self._size], self._norm)
         return sum(t.n for t in self._tensors), self._size
 
-    def _add_own(self, v: Array, plan: BucketPlan) -> None:
-        self._add(v, 1.0)
-
-    def _subtract(self, plan: BucketPlan, state: BucketState) -> Undo | None:
-        self._add(state.v, -1.0)
+    def _subtract(self, plan: BucketPlan, state: BucketState) -> Array | None:
+        places = [state.v[t.slice] for t in self._tensors]
+        self._kernels.add_codes(places, self._parts, [self._own[: self._size]], -1.0, adds=True)
         return None
-
-    def _add(self, v: Array, factor: float) -> None:
-        places = [v[t.slice] for t in self._tensors]
-        self._kernels.add_codes(places, self._parts, [self._own[: self._size]], factor, adds=True)
 
     def _check(self, message: Incoming) -> None:
         """Refuse what the device would not notice.

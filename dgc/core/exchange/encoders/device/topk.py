@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, is_active, masks, segment_work
+from dgc.core.exchange.encoders.base import Buffers, is_active, segment_work
 from dgc.core.exchange.encoders.device.vector import DeviceVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
-from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.exchange.records import Outcome, SentEntries, StepContext
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.buckets import Begun
@@ -59,11 +59,10 @@ class DeviceEncoder(TopKEncoder):
         self._vector = vector
         self._scratch = kernels.new_scratch()
         self._enqueued: Begun | None = None
-        self._to: BucketState | None = None
 
     def await_gradients(self, step: StepContext) -> None:
         """Let the kernels' stream wait for this bucket's gradients, results and parameters."""
-        for event in step.given.events(self._bucket.index):
+        for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
     def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
@@ -80,19 +79,13 @@ class DeviceEncoder(TopKEncoder):
             buffers.payload,
             self._vector.gradients(step, plan),
             self._vector.values[: plan.vector_size],
-            masking=masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse)),
             scratch=self._scratch,
         )
-        self._to = state
 
-    def abandon(self) -> None:
-        """See :class:`Encoder`; entries that were written into a message that never left return to u and v."""
+    def abandon(self) -> None:  # noqa: D102
         enqueued, self._enqueued = self._enqueued, None
-        if enqueued is not None and self._to is not None:
-            undo = enqueued.finish().undo
-            if undo is not None:
-                self._kernels.restore(self._to.u, self._to.v, undo)
-            self._kernels.wait()
+        if enqueued is not None:
+            enqueued.finish()
 
     def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:
         """See :class:`Encoder`; nobody may write into the message any more."""
@@ -110,10 +103,9 @@ class DeviceEncoder(TopKEncoder):
         enqueued, self._enqueued = self._enqueued, None
         assert enqueued is not None
         done = enqueued.finish()
-        outcome.undo = done.undo
         self._vector.is_packed = True
-        if active and not self._config.error_feedback:
-            self._memory.fill(state.v, 0)
+        if active:
+            outcome.sent = SentEntries(done.positions, done.values)
         outcome.count, outcome.flagged = done.count, done.nonfinite
         return plan
 
@@ -129,7 +121,7 @@ class DeviceEncoder(TopKEncoder):
             with blaming(message.who, self._bucket.index):
                 check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
         self._kernels.receive(
-            [item.result for item in step.given.of(self._bucket.sparse)],
+            [item.result for item in step.submissions.of(self._bucket.sparse)],
             self._bucket.sparse_offsets,
             self._bucket.sparse_size,
             form,
@@ -138,8 +130,12 @@ class DeviceEncoder(TopKEncoder):
         )
         # What other ranks send is finite, and nobody waits for the device to look at the sum.
 
+    def _mask(self, plan: BucketPlan, state: BucketState, sent: SentEntries, masking: bool) -> None:
+        mask = self._kernels.mask if _format(plan) is None else self._kernels.subtract
+        mask(state.u, state.v, sent.positions, sent.values, masking=masking)
+
     def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
-        results = [item.result for item in step.given.of(self._bucket.sparse)]
+        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
         for result in results:
             self._memory.fill(result, 0)
         for positions, values in entries:
@@ -198,7 +194,7 @@ def check_payload(form: Format, payload: np.ndarray, n: int, count: int, index_c
 
 
 @entry()
-def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
+def _tiles_are_sound(counts: np.ndarray, offsets: np.ndarray, n: int) -> bool:
     at = 0
     for tile in range(len(counts)):
         stop = at + int(counts[tile])
@@ -217,7 +213,7 @@ def _tiles_are_sound(counts, offsets, n):  # type: ignore[no-untyped-def]
 
 
 @entry()
-def _ascending(positions, n):  # type: ignore[no-untyped-def]
+def _ascending(positions: np.ndarray, n: int) -> bool:
     last = -1
     for position in positions:
         if position <= last:

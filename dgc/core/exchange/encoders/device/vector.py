@@ -41,7 +41,7 @@ class DeviceVector(DenseVector):
 
     def write_sum(self, step: StepContext, plan: BucketPlan) -> None:  # noqa: D102
         tensors = [
-            DenseTensor(result=step.given[s.parameter].result, vector=s.offset, scale=step.loss_scale)
+            DenseTensor(result=step.submissions[s.parameter].result, vector=s.offset, scale=step.loss_scale)
             for s in self._bucket.sparse
         ]
         self._kernels.write(tensors, self.values)
@@ -53,7 +53,7 @@ class DeviceVector(DenseVector):
         """See :meth:`DenseVector.overflows`. The answer waits, but only for parameters of a narrow type."""
         tensors = [t for t in self._updates(step, plan) if t.limit is not None]
         if plan.mode is not Mode.DENSE:
-            sparse = step.given.of(self._bucket.sparse)
+            sparse = step.submissions.of(self._bucket.sparse)
             tensors += [DenseTensor(result=i.result, limit=i.limit) for i in sparse if i.limit is not None]
         return self._kernels.exceeds(tensors, self.values, u)
 
@@ -61,7 +61,7 @@ class DeviceVector(DenseVector):
         """The dense tensors' way into the vector from its place ``first`` on."""
         return [
             DenseTensor(
-                gradient=step.given[s.parameter].gradient,
+                gradient=step.submissions[s.parameter].gradient,
                 vector=s.offset - plan.vector_start - first,
                 scale=step.gradient_scale(s.parameter),
             )
@@ -72,7 +72,7 @@ class DeviceVector(DenseVector):
         """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
         hyper, tensors = step.hyper, []
         for segment in self.segments(plan):
-            i, item, share = segment.parameter, step.given[segment.parameter], self.share_of(segment)
+            i, item, share = segment.parameter, step.submissions[segment.parameter], self.share_of(segment)
             decay = 0.0 if refused else hyper.weight_decay[i] * share
             tensors.append(
                 DenseTensor(

@@ -116,17 +116,16 @@ __device__ __forceinline__ Real value_of_bits(u64 bits, int values, int exponent
     return (Real)times_power_of_two(from_half((u16)bits), exponent);
 }
 
-// Write the payload, mask the sent entries in u and v, and keep what was there. Does nothing of that while a segment is
-// unfinished. grid (any), block (THREADS).
+// Write the payload, and what receivers read of it. Does nothing of that while a segment is unfinished.
+// grid (any), block (THREADS).
 //
 // positions, values: (k), the entries. n: elements of the bucket's sparse part. payload: (words) of 8 bytes, in the
-// host's memory, as result: the bytes of found and of summary, for the host to read. kept_positions, kept_u, kept_v: (k).
+// host's memory, as result: the bytes of found and of summary, for the host to read. sent_positions, sent_values: (k).
 extern "C" __global__ void __launch_bounds__(THREADS) dgc_send(
     const Segment* __restrict__ segments, const Found* __restrict__ found, const Summary* __restrict__ summary,
     const int* __restrict__ positions, const Real* __restrict__ chosen, int count_of_segments, i64 n, int indices,
-    int values, u64* __restrict__ payload, i64 words, Real* __restrict__ u, Real* __restrict__ v,
-    int* __restrict__ kept_positions, Real* __restrict__ kept_u, Real* __restrict__ kept_v, int masking,
-    u64* __restrict__ result) {
+    int values, u64* __restrict__ payload, i64 words, int* __restrict__ sent_positions,
+    Real* __restrict__ sent_values, u64* __restrict__ result) {
     const i64 me = (i64)blockIdx.x * THREADS + threadIdx.x, all = (i64)gridDim.x * THREADS;
     const i64 states = count_of_segments * (i64)(sizeof(Found) / 8);
     for (i64 w = me; w < states; w += all) result[w] = ((const u64*)found)[w];
@@ -171,12 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_send(
         payload[w] = word;
     }
     for (i64 i = me; i < count; i += all) {
-        const int at = place_of(entries, (int)i), p = positions[at];
-        kept_positions[i] = p;
-        kept_u[i] = u[p];
-        kept_v[i] = v[p];
-        v[p] = v[p] - value_of_bits(value_bits(chosen[at], values, exponent, clamps), values, exponent);
-        if (masking) u[p] = (Real)0;
+        const int at = place_of(entries, (int)i);
+        sent_positions[i] = positions[at];
+        sent_values[i] = value_of_bits(value_bits(chosen[at], values, exponent, clamps), values, exponent);
     }
 }
 

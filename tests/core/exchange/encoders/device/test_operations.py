@@ -8,6 +8,7 @@ import pytest
 from host_runtime import HostRuntime
 from model_shapes import resnet50_shapes
 
+from dgc.adapter.speed.work import Echo
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
@@ -27,31 +28,19 @@ class Idle(HostRuntime):
         return
 
 
-class Echo:
-    """Eight ranks that all send what this one does."""
-
-    name, rank, size = "echo", 0, RANKS
-
-    def allgather(self, message, gathered):
-        gathered[...] = message
-
-    def allreduce(self, values, op):
-        return
-
-
 def operations_of_a_step(options, limit=None, algorithm="dgc"):
     """Operations by name, and host waits, of a step whose gradients are all there before the first bucket begins."""
     common = {"sparsity": 0.999, "momentum": 0.9} if algorithm == "dgc" else {}
     config = make_config({**common, **options}, algorithm=algorithm)
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     runtime = Idle()
-    exchange = Exchange(layout, config, Echo(), DeviceKernels(runtime))
-    pipeline, status = exchange._pipeline, exchange._status
+    exchange = Exchange(layout, config, Echo(RANKS), DeviceKernels(runtime))
+    pipeline, state = exchange._pipeline, exchange._step
 
     def wait(step, index):
-        with status.lock:
-            status.lock.wait_for(lambda: step.given.is_complete() or status.closed)
-            return not status.closed
+        with state.lock:
+            state.lock.wait_for(lambda: step.submissions.is_complete() or state.closed)
+            return not state.closed
 
     pipeline._wait_for_gradients = wait
     gradients = [runtime.zeros(p.numel, np.float32) for p in layout.parameters]

@@ -151,9 +151,9 @@ def in_order(exchange):
     pipeline = exchange._pipeline
 
     def wait(step, index):
-        with pipeline._status.lock:
-            pipeline._status.lock.wait_for(lambda: step.given.is_complete() or pipeline._status.closed)
-            return not pipeline._status.closed
+        with pipeline._step.lock:
+            pipeline._step.lock.wait_for(lambda: step.submissions.is_complete() or pipeline._step.closed)
+            return not pipeline._step.closed
 
     pipeline._wait_for_gradients = wait
 
@@ -250,8 +250,8 @@ def test_errors_reach_all_ranks():
 
 
 @pytest.mark.parametrize("fault", ["collective", "submission"])
-def test_what_was_begun_and_never_sent_returns_to_the_residual(fault):
-    """All buckets have been enqueued, messages written and entries masked, when the step fails: nothing is lost."""
+def test_what_was_begun_and_never_sent_stays_in_the_residual(fault):
+    """All buckets have been enqueued and messages written when the step fails: nothing is lost."""
 
     def one_rank(transport):
         exchange = make_exchange(
@@ -274,7 +274,7 @@ def test_what_was_begun_and_never_sent_returns_to_the_residual(fault):
             if fault == "collective":
                 transport.allgather = fails
             else:
-                pipeline._status.announce(LayoutError("a gradient is wrong"), 0)
+                pipeline._step.announce(LayoutError("a gradient is wrong"), 0)
                 raise LayoutError("a gradient is wrong")
 
         pipeline._prepare_following = prepare_and_fail

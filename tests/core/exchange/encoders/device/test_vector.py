@@ -34,7 +34,7 @@ class Run:
             if i == spoil:
                 given[-1] = np.inf
             decayed = gradient(2, 0, i, each.numel) if config.weight_decay else None
-            self.step.given.add(i, Submission(given, self.results[i], decayed, limit=limit))
+            self.step.submissions.add(i, Submission(given, self.results[i], decayed, limit=limit))
         self.plan = make_plan(self.bucket, density=density, ranks=2, indices="uint16", values="float16")
         kernels = device_kernels() if on_device else NumbaKernels(1)
         self.vector = (DeviceVector if on_device else DenseVector)(self.bucket, kernels)

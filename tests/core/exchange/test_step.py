@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import warnings
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from exchange_tools import (
     run_step,
 )
 
-from dgc.core.exchange.status import Phase
+from dgc.core.exchange.step import IGNORED, TABLE, Event, Stage
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.transport.local import run_ranks
@@ -112,7 +113,7 @@ def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on
     assert run_ranks(2, rank) == [1, 1]
 
 
-def test_reset_after_a_mask_was_interrupted_starts_anew():
+def test_reset_after_a_commit_was_interrupted_starts_anew():
     specs = parameters()
 
     def rank(transport):
@@ -121,9 +122,9 @@ def test_reset_after_a_mask_was_interrupted_starts_anew():
         for i in range(len(specs)):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.wait()
-        exchange._buckets[0].outcome.undo.finish = Mock(side_effect=[KeyboardInterrupt, RuntimeError("not done")])
-        with pytest.raises(KeyboardInterrupt):
-            exchange.finish()
+        with patch.object(exchange._buckets[0], "commit", side_effect=KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                exchange.finish()
         exchange.reset()
         refused, _ = run_step(exchange, grads)
         exchange.close()
@@ -147,22 +148,11 @@ def test_reset_after_an_abandoned_step_starts_anew():
     assert run_ranks(2, rank) == [(False, 1)] * 2
 
 
-# -- the table of docs/architecture.md, row by row ------------------------------------------------------------------
-
-EVENTS = {}
-"""First column of the table -> its test."""
+# -- the table, row by row ------------------------------------------------------------------------------------------
 
 
-def event(text):
-    def note(function):
-        EVENTS[text] = function
-        return function
-
-    return note
-
-
-def phase_of(exchange):
-    return exchange._status.phase
+def stage_of(exchange):
+    return exchange._step.stage
 
 
 def submit(exchange, indices=None):
@@ -171,9 +161,9 @@ def submit(exchange, indices=None):
         exchange.submit(i, grads[i], np.empty_like(grads[i]))
 
 
-def lose_the_network(exchange, error=None):
+def lose_the_network(exchange):
     def lost(*_):
-        raise error or TransportError("the network is gone")
+        raise TransportError("the network is gone")
 
     exchange.transport.allgather = lost
 
@@ -185,88 +175,166 @@ def alone(function):
         exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, bucket_bytes=2048)
         assert len(exchange.layout.buckets) > 1
         run_step(exchange, first_gradients(0))
+        exchange.load_state_dict(exchange.state_dict())
+        assert stage_of(exchange) is Stage.NONE
         function(exchange)
         exchange.close()
 
     run_ranks(1, rank)
 
 
-def bring_to(exchange, phase):
-    """Let a step come to a phase."""
+def bring_to(exchange, stage):
+    """Let a step come to a stage by what its callers do."""
     gather = exchange.transport.allgather
-    if phase is Phase.RUNNING:
+    if stage is Stage.OPEN:
         submit(exchange, [0])
-    elif phase is Phase.THROUGH:
+    elif stage is Stage.THROUGH:
         submit(exchange)
         exchange.wait()
-    elif phase in (Phase.BROKEN, Phase.FAILED):
+    elif stage in (Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED):
+        exchange.awaits_update = stage is not Stage.APPLIED
+        run_step(exchange, first_gradients(0))
+        if stage is Stage.DROPPED:
+            exchange.drop()
+    elif stage is Stage.REFUSED:
+        grads = first_gradients(0)
+        grads[0][0] = np.nan
+        assert run_step(exchange, grads)[0]
+    elif stage in (Stage.BROKEN, Stage.FAILED):
         lose_the_network(exchange)
         submit(exchange)
         exchange.wait()
-        if phase is Phase.FAILED:
+        if stage is Stage.FAILED:
             with pytest.raises(TransportError):
                 exchange.finish()
         exchange.transport.allgather = gather
-    assert phase_of(exchange) is phase
+    assert stage_of(exchange) is stage
 
 
-@event("first gradient of a step")
-def begins():
-    def step(exchange):
-        assert phase_of(exchange) is Phase.IDLE
+def send_on(exchange, stage, event):
+    """Let an event happen to a step in a stage, by what its callers do."""
+    if event is Event.BEGIN:
         submit(exchange, [0])
-        assert phase_of(exchange) is Phase.RUNNING
+    elif event is Event.RUN:
+        submit(exchange, range(1, len(SHAPES)))
+        assert exchange.wait()
+    elif event is Event.BREAK and stage is Stage.OPEN:
+        lose_the_network(exchange)
+        submit(exchange, range(1, len(SHAPES)))
+        assert exchange.wait()
+    elif event is Event.BREAK:
+        exchange._step.broke(RemoteError("given up"))
+    elif event is Event.REFUSE:
+        exchange._buckets[0].outcome.flagged = True
+        assert exchange.finish()
+    elif event is Event.FINISH:
+        exchange.awaits_update = True
+        assert not exchange.finish()
+    elif event is Event.RAISE:
+        with pytest.raises(TransportError, match="the network is gone"):
+            exchange.finish()
+    elif event is Event.APPLY:
+        exchange.applied()
+    elif event is Event.DROP:
+        assert exchange.drop() == (stage is Stage.EXCHANGED)
+    elif event is Event.TAKE_OVER:
+        exchange.remember()
+    else:
         exchange.reset()
 
-    alone(step)
+
+@pytest.mark.filterwarnings("ignore:NaN, infinity")
+@pytest.mark.parametrize(("stage", "event"), TABLE, ids=lambda each: each.name)
+def test_row(stage, event):
+    def row(exchange):
+        bring_to(exchange, stage)
+        send_on(exchange, stage, event)
+        assert stage_of(exchange) is TABLE[stage, event]
+
+    alone(row)
 
 
-@event("last bucket has run")
-def goes_through():
+@pytest.mark.filterwarnings("ignore:NaN, infinity")
+@pytest.mark.parametrize(("stage", "event"), sorted(IGNORED, key=str), ids=lambda each: each.name)
+def test_ignored_pair(stage, event):
+    def row(exchange):
+        bring_to(exchange, stage)
+        state = [(b.u.tobytes(), b.v.tobytes()) for b in exchange.state.buckets]
+        send_on(exchange, stage, event)
+        assert stage_of(exchange) is stage
+        assert stage is Stage.OPEN or state == [(b.u.tobytes(), b.v.tobytes()) for b in exchange.state.buckets]
+        exchange.reset()
+
+    alone(row)
+
+
+def test_every_other_pair_is_an_error_of_this_package():
+    def row(exchange):
+        for stage in Stage:
+            for event in Event:
+                if (stage, event) not in TABLE and (stage, event) not in IGNORED:
+                    exchange._step.stage = stage
+                    with pytest.raises(RuntimeError, match=f"{event.name} came in the stage {stage.name}"):
+                        exchange._step.enter(event)
+                    assert stage_of(exchange) is stage
+        exchange._step.stage = Stage.NONE
+
+    assert not IGNORED & TABLE.keys()
+    alone(row)
+
+
+def test_the_table_is_documented():
+    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    table = text.split("| event | from | to |")[1].split("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\| .*$", table, flags=re.MULTILINE)]
+    documented = {(Stage[s], event): Stage[to] for event, stages, to in rows for s in stages.split(", ")}
+    assert documented == {(stage, event.value): to for (stage, event), to in TABLE.items()}
+
+
+# -- what callers see in those stages ---------------------------------------------------------------------------------
+
+
+def test_a_step_that_counts_advances_the_schedule_and_a_refused_one_does_not():
+    def step(exchange):
+        before = exchange.state.step
+        for stage, count in ((Stage.REFUSED, 0), (Stage.APPLIED, 1), (Stage.DROPPED, 2), (Stage.EXCHANGED, 3)):
+            bring_to(exchange, stage)
+            assert exchange.state.step == before + count
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone(step)
+
+
+def test_a_step_is_not_through_before_its_last_gradient():
     def step(exchange):
         submit(exchange, range(1, len(SHAPES)))
-        assert phase_of(exchange) is Phase.RUNNING
         assert not exchange.wait(0.05), "a gradient is missing"
+        assert stage_of(exchange) is Stage.OPEN
         submit(exchange, [0])
         assert exchange.wait()
-        assert phase_of(exchange) is Phase.THROUGH
+        assert stage_of(exchange) is Stage.THROUGH
         exchange.finish()
 
     alone(step)
 
 
-@event("`finish()`: the step counts, or is refused because a value is not finite")
-def ends():
-    def step(exchange):
-        before = exchange.state.step
-        for bad in (False, True):
-            grads = first_gradients(0)
-            grads[0][0] = np.nan if bad else 0
-            assert run_step(exchange, grads)[0] is bad
-            assert phase_of(exchange) is Phase.IDLE
-            assert exchange.state.step == before + 1
-
-    alone(step)
-
-
-@event("this rank meets an error before or between its messages: announced, told in the next bucket's message")
-def meets_an_error():
+def test_an_error_before_or_between_messages_is_told_in_the_next_one():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048)
         if transport.rank == 1:
             exchange._buckets[1].encoder.compress = Mock(side_effect=MemoryError("no room"))
         submit(exchange)
         exchange.wait()
-        assert phase_of(exchange) is Phase.BROKEN
-        assert "rank 1 failed in step 0: MemoryError: no room" in str(exchange._status.error)
-        assert (exchange._status.announced is not None) == (transport.rank == 1)
+        assert stage_of(exchange) is Stage.BROKEN
+        assert "rank 1 failed in step 0: MemoryError: no room" in str(exchange._step.error)
+        assert (exchange._step.announced is not None) == (transport.rank == 1)
         exchange.close()
 
     run_ranks(3, rank)
 
 
-@event("this rank meets an error when its last bucket is through: announced; this step counts, as on the others")
-def meets_an_error_too_late():
+def test_an_error_after_the_last_bucket_is_told_in_the_next_step():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
         submit(exchange)
@@ -276,24 +344,19 @@ def meets_an_error_too_late():
                 submit(exchange, [0])
         else:
             exchange.finish()
-        assert phase_of(exchange) is Phase.IDLE
+        assert stage_of(exchange) is Stage.APPLIED
         assert exchange.owes_failure == (transport.rank == 1)
         assert exchange.state.step == 1
         submit(exchange)
         exchange.wait()
-        assert phase_of(exchange) is Phase.BROKEN, "the first message of the next step tells it"
-        assert "rank 1 failed in step 1: " in str(exchange._status.error)
+        assert stage_of(exchange) is Stage.BROKEN, "the first message of the next step tells it"
+        assert "rank 1 failed in step 1: " in str(exchange._step.error)
         exchange.close()
 
     run_ranks(2, rank)
 
 
-@event("a message carries an error, is damaged, or a collective fails")
-def receives_an_error():
-    def collective(exchange):
-        bring_to(exchange, Phase.BROKEN)
-        assert isinstance(exchange._status.error, TransportError)
-
+def test_a_damaged_message_breaks_the_step():
     def damaged(exchange):
         gather = exchange.transport.allgather
 
@@ -304,15 +367,14 @@ def receives_an_error():
         exchange.transport.allgather = damage
         submit(exchange)
         exchange.wait()
-        assert phase_of(exchange) is Phase.BROKEN
-        assert isinstance(exchange._status.error, WireError)
+        assert stage_of(exchange) is Stage.BROKEN
+        assert isinstance(exchange._step.error, WireError)
 
-    alone(collective)
     alone(damaged)
 
 
-@event("`finish()` or `fail()` puts back what was sent and raises")
-def puts_back():
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_what_was_sent_in_a_failed_step_is_still_there(end):
     def last_message_lost(exchange):
         """Let all buckets but the last one go out."""
         gather, sent = exchange.transport.allgather, []
@@ -325,37 +387,34 @@ def puts_back():
 
         exchange.transport.allgather = lose_the_last
 
-    for end in (lambda exchange: exchange.finish(), lambda exchange: exchange.fail(LayoutError("mine"))):
+    def step(exchange):
+        names = [name for name, entry in exchange.state.to_dict()["parameters"].items() if "v" in entry]
+        before = exchange.state.to_dict()["parameters"]
+        last_message_lost(exchange)
+        submit(exchange)
+        exchange.wait()
+        assert stage_of(exchange) is Stage.BROKEN
+        with pytest.raises(TransportError, match="the network is gone"):
+            exchange.finish() if end == "finish" else exchange.fail(LayoutError("mine"))
+        assert stage_of(exchange) is Stage.FAILED
+        after = exchange.state.to_dict()["parameters"]
+        for name in names:
+            g = first_gradients(0)[list(SHAPES).index(name)]
+            u = np.float32(0.9) * before[name]["u"] + g
+            np.testing.assert_allclose(after[name]["u"], u, rtol=1e-6)
+            np.testing.assert_allclose(after[name]["v"], before[name]["v"] + u, rtol=1e-5, atol=1e-7)
 
-        def step(exchange, end=end):
-            names = [name for name, entry in exchange.state.to_dict()["parameters"].items() if "v" in entry]
-            before = exchange.state.to_dict()["parameters"]
-            last_message_lost(exchange)
-            submit(exchange)
-            exchange.wait()
-            assert phase_of(exchange) is Phase.BROKEN
-            with pytest.raises(TransportError, match="the network is gone"):
-                end(exchange)
-            assert phase_of(exchange) is Phase.FAILED
-            after = exchange.state.to_dict()["parameters"]
-            for name in names:
-                g = first_gradients(0)[list(SHAPES).index(name)]
-                u = np.float32(0.9) * before[name]["u"] + g
-                np.testing.assert_allclose(after[name]["u"], u, rtol=1e-6)
-                np.testing.assert_allclose(after[name]["v"], before[name]["v"] + u, rtol=1e-5, atol=1e-7)
-
-        alone(step)
+    alone(step)
 
 
-@event("`state_dict()`, `save_checkpoint()`")
-def is_not_saved():
-    """Nor in a step, nor by a rank whose error the others have not heard of yet."""
+def test_no_state_is_saved_in_a_step_or_after_a_failure():
+    """Nor by a rank whose error the others have not heard of yet."""
 
     def step(exchange):
-        for phase in (Phase.RUNNING, Phase.THROUGH, Phase.BROKEN, Phase.FAILED):
-            bring_to(exchange, phase)
+        for stage in (Stage.OPEN, Stage.THROUGH, Stage.BROKEN, Stage.FAILED):
+            bring_to(exchange, stage)
             text = (
-                "after a step that failed .*the network is gone" if phase is Phase.FAILED else "while a step is under"
+                "after a step that failed .*the network is gone" if stage is Stage.FAILED else "while a step is under"
             )
             with pytest.raises(LayoutError, match=text):
                 exchange.state_dict()
@@ -372,68 +431,50 @@ def is_not_saved():
     alone(step)
 
 
-@event("any gradient")
-def is_refused():
+def test_a_gradient_after_a_failure_is_refused():
     def step(exchange):
-        bring_to(exchange, Phase.FAILED)
+        bring_to(exchange, Stage.FAILED)
         for _ in range(2):
             with pytest.raises(RemoteError, match=r"the network is gone.*call reset\(\) or load_state_dict\(\)"):
                 submit(exchange, [0])
-            assert phase_of(exchange) is Phase.FAILED
+            assert stage_of(exchange) is Stage.FAILED
 
     alone(step)
 
 
-@event(
-    "`reset()`, `load_state_dict()`; a step under way is given up first, announced and put back (`Exchange.abandon`)"
-)
-def recovers():
-    for phase in Phase:
-        for load in (False, True):
+@pytest.mark.filterwarnings("ignore:NaN, infinity")
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("stage", Stage)
+def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load):
+    """A step under way is given up first, and announced."""
 
-            def step(exchange, phase=phase, load=load):
-                saved = exchange.state_dict()
-                bring_to(exchange, phase)
-                if phase is Phase.RUNNING:
-                    announce = exchange._status.announce = Mock(wraps=exchange._status.announce)
-                exchange.load_state_dict(saved) if load else exchange.reset()
-                assert phase is not Phase.RUNNING or announce.called
-                assert phase_of(exchange) is Phase.IDLE
-                assert exchange._status.announced is None
-                assert exchange.state.step == (saved["step"] if load else 0)
-                assert run_step(exchange, first_gradients(0))[0] is False
+    def step(exchange):
+        saved = exchange.state_dict()
+        bring_to(exchange, stage)
+        if stage is Stage.OPEN:
+            announce = exchange._step.announce = Mock(wraps=exchange._step.announce)
+        exchange.load_state_dict(saved) if load else exchange.reset()
+        assert stage is not Stage.OPEN or announce.called
+        assert stage_of(exchange) is Stage.NONE
+        assert exchange._step.announced is None
+        assert exchange.state.step == (saved["step"] if load else 0)
+        assert run_step(exchange, first_gradients(0))[0] is False
 
-            alone(step)
-
-
-@event("`close()`")
-def closes():
-    for phase in Phase:
-
-        def step(exchange, phase=phase):
-            bring_to(exchange, phase)
-            thread = exchange._pipeline._thread
-            assert thread.is_alive()
-            assert exchange.close()
-            assert not thread.is_alive()
-            assert phase_of(exchange) is (Phase.BROKEN if phase is Phase.RUNNING else phase)
-            with pytest.raises(DGCError, match="closed"):
-                submit(exchange, [0])
-            assert thread not in threading.enumerate()
-
-        alone(step)
+    alone(step)
 
 
-def documented_events():
-    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
-    table = text.split("| event | from | to |")[1].split("\n\n")[0]
-    return [row.split(" | ")[0].removeprefix("| ") for row in re.findall(r"^\| .*$", table, flags=re.MULTILINE)]
+@pytest.mark.filterwarnings("ignore:NaN, infinity")
+@pytest.mark.parametrize("stage", Stage)
+def test_close_ends_the_thread(stage):
+    def step(exchange):
+        bring_to(exchange, stage)
+        thread = exchange._pipeline._thread
+        assert thread.is_alive()
+        assert exchange.close()
+        assert not thread.is_alive()
+        assert stage_of(exchange) is (Stage.BROKEN if stage is Stage.OPEN else stage)
+        with pytest.raises(DGCError, match="closed"):
+            submit(exchange, [0])
+        assert thread not in threading.enumerate()
 
-
-def test_every_row_of_the_table_has_a_test():
-    assert documented_events() == list(EVENTS)
-
-
-@pytest.mark.parametrize("text", EVENTS)
-def test_row(text):
-    EVENTS[text]()
+    alone(step)
