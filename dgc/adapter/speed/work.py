@@ -44,8 +44,7 @@ class Echo(Transport):
         """Stand for ``size`` ranks."""
         self.size = size
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy the message to every rank's place."""
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         out[...] = message
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
