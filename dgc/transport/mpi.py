@@ -97,7 +97,7 @@ def import_mpi() -> Any:
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Say why ``comm`` cannot carry an exchange, or None if it can. Asks nobody else.
+    """Say why ``comm`` cannot carry an exchange, or None if it can. Local: no communication.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -301,7 +301,8 @@ class MPITransport(Divisible):
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
-        self._require_patience()
+        if self._gave_up:  # the collective that was given up is under way, and others would pair with the next one
+            raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
         self._stall.begin()
@@ -326,15 +327,6 @@ class MPITransport(Divisible):
             self._gave_up = True
             abort_at_exit()
             raise
-
-    def _require_patience(self) -> None:
-        """Refuse to go on after a stall: the collective that was given up is under way, and others would pair with it.
-
-        Raises:
-            TransportError: a stall was given up.
-        """
-        if self._gave_up:
-            raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

@@ -66,7 +66,7 @@ _known: dict[str, Work] = {}
 
 
 def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
-    """Measure, once in a process for the same arguments. Talks to nobody.
+    """Measure, once in a process for the same arguments. Local: no communication.
 
     Args:
         config: of one compressor.
