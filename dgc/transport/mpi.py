@@ -301,7 +301,8 @@ class MPITransport(Divisible):
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
-        if self._gave_up:  # the collective that was given up is under way, and others would pair with the next one
+        if self._gave_up:
+            # The collective that was given up is under way, and others would pair with the next one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
