@@ -110,7 +110,9 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
     own = "\n".join(f"    {f.name}={f.default!r}" for f in dataclasses.fields(row.Options))
     build.__name__ = build.__qualname__ = name
-    build.__signature__ = _shown_signature(make)  # type: ignore[attr-defined]
+    # That of ``make`` without what the constructor's name says already.
+    shown = [p for p in inspect.signature(make).parameters.values() if p.name not in ("algorithm", "members")]
+    build.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     build.__doc__ = (
         f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
         f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"
@@ -118,14 +120,8 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
     return build
 
 
-def _shown_signature(make: Callable[..., Any]) -> inspect.Signature:
-    """That of ``make`` without what the constructor's name says already."""
-    parameters = inspect.signature(make).parameters.values()
-    return inspect.Signature([p for p in parameters if p.name not in ("algorithm", "members")])
-
-
 def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    """``Compression.by_size`` and its like: the members come first."""
+    """``Compression.by_size`` and the other wrappers: the members come first."""
 
     def build(members: Any, *args: Any, **options: Any) -> Any:
         return make(name, *args, members=members, **options)

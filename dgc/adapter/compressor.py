@@ -305,7 +305,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             self._pending = state, resize
 
     def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
-        """Look whether :meth:`load_state_dict` will take a state on this rank; changes nothing and asks nobody.
+        """Check that :meth:`load_state_dict` will take a state on this rank; change nothing. Local: no communication.
 
         Args:
             state: as in :meth:`load_state_dict`.

@@ -56,7 +56,7 @@ class EngineBase(LooksInside, abc.ABC):
     layout: Layout
 
     def __init__(self, config: DGCConfig, transport: Transport) -> None:
-        """Hold what all engines hold; talk to nobody."""
+        """Set the fields of all engines. Local: no communication."""
         self.transport = transport
         self.between = transport
         self._config = config
@@ -111,7 +111,7 @@ class EngineBase(LooksInside, abc.ABC):
             self._choice.measure(self.between, self.updates_entries)
 
     def _place(self, parameters: Sequence[Parameter], kernels: Kernels | None = None) -> Layout:
-        """Lay out all tensors of an exchange, with the buckets that travel dense; asks nobody.
+        """Lay out all tensors of an exchange, with the buckets that are sent dense. Local: no communication.
 
         Args:
             parameters: the tensors.
@@ -268,7 +268,7 @@ class EngineBase(LooksInside, abc.ABC):
         return {**whole, **self._extra_state(states)}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Look whether :meth:`load_state_dict` will take a state; changes nothing and asks nobody.
+        """Look whether :meth:`load_state_dict` will take a state; changes nothing. Local: no communication.
 
         Raises:
             LayoutError: it belongs to another model, rank, number of ranks or op, or is damaged.

@@ -69,7 +69,7 @@ def positive(text: str) -> int:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Errors and an interruption are told on stderr."""
+    """Run the command; return the exit status. Errors and an interruption go to stderr."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         provide(arguments)

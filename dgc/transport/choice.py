@@ -90,7 +90,7 @@ def _require_known_choice(answers: list[dict[str, Any]]) -> None:
 
 
 def _why_not_mpi(hvd: ModuleType) -> str | None:
-    """Why this rank cannot use mpi4py beside Horovod, or None. Asks nobody else."""
+    """Why this rank cannot use mpi4py beside Horovod, or None. Local: no communication."""
     if not hvd.mpi_built():
         return "Horovod was built without MPI"
     if not hvd.mpi_enabled():

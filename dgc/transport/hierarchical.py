@@ -174,7 +174,7 @@ class HierarchicalTransport(Transport):
         self._whole.end_job(error)
 
     def close(self) -> None:
-        """Release what the nodes have of their own. To be called on every rank; ``whole`` stays open."""
+        """Close the transports within and between nodes. To be called on every rank; ``whole`` stays open."""
         if self._across is not None:
             self._across.close()
         self.inside.close()

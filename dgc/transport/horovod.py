@@ -48,16 +48,7 @@ class HorovodTransportBase(Transport):
     def _is_running(self) -> bool:
         """Whether Horovod is initialised."""
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every rank's message into ``out``. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            message: (m,) uint8, contiguous.
-            out: (P, m) uint8, contiguous, written.
-
-        Raises:
-            TransportError: wrong arguments, or Horovod failed.
-        """
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         self._require_open()
         check_allgather(message, out, self.size)
         if message.size == 0:
@@ -69,16 +60,7 @@ class HorovodTransportBase(Transport):
             )
         np.copyto(out, gathered.reshape(out.shape))
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            array: (n,) float32 or float64, contiguous, overwritten with the result.
-            op: "sum" or "max".
-
-        Raises:
-            TransportError: wrong arguments, or Horovod failed.
-        """
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
         self._require_open()
         check_allreduce(array, op)
         if self.size == 1 or array.size == 0:

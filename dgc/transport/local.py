@@ -154,16 +154,7 @@ class LocalTransport(Divisible):
         self.rank = rank
         self.size = world.size
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every rank's message into ``out``. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            message: (m,) uint8, contiguous.
-            out: (P, m) uint8, contiguous, written.
-
-        Raises:
-            TransportError: a rank failed, left, or called something else.
-        """
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         check_allgather(message, out, self.size)
 
         def work(calls: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -173,16 +164,7 @@ class LocalTransport(Divisible):
 
         self._world.meet(self.rank, f"allgather of {message.size} bytes", (message, out), work)
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place, in rank order. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            array: (n,) float32 or float64, contiguous, overwritten with the result.
-            op: "sum" or "max".
-
-        Raises:
-            TransportError: a rank failed, left, or called something else.
-        """
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
         check_allreduce(array, op)
 
         def work(arrays: list[np.ndarray]) -> None:
@@ -193,28 +175,14 @@ class LocalTransport(Divisible):
 
         self._world.meet(self.rank, f"allreduce {op} of {array.size} {array.dtype.name}", array, work)
 
-    def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite ``array`` with that of rank 0.
-
-        Args:
-            array: contiguous, of the same type and size on every rank.
-
-        Raises:
-            TransportError: a rank failed, left, or called something else.
-        """
-
+    def broadcast(self, array: np.ndarray) -> None:  # noqa: D102
         def work(arrays: list[np.ndarray]) -> None:
             for target in arrays[1:]:
                 np.copyto(target, arrays[0])
 
         self._world.meet(self.rank, f"broadcast of {array.size} {array.dtype.name}", array, work)
 
-    def split(self, color: int) -> LocalTransport:
-        """A transport among the ranks that give the same color, in the same order. To be called on all ranks.
-
-        Raises:
-            TransportError: a rank failed, left, or called something else.
-        """
+    def split(self, color: int) -> LocalTransport:  # noqa: D102
         made: list[LocalTransport] = []
 
         def work(calls: list[tuple[int, list[LocalTransport]]]) -> None:

@@ -97,7 +97,7 @@ def import_mpi() -> Any:
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Say why ``comm`` cannot carry an exchange, or None if it can. Asks nobody else.
+    """Say why ``comm`` cannot carry an exchange, or None if it can. Local: no communication.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -176,16 +176,7 @@ class MPITransport(Divisible):
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every rank's message into ``out``. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            message: (m,) uint8, contiguous.
-            out: (P, m) uint8, contiguous, written.
-
-        Raises:
-            TransportError: wrong arguments, an MPI error, or a large message of another size on another rank.
-        """
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         self._require_open()
         check_allgather(message, out, self.size)
         with _as_transport_error(f"allgather of {message.size} bytes"):
@@ -193,16 +184,7 @@ class MPITransport(Divisible):
                 self._wait_for_everybody(message.nbytes)
             self._gather(message, out)
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place, in rank order. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            array: (n,) float32 or float64, contiguous, overwritten with the result.
-            op: "sum" or "max".
-
-        Raises:
-            TransportError: wrong arguments, an MPI error, or a large array of another size on another rank.
-        """
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
         self._require_open()
         check_allreduce(array, op)
         if self.size == 1 or array.size == 0:
@@ -218,15 +200,7 @@ class MPITransport(Divisible):
             for start in range(0, array.size, step):
                 self._reduce_chunk(array[start : start + step], op)
 
-    def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite ``array`` with that of rank 0, blocking.
-
-        Args:
-            array: contiguous, of the same type and size on every rank.
-
-        Raises:
-            TransportError: an MPI error, or a large array of another size on another rank.
-        """
+    def broadcast(self, array: np.ndarray) -> None:  # noqa: D102
         self._require_open()
         if self.size == 1 or array.size == 0:
             return
@@ -238,12 +212,7 @@ class MPITransport(Divisible):
                 part = data[start : start + BROADCAST_BYTES]
                 self._wait(lambda part=part: self._comm.Ibcast([part, self._mpi.BYTE], 0), part.size)  # type: ignore[misc]
 
-    def split(self, color: int) -> MPITransport:
-        """A transport among the ranks that give the same color, in the same order. Collective over all ranks.
-
-        Raises:
-            TransportError: an MPI error.
-        """
+    def split(self, color: int) -> MPITransport:  # noqa: D102
         self._require_open()
         with _as_transport_error("splitting a communicator"):
             part: Any = self._comm.Split(color, self.rank)
@@ -252,8 +221,7 @@ class MPITransport(Divisible):
         finally:
             part.Free()
 
-    def nodes(self) -> list[int]:
-        """For each rank the lowest one that shares its memory, so which ranks are on one machine. Collective."""
+    def nodes(self) -> list[int]:  # noqa: D102
         self._require_open()
         with _as_transport_error("looking for ranks on the same machine"):
             near = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
@@ -263,8 +231,7 @@ class MPITransport(Divisible):
         self.allgather(np.array([lowest], np.int64).view(np.uint8), found)
         return [int(n) for n in found.view(np.int64)[:, 0]]
 
-    def tell_busy(self) -> None:
-        """Say once to the others, who may wait for this rank, that it will come: it waits for somebody else."""
+    def tell_busy(self) -> None:  # noqa: D102
         self._stall.tell_busy()
 
     def close(self) -> None:
@@ -276,13 +243,11 @@ class MPITransport(Divisible):
             with _as_transport_error("freeing the communicator"):
                 self._comm.Free()
 
-    def busy(self) -> AbstractContextManager[None]:
-        """While this rank writes or reads a file of any size: others, who wait in a collective, do not give it up."""
+    def busy(self) -> AbstractContextManager[None]:  # noqa: D102
         self._require_open()
         return self._stall.busy()
 
-    def end_job(self, error: Exception) -> None:
-        """End all ranks with this one, whose caller waits for a missing rank where no error reaches it."""
+    def end_job(self, error: Exception) -> None:  # noqa: D102
         give_up(self._mpi, str(error))
 
     def _require_open(self) -> None:
@@ -336,7 +301,9 @@ class MPITransport(Divisible):
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
-        self._require_patience()
+        if self._gave_up:
+            # The collective that was given up is under way, and others would pair with the next one.
+            raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
         self._stall.begin()
@@ -361,15 +328,6 @@ class MPITransport(Divisible):
             self._gave_up = True
             abort_at_exit()
             raise
-
-    def _require_patience(self) -> None:
-        """Refuse to go on after a stall: the collective that was given up is under way, and others would pair with it.
-
-        Raises:
-            TransportError: a stall was given up.
-        """
-        if self._gave_up:
-            raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:

@@ -82,7 +82,7 @@ class Choice:
         self._works = [Work(float(sparse), float(dense)) for sparse, dense in slowest.reshape(-1, 2)]
 
     def placed(self, layout: Layout, on_device: bool = False) -> Layout:
-        """The layout with its dense buckets; asks nobody.
+        """The layout with its dense buckets. Local: no communication.
 
         Args:
             layout: as the options say.

@@ -44,8 +44,7 @@ class Echo(Transport):
         """Stand for ``size`` ranks."""
         self.size = size
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy the message to every rank's place."""
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         out[...] = message
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
@@ -67,7 +66,7 @@ _known: dict[str, Work] = {}
 
 
 def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
-    """Measure, once in a process for the same arguments. Talks to nobody.
+    """Measure, once in a process for the same arguments. Local: no communication.
 
     Args:
         config: of one compressor.

@@ -27,7 +27,7 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
         LayoutError: it is one.
     """
     if saved.get("nodes") != nodes:
-        theirs, ours = (_senders(n) for n in (saved.get("nodes"), nodes))
+        theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
         raise LayoutError(
             f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
             "it on as many ranks and nodes with the same hierarchical=..., or go on from the model alone"
@@ -43,10 +43,6 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
             "differ between ranks: save and load one state per rank"
         )
     require_op(saved, op)
-
-
-def _senders(nodes: int | None) -> str:
-    return "single ranks" if nodes is None else f"{nodes} nodes"
 
 
 def require_op(saved: Mapping[str, Any], op: str) -> None:

@@ -178,7 +178,7 @@ def _is_named(parameter: Parameter, config: DGCConfig) -> bool:
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
 
-    float64 parameters get buckets of their own, because their state is float64, and so do those that another member of
+    float64 parameters get separate buckets, because their state is float64, and so do those that another member of
     a wrapper compresses.
 
     Raises:

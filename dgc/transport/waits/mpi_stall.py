@@ -55,7 +55,7 @@ class StallWatch:
     """
 
     def __init__(self, mpi: ModuleType, comm: MPI.Intracomm) -> None:
-        """Read the times; talk to nobody.
+        """Read the times. Local: no communication.
 
         Args:
             mpi: the module ``mpi4py.MPI``.

@@ -60,7 +60,7 @@ class Qsgd(Coded):
 
     @classmethod
     def runs_on_device(cls, config: DGCConfig) -> bool:
-        """Unless codes have lengths of their own, or a norm is of very many elements."""
+        """Unless the codes' lengths vary, or a norm is of very many elements."""
         own: QsgdOptions = config.own
         return own.coding == "fixed" and own.bucket_size <= LARGEST_GROUP
 

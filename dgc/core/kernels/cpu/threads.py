@@ -75,7 +75,7 @@ class Team:
 
     A kernel is called as ``kernel(worker, progress, pieces, *arguments)``. It takes pieces 0 to ``pieces`` by
     ``fetch_add(progress, 0, 1)`` until none is left, and after each one does ``fetch_add(progress, 1, 1)``; what it
-    writes it writes in between, because whoever called may go on once all are done. Any number of Python threads may
+    writes it writes in between, because the caller may go on once all are done. Any number of Python threads may
     call :meth:`run` at once. After a fork the child has a team of its own.
     """
 
@@ -115,10 +115,10 @@ class Team:
     ) -> Work:
         """Let up to ``helpers`` threads begin with a kernel while this one does something else.
 
-        Whoever calls this must call ``finish()`` on what it returns before what the kernel writes is read.
+        The caller must call ``finish()`` on what it returns before what the kernel writes is read.
 
         Args:
-            helpers: the most threads; their worker numbers go from 1 up to it, 0 is whoever finishes.
+            helpers: the most threads; their worker numbers go from 1 up to it, 0 is the thread that finishes.
             kernel: see above.
             pieces: see above.
             arguments: the kernel's.

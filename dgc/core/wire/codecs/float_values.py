@@ -32,21 +32,17 @@ class _PlainValues:
     grouped = False
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """One number an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         return padded(self.dtype.itemsize * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Copy the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return _write(values, self.dtype, out, self.name)
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Copy the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         numbers, consumed = _read(data, count, self.dtype, self.name)
         return numbers.astype(self.dtype), consumed
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Exact. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
         check_values(values, self.dtype, self.name)
         return values.copy()
 
@@ -89,12 +85,10 @@ class Float16Values:
     MAX_EXPONENT = 113
     """Brings the largest float32, just below 2^128, to just below 2^15."""
 
-    def max_bytes(self, k: int, groups: int) -> int:
-        """8 bytes, 2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
         return self.HEAD + padded(2 * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
         check_values(values, self.dtype, self.name)
@@ -115,8 +109,7 @@ class Float16Values:
         _write(halves, np.dtype("<f2"), block[self.HEAD :], self.name)
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
         block = block_to_read(data, self.max_bytes(count, 0), self.name)
@@ -134,8 +127,7 @@ class Float16Values:
         halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
         return _times_power_of_two(halves.astype(np.float32), exponent), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
         check_values(values, self.dtype, self.name)
         halves, exponent = self._scale_down(values)
         return _times_power_of_two(halves.astype(np.float32), exponent)
@@ -169,22 +161,18 @@ class Bfloat16Values:
     dtype = np.dtype(np.float32)
     grouped = False
 
-    def max_bytes(self, k: int, groups: int) -> int:
-        """2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
         return padded(2 * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         check_values(values, self.dtype, self.name)
         return _write(_upper_halves(values), np.dtype("<u2"), out, self.name)
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
         check_values(values, self.dtype, self.name)
         return (_upper_halves(values) << np.uint32(16)).view(np.float32)
 

@@ -84,8 +84,7 @@ class Int32Indices:
     name = "int32"
     LIMIT = 1 << 31
 
-    def max_bytes(self, n: int, k: int) -> int:
-        """4 bytes an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
         check_sizes(n, k, self.LIMIT, self.name)
         return padded(4 * k)
 
@@ -97,8 +96,7 @@ class Int32Indices:
         block[4 * k :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         check_count(n, count, self.name)
         block = block_to_read(data, self.max_bytes(n, count), self.name)
         positions = block[: 4 * count].view("<i4").astype(np.int64)
@@ -116,8 +114,7 @@ class Uint16Indices:
     name = "uint16"
     LIMIT = 1 << 47  # 2^31 tiles
 
-    def max_bytes(self, n: int, k: int) -> int:
-        """4 bytes a tile, 2 bytes an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
         check_sizes(n, k, self.LIMIT, self.name)
         return padded(4 * tiles_of(n)) + padded(2 * k)
 
@@ -135,8 +132,7 @@ class Uint16Indices:
         block[table + 2 * k :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         check_count(n, count, self.name)
         block = block_to_read(data, self.max_bytes(n, count), self.name)
         tiles = tiles_of(n)
@@ -186,14 +182,12 @@ class EliasFanoIndices:
     name = "elias_fano"
     LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
 
-    def max_bytes(self, n: int, k: int) -> int:
-        """About log2(n/k) + 2 bits an entry. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
         check_sizes(n, k, self.LIMIT, self.name)
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
         block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
@@ -209,8 +203,7 @@ class EliasFanoIndices:
             block.view("<u8")[...] = words
         return block.size
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read positions. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
         check_count(n, count, self.name)

@@ -31,12 +31,10 @@ class Int8Values:
     _LEVELS = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32) / np.float32(127)
     """Factor for each byte read as unsigned."""
 
-    def max_bytes(self, k: int, groups: int) -> int:
-        """4 bytes a group, 1 byte an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
         return padded(4 * groups) + padded(k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         k, groups = values.size, sizes.size
@@ -49,8 +47,7 @@ class Int8Values:
         block[table + k :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = padded(4 * sizes.size)
@@ -60,8 +57,7 @@ class Int8Values:
             raise WireError(f"{self.name}: an entry is -128, the codec writes -127..127. The message is damaged.")
         return self._restore(quantized, largest, sizes), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         quantized, largest = self._quantize(values, bounds, sizes)
@@ -106,12 +102,10 @@ class SignValues:
     dtype = np.dtype(np.float32)
     grouped = True
 
-    def max_bytes(self, k: int, groups: int) -> int:
-        """8 bytes a group, 1 bit an entry. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
         return 8 * groups + 8 * words_for(k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
@@ -123,8 +117,7 @@ class SignValues:
         block[table + bits.size :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read the values. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = 8 * sizes.size
@@ -132,8 +125,7 @@ class SignValues:
         negative = np.unpackbits(block[table:], count=count, bitorder="little").view(np.bool_)
         return self._restore(negative, means, sizes), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """Round to what receivers read. See :class:`~dgc.core.wire.codecs.base.ValueCodec`."""
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         negative, means = self._split(values, bounds, sizes)

@@ -40,7 +40,7 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def compile_options(state_bits: int) -> tuple[str, ...]:
-    """What NVRTC is told beside the architecture.
+    """Options of NVRTC beside the architecture.
 
     Args:
         state_bits: 32 or 64, the size of u and v's floats.
