@@ -130,8 +130,8 @@ class FuseRecord:
             local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks = hooks
             for fused in sets:
                 fused.state = state.pop(fused.weight, {})
-            for plan in self._plans:
-                plan.write_back(state)
+            for fused in sets:
+                fused.write_back(state)
             for group, seen in zip(groups, shown, strict=True):
                 # Some optimizers keep counters among the options.
                 group.update((key, value) for key, value in seen.items() if key != "params")
