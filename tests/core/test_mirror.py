@@ -23,7 +23,6 @@ ELSEWHERE = {
     "core/compressors/quantizers/numba_gamma.py": "core/compressors/quantizers/test_loops.py",
     "core/wire/codecs/numba_loops.py": "core/wire/codecs/test_loops.py",
     # One flow in three files.
-    "adapter/paddle/flow.py": "adapter/test_paddle.py",
     "adapter/paddle/methods.py": "adapter/test_face.py",
     "adapter/paddle/options.py": "adapter/test_paddle.py",
     "adapter/paddle/regularizers.py": "adapter/test_paddle.py",
