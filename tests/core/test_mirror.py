@@ -29,7 +29,6 @@ ELSEWHERE = {
     "adapter/paddle/state.py": "adapter/test_paddle.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
     "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
-    "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",
     "torch/checkpoint/before.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/ranks.py": "adapters_torch/checkpoint/test_save.py",
     "tensorflow/reduce/sparse_updates.py": "adapters_tensorflow/keras/test_sparse_updates.py",
@@ -44,6 +43,7 @@ ELSEWHERE = {
     "torch/momentum/state.py": "adapters_torch/momentum/test_optimizer.py",
     "torch/zero/groups.py": "adapters_torch/zero/test_state.py",
     "torch/zero/ranks.py": "adapters_torch/zero/test_bad_input.py",
+    "torch/zero/wrapped.py": "adapters_torch/zero/test_composition.py",
     "tensorflow/compression.py": "adapter/test_face.py",
     "tensorflow/keras/callbacks/log.py": "adapters_tensorflow/test_inside.py",
     "tensorflow/summary.py": "adapters_tensorflow/test_inside.py",

@@ -84,8 +84,11 @@ def values_digest(parameters: Sequence[torch.Tensor]) -> int:
         bits = bits_of(p)
         rows = bits.numel() // _COLUMNS
         if rows:
-            sums = bits[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0, dtype=torch.int64)
-            digest.update(sums.cpu().numpy())
+            table = bits[: rows * _COLUMNS].view(rows, _COLUMNS)
+            if table.device.type == "cpu":  # where NumPy's sums of integers are several times faster than torch's
+                digest.update(np.add.reduce(table.numpy(), axis=0, dtype=bits_dtype(p.element_size())))
+            else:
+                digest.update(table.sum(0, dtype=bits.dtype).cpu().numpy())
         digest.update(bits[rows * _COLUMNS :].cpu().contiguous().numpy())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
@@ -107,17 +110,8 @@ class ChangeTracker:
         self._pause = 1
         self._skip = 0
 
-    @property
-    def numel(self) -> int:
-        """Elements n of the shard."""
-        return int(self._starts[-1])
-
     def before_update(self, *, gradients_known: bool) -> None:
-        """Take a copy, unless the update will most likely change more than half of the shard.
-
-        Args:
-            gradients_known: False when a closure is going to compute them.
-        """
+        """Take a copy, unless the gradients, where they are known, touch more than half of the shard."""
         self._watched = None
         if self._skip:
             self._skip -= 1
@@ -126,7 +120,7 @@ class ChangeTracker:
         candidates = [
             i for i, p in enumerate(self._parameters) if p.numel() and (p.requires_grad or p.grad is not None)
         ]
-        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self.numel:
+        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self._starts[-1]:
             self._before.clear()
             return
         for i in candidates:
@@ -147,7 +141,7 @@ class ChangeTracker:
             bits = bits_of(self._parameters[i])
             changed = (bits != self._before[i]).nonzero().view(-1)
             count += changed.numel()
-            if 2 * count > self.numel:
+            if 2 * count > self._starts[-1]:
                 self._before.clear()
                 self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
                 return None

@@ -168,7 +168,7 @@ class MomentumCompressor(DGCCompressor):
         return Engine(variables, config, transport, self.adoption, 1.0)
 
     def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
-        """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.
+        """Sparse gradients of variables that are sent dense, as tensors; call it after :meth:`bind`.
 
         Raises:
             ConfigError: a sparse gradient of a compressed variable. All ranks get it.
