@@ -99,13 +99,16 @@ class DGCCompressor(CompressorBase[Engine]):
         _refuse_sessions()
 
         def open_engine(transport: Transport, members: Any) -> Engine:
-            self.adopt(optimizer, process_set)
-            assert self.adoption is not None
-            return Engine(list(variables), self.config, transport, self.adoption, self._loss_scale)
+            return self._open_engine(list(variables), optimizer, transport, process_set)
 
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
         keep_with(ours, self)
+
+    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
+        self.adopt(optimizer, process_set)
+        assert self.adoption is not None
+        return Engine(variables, self.config, transport, self.adoption, self._loss_scale)
 
     def stand_beside_local(self) -> None:
         """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.

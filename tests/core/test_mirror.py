@@ -20,14 +20,12 @@ ELSEWHERE = {
     # Compiled loops behind a module of the same place, which is their only caller.
     "core/compressors/quantizers/numba_packing.py": "core/compressors/quantizers/test_numba_loops.py",
     # One flow in three files.
-    "adapter/paddle/flow.py": "adapter/test_paddle.py",
     "adapter/paddle/methods.py": "adapter/test_face.py",
     "adapter/paddle/options.py": "adapter/test_paddle.py",
     "adapter/paddle/regularizers.py": "adapter/test_paddle.py",
     "adapter/paddle/state.py": "adapter/test_paddle.py",
     # What only real ranks show: Horovod and the framework around it. Each stands with the cases that are about it.
     "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
-    "torch/checkpoint/arrays.py": "adapters_torch/test_resume.py",
     "torch/checkpoint/before.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/ranks.py": "adapters_torch/checkpoint/test_save.py",
     "tensorflow/reduce/sparse_updates.py": "adapters_tensorflow/keras/test_sparse_updates.py",
@@ -42,6 +40,7 @@ ELSEWHERE = {
     "torch/momentum/state.py": "adapters_torch/momentum/test_optimizer.py",
     "torch/zero/groups.py": "adapters_torch/zero/test_state.py",
     "torch/zero/ranks.py": "adapters_torch/zero/test_bad_input.py",
+    "torch/zero/wrapped.py": "adapters_torch/zero/test_composition.py",
     "tensorflow/compression.py": "adapter/test_face.py",
     "tensorflow/keras/callbacks/log.py": "adapters_tensorflow/test_inside.py",
     "tensorflow/summary.py": "adapters_tensorflow/test_inside.py",

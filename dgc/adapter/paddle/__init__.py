@@ -1,19 +1,26 @@
-"""What ``DGCMomentum`` is in every framework: Paddle's arguments, the flow of its construction, its state."""
+"""What ``DGCMomentum`` is in every framework: Paddle's arguments, its regularizers, its state."""
 
-from dgc.adapter.paddle.flow import as_state_error, coefficients, config_for, sparse_refusal
 from dgc.adapter.paddle.methods import ExchangeMethods
 from dgc.adapter.paddle.options import (
     CODEC_OPTIONS,
     COMPRESSED_TYPES,
     MIN_NUMEL,
-    ArgumentError,
     PaddleOptions,
-    StateError,
-    check_regularizer,
+    config_for,
     require_parameters,
+    sparse_refusal,
 )
-from dgc.adapter.paddle.regularizers import L1Decay, L1DecayRegularizer, L2Decay, L2DecayRegularizer, Regularizer
-from dgc.adapter.paddle.state import BUFFERS, checked_buffer, require_keys
+from dgc.adapter.paddle.regularizers import (
+    ArgumentError,
+    L1Decay,
+    L1DecayRegularizer,
+    L2Decay,
+    L2DecayRegularizer,
+    Regularizer,
+    check_regularizer,
+    coefficients,
+)
+from dgc.adapter.paddle.state import BUFFERS, StateError, as_state_error, checked_buffer, require_keys
 
 __all__ = [
     "BUFFERS",

@@ -1,4 +1,4 @@
-"""What Paddle's ``DGCMomentumOptimizer`` calls its arguments, without any framework: checks, regularisers, eligibility.
+"""What Paddle's ``DGCMomentumOptimizer`` calls its arguments, without any framework: checks, eligibility.
 
 The names, defaults and errors are Paddle's, so that its users find theirs; the optimizers of the adapters stand on it.
 
@@ -7,17 +7,19 @@ Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
-from dgc.adapter.paddle.regularizers import L1Decay, L2Decay, Regularizer
+from dgc.adapter.paddle.regularizers import Regularizer, check_regularizer, require
 from dgc.core.compressors.build import make_config
 from dgc.core.config.checks import plain, require_flag
 from dgc.core.config.config import DGCConfig
-from dgc.core.state.layout import Parameter
-from dgc.errors import ConfigError, LayoutError
+from dgc.core.state.layout import Parameter, travels_dense
+from dgc.errors import ConfigError
 
 MIN_NUMEL = 16384
 """Paddle compresses tensors of at least this many elements."""
@@ -28,6 +30,8 @@ COMPRESSED_TYPES = ("float32",)
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
 
+_NEVER: Final = 2**62
+"""A first compressed step that no run reaches."""
 
 _PARAMETERS = (
     "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
@@ -39,14 +43,6 @@ PADDLE_NAMES = {
     "weight_decay": "regularization=L2Decay(coefficient) is its name here",
 }
 """What other versions of Paddle call an argument, and what to do instead."""
-
-
-class ArgumentError(ConfigError, AssertionError):
-    """An argument that Paddle refuses with an ``AssertionError``."""
-
-
-class StateError(LayoutError, AssertionError):
-    """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +83,24 @@ class PaddleOptions:
         if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
             object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes its truth
         require_flag("use_nesterov", self.use_nesterov)
-        _assert(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
+        require(self.learning_rate is not None, "learning_rate is None; give the step size, such as 0.1")
         rate = self.learning_rate
         if isinstance(rate, (bool, str)) or (isinstance(rate, float) and not (math.isfinite(rate) and rate >= 0)):
             raise ConfigError(f"learning_rate is {rate!r}; allowed: a finite number >= 0, or a schedule in TensorFlow")
-        _assert(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
+        require(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
         if self.rampup_begin_step is None:
             raise TypeError("rampup_begin_step is missing: the first step that is compressed, such as 0")
-        _assert(
+        require(
             isinstance(self.rampup_begin_step, int) and self.rampup_begin_step >= 0,
             f"rampup_begin_step is {self.rampup_begin_step!r}; allowed: a whole number >= 0",
         )
         if self.local_grad_clip_norm is not None:
             ranks, clip = self.num_trainers, self.local_grad_clip_norm
-            _assert(
+            require(
                 isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 0,
                 f"num_trainers is {ranks!r}; with local_grad_clip_norm it must be the number of ranks, an int > 0",
             )
-            _assert(
+            require(
                 isinstance(clip, float) and math.isfinite(clip) and clip > 0,
                 f"local_grad_clip_norm is {clip!r}; allowed: a float > 0, such as 1.0",
             )
@@ -165,7 +161,7 @@ class PaddleOptions:
         Raises:
             ArgumentError: it is given and wrong; the clipping threshold would be, too.
         """
-        _assert(
+        require(
             self.num_trainers is None or self.num_trainers == ranks,
             f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
             "clipping needs it",
@@ -185,32 +181,34 @@ def require_parameters(params: Any) -> None:
         )
 
 
-def check_regularizer(value: Any, what: str) -> Regularizer:
-    """Return ``value`` if it is a regulariser or None.
+def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> tuple[DGCConfig, set[int]]:
+    """The core's options for these parameters in a job of ``ranks`` processes, and which of them it compresses.
 
-    Raises:
-        ArgumentError: it is something else, or its coefficient is no finite number >= 0.
+    One process compresses nothing, whatever the step. Paddle refuses to run then; here a script can be tried out
+    without a launcher.
+
+    Returns:
+        The options, and the places of the parameters that are compressed once the ramp-up has begun.
+
+    Warns:
+        RuntimeWarning: there is one process.
     """
-    _assert(
-        value is None or isinstance(value, (L1Decay, L2Decay)),
-        f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
+    config = options.to_config(parameters)
+    compressed = {i for i, parameter in enumerate(parameters) if not travels_dense(parameter, config)}
+    if ranks == 1:
+        warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=3)
+        config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+    return config, compressed
+
+
+def sparse_refusal(name: str, advice: str = "") -> ConfigError:
+    """The error about a sparse gradient of a compressed parameter."""
+    return ConfigError(
+        f"{name!r} has sparse gradients, which are not compressed: add its name to exclude=, so that it travels "
+        f"dense{advice}"
     )
-    if value is not None:
-        coefficient = value.regularization_coeff
-        number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
-        _assert(
-            number and math.isfinite(coefficient) and coefficient >= 0,
-            f"{what} has the coefficient {coefficient!r}; allowed: a number >= 0",
-        )
-    checked: Regularizer = value
-    return checked
 
 
 def _literally(name: str) -> str:
     """A name pattern that matches this name only."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _assert(condition: bool, message: str) -> None:
-    if not condition:
-        raise ArgumentError(message)

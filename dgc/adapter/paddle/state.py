@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from dgc.adapter.paddle.options import StateError
+from dgc.errors import LayoutError
 
 BUFFERS = ("u", "v")
 """Entries of a parameter's state that have its shape."""
+
+
+class StateError(LayoutError, AssertionError):
+    """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
+
+
+@contextlib.contextmanager
+def as_state_error() -> Iterator[None]:
+    """Turn a state that the core refuses into Paddle's kind of error.
+
+    Raises:
+        StateError: (an AssertionError and a ValueError) for a LayoutError inside.
+    """
+    try:
+        yield
+    except StateError:
+        raise
+    except LayoutError as error:
+        raise StateError(str(error)) from error
 
 
 def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:

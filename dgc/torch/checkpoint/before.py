@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [part for part in vars(optimizer).values() if isinstance(part, torch.optim.Optimizer)]
 
 
-def _copied(state: Any) -> dict[Any, Any]:
+def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
 
 
-def _flags(optimizer: Any) -> dict[str, Any]:
+def _flags(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a sharding optimizer remembers of a state that was loaded."""
     return {name: vars(optimizer)[name] for name in ("_state_loaded", "_consolidated") if name in vars(optimizer)}

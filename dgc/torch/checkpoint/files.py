@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.serialization import MAP_LOCATION
 
 from dgc.core.state.file import write_whole
 from dgc.errors import LayoutError
@@ -41,7 +42,7 @@ class Written:
         self._paths: list[Path] = []
         self._locks: list[int] = []
 
-    def add(self, path: Path, content: Any) -> None:
+    def add(self, path: Path, content: object) -> None:
         """Write a file whole or not at all.
 
         Raises:
@@ -73,7 +74,7 @@ class Written:
         self._locks = []
 
 
-def read(path: Path, advice: str, map_location: Any = "cpu") -> dict[str, Any]:
+def read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu") -> dict[str, Any]:
     """Load a file after comparing its checksums.
 
     Args:
@@ -109,7 +110,7 @@ def read(path: Path, advice: str, map_location: Any = "cpu") -> dict[str, Any]:
     return content
 
 
-def read_main(folder: Path, map_location: Any) -> dict[str, Any]:
+def read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
     """Load the file of rank 0.
 
     Args:
@@ -188,7 +189,7 @@ def _candidates(folder: Path, rank: int, size: int) -> Iterator[tuple[Path, str 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file, if nobody else does; where there are no locks nobody can know."""
+    """Lock a file, unless another process has; yields False, too, where the file system has no locks."""
     try:
         file = path.open("r+b")
     except OSError:
@@ -203,7 +204,7 @@ def _locked(path: Path) -> Iterator[bool]:
             yield True
 
 
-def _save(content: Any, file: BinaryIO) -> None:
+def _save(content: object, file: BinaryIO) -> None:
     """``torch.save`` with checksums, and with the error of the file where torch raises one of its own."""
     noting = _Noting(file)
     with _checksums():

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import MAP_LOCATION
+from torch.utils._pytree import tree_map_only
 
 from dgc.core.state.state import old_ranks_of
 from dgc.errors import LayoutError
 from dgc.torch.checkpoint.alone import take_over
-from dgc.torch.checkpoint.arrays import to_arrays
 from dgc.torch.checkpoint.before import Before
 from dgc.torch.checkpoint.files import rank_file, read, read_main
 from dgc.torch.checkpoint.ranks import Ranks
@@ -25,7 +26,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     compression: DGCCompressor,
     resize: bool = False,
-    map_location: Any = "cpu",
+    map_location: MAP_LOCATION = "cpu",
 ) -> Any:
     """Load what :func:`save_checkpoint` saved; call it on all ranks. The run continues bit for bit.
 
@@ -52,7 +53,7 @@ def load_checkpoint(
         TransportError: the ranks differ, or the compressor was closed.
 
     Warns:
-        RuntimeWarning: what the ranks had not sent yet is dropped, as this process has nobody to exchange with.
+        RuntimeWarning: what the ranks had not sent yet is dropped, as a single process exchanges nothing.
     """
     folder, ranks = Path(directory), Ranks(compression, "load_checkpoint()")
     main: dict[str, Any] = {}
@@ -110,7 +111,7 @@ def _states(folder: Path, main: dict[str, Any], ranks: Ranks, resize: bool) -> l
             "every rank saves its own residuals; put all files of the checkpoint into a directory that every rank can "
             "read",
         )
-        state = to_arrays(content)
+        state = tree_map_only(torch.Tensor, torch.Tensor.numpy, content)
         if state.pop("token", token) != token or (state.get("rank"), state.get("size")) != (r, old_size):
             raise LayoutError(
                 f"{path} was renamed: it holds the state of rank {state.get('rank')} of {state.get('size')}, or is of "
@@ -123,7 +124,7 @@ def _states(folder: Path, main: dict[str, Any], ranks: Ranks, resize: bool) -> l
 def _own(
     folder: Path, main: dict[str, Any], compression: DGCCompressor, states: list[Any], ranks: Ranks
 ) -> dict[str, Any]:
-    """This rank's state for its compressor, which will take it; {} where there is nobody to exchange with.
+    """This rank's state for its compressor, which will take it; {} for a single process.
 
     Raises:
         LayoutError: it will not; names the file.

@@ -14,7 +14,7 @@ from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.transport.agreement import agree_or_raise
 
-_TOKEN_BYTES = 8
+_TOKEN_DIGITS = 16
 
 
 class Ranks:
@@ -27,14 +27,14 @@ class Ranks:
     """
 
     def __init__(self, compression: DGCCompressor, what: str) -> None:
-        """Ask nobody.
+        """Local: no communication.
 
         Args:
             compression: the compressor.
             what: is called, for errors.
 
         Raises:
-            ConfigError: it is not bound to a model, so that nobody knows who takes part.
+            ConfigError: it is not bound to a model, so that its ranks are not known.
             LayoutError: a step is under way, in which the transport belongs to the exchange.
             TransportError: it was closed.
         """
@@ -86,11 +86,8 @@ class Ranks:
         Raises:
             TransportError: the ranks could not be asked.
         """
-        own = np.zeros(_TOKEN_BYTES + 1, np.uint8)
-        if token is not None:
-            own[0], own[1:] = 1, np.frombuffer(bytes.fromhex(token), np.uint8)
-        first = self._gather(own)[0]
-        return first[1:].tobytes().hex() if first[0] else None
+        own = np.frombuffer((token or "").encode().ljust(_TOKEN_DIGITS), np.uint8).copy()
+        return self._gather(own)[0].tobytes().decode().strip() or None
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
         if self._transport is None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from dgc.core.state.checks import require_sound
-from dgc.torch.checkpoint.arrays import to_tensors
 from dgc.torch.checkpoint.files import MAIN_FILE, Written, delete_replaced, rank_file, sweep, token_in
 from dgc.torch.checkpoint.ranks import Ranks
 from dgc.torch.compressor import DGCCompressor
@@ -24,7 +25,7 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     compression: DGCCompressor,
-    extra: Any = None,
+    extra: object = None,
 ) -> None:
     """Save model, optimizer and every rank's compressor state; call it on all ranks, between steps.
 
@@ -66,7 +67,8 @@ def save_checkpoint(
     replaced: str | None = None
 
     def write_own() -> None:
-        own = to_tensors({**state, "token": token})
+        # Tensors, so that the file loads with weights_only=True.
+        own = tree_map_only(np.ndarray, torch.from_numpy, {**state, "token": token})
         written.add(folder / rank_file(token, ranks.rank, ranks.size), own)
 
     def write_main() -> None:
@@ -115,7 +117,7 @@ def _write(ranks: Ranks, written: Written, work: Callable[[], None], what: str) 
     ranks.agree(outcome, what)
 
 
-def _require_loadable(extra: Any) -> None:
+def _require_loadable(extra: object) -> None:
     """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)

@@ -204,7 +204,9 @@ def flat_state(states: Sequence[dict[str, Any]], places: Places) -> FlatState | 
     for key, first in states[0].items():
         values = [state[key] for state in states]
         if not isinstance(first, Tensor):
-            if not isinstance(first, _PLAIN_VALUES) or any(type(v) is not type(first) or v != first for v in values):
+            # A NaN is itself, though it equals nothing.
+            same = all(v is first or (type(v) is type(first) and v == first) for v in values)
+            if not same or not isinstance(first, _PLAIN_VALUES):
                 return None
             flat.values[key] = first
         elif not _are_plain(values, first.dtype):

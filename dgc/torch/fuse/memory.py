@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Cache lines and the widest vector loads are 64 bytes; no kernel asks for more than that of a weight.
+# Cache lines and the widest vector loads are 64 bytes; no kernel needs a better alignment of a weight.
 _ALIGNMENT = 64
 
 
@@ -57,7 +57,7 @@ def is_fusable_weight(param: Tensor) -> bool:
     """Whether ``param`` could be part of a flat 1-D parameter.
 
     Exact types only: what a tensor subclass stores is its own affair. A 0-dimensional parameter is left out because
-    its per-element state cannot be told from a per-tensor scalar such as Adam's ``step``.
+    its per-element state cannot be distinguished from a per-tensor scalar such as Adam's ``step``.
     """
     if type(param) not in (torch.nn.Parameter, Tensor) or param.dim() == 0 or param.is_conj() or param.is_neg():
         return False
@@ -159,7 +159,7 @@ def _without_overlaps(members: list[Tensor]) -> list[Tensor]:
 def flatten_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> None:
     """Move weights that own their memory into one new buffer per type and device; values and strides stay.
 
-    A weight stays where it is if somebody else may rely on its place: its storage is larger than itself, shared with
+    A weight stays where it is if other code may rely on its place: its storage is larger than itself, shared with
     another parameter or with another process, or pinned. Nothing moves if the weights of a kind already lie side by
     side.
 

@@ -74,7 +74,7 @@ class FuseRecord:
             plan.flatten(group, seam.local)
 
     def update(self, seam: StepSeam, closure: Callable[[], Any] | None = None) -> Any:
-        """The local update with fused parameters in the place of their members.
+        """The local update with fused parameters instead of their members.
 
         Args:
             seam: the step; its class can be fused.
@@ -138,7 +138,7 @@ class FuseRecord:
 
 
 class _EvaluatedClosure:
-    """What the optimizer gets in the place of the user's closure: it returns the loss, and evaluates nothing.
+    """Placeholder for the user's closure: it returns the loss, and evaluates nothing.
 
     Gradients are gathered before the step, so the closure has run by then. That is the same as long as the optimizer
     calls its closure once, before it writes to a parameter; whatever else it does would silently give other results.

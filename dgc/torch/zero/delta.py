@@ -110,17 +110,8 @@ class ChangeTracker:
         self._pause = 1
         self._skip = 0
 
-    @property
-    def numel(self) -> int:
-        """Elements n of the shard."""
-        return int(self._starts[-1])
-
     def before_update(self, *, gradients_known: bool) -> None:
-        """Take a copy, unless the update will most likely change more than half of the shard.
-
-        Args:
-            gradients_known: False when a closure is going to compute them.
-        """
+        """Take a copy, unless the gradients, where they are known, touch more than half of the shard."""
         self._watched = None
         if self._skip:
             self._skip -= 1
@@ -129,7 +120,7 @@ class ChangeTracker:
         candidates = [
             i for i, p in enumerate(self._parameters) if p.numel() and (p.requires_grad or p.grad is not None)
         ]
-        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self.numel:
+        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self._starts[-1]:
             self._before.clear()
             return
         for i in candidates:
@@ -150,7 +141,7 @@ class ChangeTracker:
             bits = bits_of(self._parameters[i])
             changed = (bits != self._before[i]).nonzero().view(-1)
             count += changed.numel()
-            if 2 * count > self.numel:
+            if 2 * count > self._starts[-1]:
                 self._before.clear()
                 self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
                 return None

@@ -6,7 +6,7 @@ And what it may be built from: what is refused is refused before any rank waits 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,28 +18,9 @@ from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.zero.memory import require_separate
 from dgc.transport.choice import CHOICES
 
-if TYPE_CHECKING:
-    import weakref
-
-    from dgc.torch.zero.optimizer import ZeroRedundancyOptimizer
-
 _NO_OPTIONS = ("params", "param_names")
 
 Group = dict[str, Any]
-
-
-class OwnedGroups(list[Group]):
-    """``param_groups`` that know their optimizer.
-
-    Horovod's ``DistributedOptimizer`` derives a class from the given optimizer's and calls its constructor with these
-    groups and nothing else.
-    """
-
-    owner: weakref.ref[ZeroRedundancyOptimizer]
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[list[Group]], tuple[list[Group]]]:
-        """Copy as a plain list, which belongs to no optimizer."""
-        return list, (list(self),)
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
@@ -98,7 +79,7 @@ def description(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value that JSON knows and that is the same on two ranks if the option is; of objects only their type is."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
@@ -109,7 +90,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def checked_groups(params: Any) -> list[dict[str, Any]]:
+def checked_groups(params: object) -> list[Group]:
     """Parameters in any form that torch optimizers take, as a list of group dicts.
 
     Args:
@@ -140,7 +121,7 @@ def checked_groups(params: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def tensor_of(item: Any) -> torch.Tensor:
+def tensor_of(item: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
     """The tensor of a group's member, which may be a (name, tensor) pair."""
     return item[1] if isinstance(item, tuple) else item
 
@@ -173,7 +154,7 @@ def require_shardable(items: Sequence[Any]) -> None:
     require_separate([names[i] for i in different], [tensors[i] for i in different])
 
 
-def checked_class(optimizer_class: Any) -> type[Optimizer]:
+def checked_class(optimizer_class: object) -> type[Optimizer]:
     """The class of the local optimizers.
 
     Raises:
@@ -218,7 +199,7 @@ def require_no_common_norm(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: names the option.
     """
-    # A class that knows the option has it among its defaults. One LAMB has it always, and uses it if it is told so.
+    # A class that knows the option has it among its defaults. One LAMB has it always, and uses it with pre_norm=True.
     if "max_grad_norm" not in optimizer.defaults or not getattr(optimizer, "pre_norm", True):
         return
     for group in optimizer.param_groups:
@@ -248,7 +229,7 @@ def checked_transport(transport: str | Collectives, rank: int, size: int) -> str
     return f"{type(transport).__name__} {transport.name}"
 
 
-def chosen_set(group: Any, process_group: Any, process_set: Any) -> Any:
+def chosen_set(group: object, process_group: object, process_set: object) -> Any:
     """The one process set among three names for the same argument; None for all ranks.
 
     Raises:
@@ -295,6 +276,6 @@ def _tensors_of(group: dict[str, Any]) -> list[Any]:
     return members
 
 
-def _require_order(collection: Any) -> None:
+def _require_order(collection: object) -> None:
     if isinstance(collection, (set, frozenset)):
         raise TypeError("params is a set, whose order differs between ranks; give a list")

@@ -6,34 +6,24 @@ P = number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from dgc.errors import LayoutError
 
 
-@dataclass
 class Partition:
     """Owners of the parameters of all groups so far.
 
     Attributes:
-        size: P.
         loads: (P,) elements per rank; carried from group to group, so that the whole model is balanced.
         owners: by group, the owning rank of each parameter in registration order.
     """
 
-    size: int
-    loads: list[int] = field(default_factory=list)
-    owners: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Start with empty ranks."""
-        self.loads = self.loads or [0] * self.size
-
-    def copy(self) -> Partition:
-        """The same owners, to go on from independently."""
-        return Partition(self.size, list(self.loads), [list(owners) for owners in self.owners])
+    def __init__(self, size: int) -> None:
+        """Start with ``size`` = P empty ranks."""
+        self.loads = [0] * size
+        self.owners: list[list[int]] = []
 
     def add_group(self, numels: Sequence[int]) -> list[int]:
         """Give each parameter of a new group to the rank with the least elements so far, the largest first.
@@ -58,7 +48,7 @@ class Partition:
 
     def indices(self) -> list[list[list[int]]]:
         """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
-        table: list[list[list[int]]] = [[[] for _ in self.owners] for _ in range(self.size)]
+        table: list[list[list[int]]] = [[[] for _ in self.owners] for _ in self.loads]
         number = 0
         for group, owners in enumerate(self.owners):
             for owner in owners:

@@ -1,11 +1,8 @@
-"""``ZeroRedundancyOptimizer``: any torch optimizer with its state sharded over Horovod's ranks.
-
-Horovod's ``DistributedOptimizer`` may be around it: the derived class brings its hooks, handles and process set as
-attributes; without it there are none.
-"""
+"""``ZeroRedundancyOptimizer``: any torch optimizer with its state sharded over Horovod's ranks."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +18,6 @@ from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.zero.delta import Shard
 from dgc.torch.zero.groups import (
     Group,
-    OwnedGroups,
     checked_class,
     checked_groups,
     checked_transport,
@@ -37,7 +33,8 @@ from dgc.torch.zero.groups import (
 from dgc.torch.zero.memory import BucketViews, Partition
 from dgc.torch.zero.ranks import Ranks
 from dgc.torch.zero.sharing import Sharing
-from dgc.torch.zero.state import ShardedState, engine_of
+from dgc.torch.zero.state import ShardedState
+from dgc.torch.zero.wrapped import OwnedGroups, averaging, require_hooks, require_same_set
 from dgc.transport.agreement import agree_or_raise
 
 if TYPE_CHECKING:
@@ -80,14 +77,14 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         optimizer_class: type[Optimizer] | None = None,
-        group: Any = None,
+        group: object = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        process_group: Any = None,
-        process_set: Any = None,
+        process_group: object = None,
+        process_set: object = None,
         transport: str | Transport = "auto",
         sparse_parameters: bool = True,
         **defaults: Any,
@@ -99,7 +96,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             optimizer_class: class of the local optimizers, such as ``torch.optim.Adam``.
             group: a ``hvd.ProcessSet``; None means all ranks.
             parameters_as_bucket_view: keep each rank's parameters in one flat buffer per device (``p.data`` becomes a
-                view of it), so that a dense update travels in one broadcast per rank instead of one per parameter.
+                view of it), so that a dense update is sent in one broadcast per rank instead of one per parameter.
             overlap_with_ddp: must be False.
             process_group: another name for ``group``.
             process_set: another name for ``group``.
@@ -143,7 +140,7 @@ class ZeroRedundancyOptimizer(ShardedState):
                     "out: Horovod's DistributedOptimizer averages gradients during the backward pass"
                 )
             self.optimizer_class = checked_class(optimizer_class)
-            groups = checked_groups(params) if origin is None else list(params)
+            groups = checked_groups(params) if origin is None else list(origin.param_groups)
             Optimizer.__init__(self, groups, dict(defaults))
             for g in self.param_groups:
                 self._partition.add_group([p.numel() for p in g["params"]])
@@ -233,7 +230,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         number = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        partition = self._partition.copy()
+        partition = copy.deepcopy(self._partition)
         owners = partition.add_group([p.numel() for p in group["params"]])
         try:
             self.optim.add_param_group(local_group(group, owners, self._ranks.rank))
@@ -249,7 +246,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
         return [self._local_groups(rank) for rank in range(self._ranks.size)]
 
-    def join_hook(self, **kwargs: Any) -> NoReturn:
+    def join_hook(self, **kwargs: object) -> NoReturn:
         """Refuse torch's ``Join``, which would let the other ranks step without this one.
 
         Raises:
@@ -344,48 +341,3 @@ def _kinds(groups: Sequence[Group]) -> tuple[list[torch.dtype], list[bool]]:
     """The parameters' types, and whether each is trainable."""
     parameters = parameters_of(groups)
     return [p.dtype for p in parameters], [p.requires_grad for p in parameters]
-
-
-def require_same_set(optimizer: Any, members: Any) -> None:
-    """Refuse to shard over other ranks than those that average.
-
-    Raises:
-        ConfigError: names both process sets.
-    """
-    averaged_over = getattr(optimizer, "process_set", None)
-    if averaged_over is not None and averaged_over.process_set_id != members.process_set_id:
-        raise ConfigError(
-            f"gradients are averaged over {averaged_over}, but the optimizer is sharded over {members}; give both the "
-            "same process set"
-        )
-
-
-def require_hooks(optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients are not averaged.
-
-    Raises:
-        ConfigError: the optimizer was wrapped by a DistributedOptimizer that has no hook for one of them.
-    """
-    engine, hooked = engine_of(optimizer), getattr(optimizer, "_requires_update", ())
-    unknown = engine is not None and any(engine.index_of(p) is None for p in parameters)
-    if unknown or (hooked and any(p not in hooked for p in parameters)):
-        raise ConfigError(
-            "DistributedOptimizer averages the gradients of the parameters that the optimizer had when it was wrapped, "
-            "and not those of a new group; call add_param_group before wrapping (parameters that are to be trained "
-            "later must require gradients then)"
-        )
-
-
-def averaging(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure, followed by the averaging of its gradients if Horovod's hooks have begun it."""
-    if not hasattr(optimizer, "_handles"):
-        return closure
-
-    def closure_then_average() -> Any:
-        loss = closure()
-        if optimizer._handles:
-            optimizer.synchronize()
-            optimizer._synchronized = False
-        return loss
-
-    return closure_then_average

@@ -28,7 +28,7 @@ _PIECE = 2**30
 """Elements per broadcast: MPI counts are int32."""
 
 _PATIENCE = 10.0
-"""Seconds for which a rank that does not know its process set tries to tell all ranks so."""
+"""Seconds for which a rank without a valid process set waits for the ranks of the set of all ranks."""
 
 _STATE_BYTES = 64 * 2**20
 """Bytes per broadcast of optimizer state: what a rank that does not want it needs for a moment."""
@@ -86,15 +86,12 @@ class Ranks:
             self.transport = make_transport(choice, self.members)
 
     def begin_count(self, *, mistaken: bool = False) -> None:
-        """Begin to count the ranks that take this step, after the end of a count that was interrupted.
-
-        Args:
-            mistaken: whether this rank cannot go on.
+        """Begin to count the ranks that take this step; ``mistaken`` is one that cannot go on.
 
         Raises:
             TransportError: Horovod refused.
         """
-        self.end_count()
+        self.end_count()  # of a step that was interrupted
         if self.size == 1 and not mistaken:
             return
         answer = torch.tensor([1.0, float(mistaken)])
@@ -108,10 +105,7 @@ class Ranks:
         self._holders[self._counting] = holder
 
     def end_count(self) -> bool:
-        """Wait for the count, if one has begun.
-
-        Returns:
-            Whether all ranks can go on.
+        """Wait for the count, if one has begun; returns whether all ranks can go on.
 
         Raises:
             TransportError: a rank has joined, or Horovod failed.
@@ -136,13 +130,10 @@ class Ranks:
         return table.view(np.int64)
 
     def explain_failure(self, error: BaseException | None) -> None:
-        """Tell all ranks, after a status of failure, which rank failed and why.
-
-        Args:
-            error: this rank's own, if it failed; it is the caller's to raise.
+        """Raise ``error``, after a status of failure, on the ranks that did not fail; its own rank's caller raises it.
 
         Raises:
-            RemoteError: on the ranks that did not fail.
+            RemoteError: names the rank and the error.
         """
         own = {} if error is None else {ERROR_KEY: [type(error).__name__, str(error)]}
         try:
@@ -184,10 +175,7 @@ class Ranks:
         Args:
             data: (m,) uint8, m of each rank's own; None if making it failed.
             error: why it failed.
-            to: who gets them.
-
-        Returns:
-            On rank ``to``, all ranks' bytes in rank order; elsewhere None.
+            to: the rank that gets all ranks' bytes, in rank order; the others get None.
 
         Raises:
             RemoteError: another rank failed.

@@ -39,7 +39,7 @@ _FAILED = -2
 """Count of an owner whose update failed."""
 
 _UNFINISHED = -3
-"""Count of an owner whose last step may not have reached everybody."""
+"""Count of an owner whose last step may not have reached all ranks."""
 
 _ADVICE = (
     "Freeze the same parameters and set the same options, learning rates above all, on every rank: give schedulers "
@@ -93,14 +93,9 @@ class Sharing:
     def __init__(
         self, ranks: Ranks, shards: Sequence[Shard], names: Sequence[str], views: BucketViews | None, *, sparse: bool
     ) -> None:
-        """Publish nothing yet.
+        """Take shards by owner, the names of all parameters for errors, and the flat buffers if there are any.
 
-        Args:
-            ranks: who takes part.
-            shards: by owner.
-            names: of all parameters, for errors.
-            views: the flat buffers, if parameters are kept in such.
-            sparse: whether to look for updates that changed few entries.
+        ``sparse`` is whether to look for updates that changed few entries.
         """
         self._ranks = ranks
         self._shards = shards
@@ -114,10 +109,8 @@ class Sharing:
     def before_update(self, groups: Sequence[Mapping[str, Any]], *, gradients_known: bool, state_loaded: bool) -> None:
         """Get ready to see what the update changes.
 
-        Args:
-            groups: with the options of this update, which must be the same on all ranks.
-            gradients_known: False when a closure is going to compute them.
-            state_loaded: whether a state was loaded since the last step, which must be the same on all ranks, too.
+        The options in ``groups``, and whether a state was loaded since the last step, must be the same on all ranks.
+        Gradients are not known when a closure is going to compute them.
         """
         loaded = {"state loaded since the last step": state_loaded}
         self._update = _Update({**self._layout, **described_options(groups), **loaded})
@@ -127,11 +120,7 @@ class Sharing:
             self._tracker.before_update(gradients_known=gradients_known)
 
     def after_update(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Find what the update changed, and put parameters back that it has moved out of their buckets.
-
-        Args:
-            groups: with the options as the update has left them, which must be the same on all ranks as well.
-        """
+        """Find what the update changed, options included, and move parameters back into their buckets."""
         before = self._update.described
         found = described_options(groups)
         self._update.outcome = {k: v for k, v in found.items() if k not in before or v != before[k]}
@@ -140,9 +129,9 @@ class Sharing:
         self._update.changes = self._tracker.after_update() if self._tracker is not None else None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, which are on their way to :meth:`publish`, that this rank's update failed."""
+        """Raise this rank's failure on the other ranks, which are on their way to :meth:`publish`."""
         if self._ranks.size > 1:
-            # If they cannot be told, this rank's own error still matters more.
+            # Where that fails, this rank's own error matters more.
             with contextlib.suppress(TransportError):
                 self._ranks.end_count()
                 self._ranks.gather_status([_FAILED, 0, 0, 0])

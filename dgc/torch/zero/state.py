@@ -78,7 +78,7 @@ def full_dict(
     return {"state": ordered, "param_groups": packed, "partition": [list(map(list, owned)) for owned in partition]}
 
 
-def require_state_dict(value: Any) -> None:
+def require_state_dict(value: object) -> None:
     """Refuse what is no state dict of an optimizer.
 
     Raises:
@@ -112,7 +112,7 @@ def check_groups(full: Mapping[str, Any], lengths: Sequence[int]) -> None:
         )
 
 
-def to_bytes(value: Any) -> torch.Tensor:
+def to_bytes(value: object) -> torch.Tensor:
     """Any value as a (m,) uint8 tensor."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -134,19 +134,14 @@ def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 
 
-def engine_of(optimizer: Any) -> Any:
-    """The engine that exchanges the optimizer's gradients; None where no compressor of ours does."""
-    compressor = getattr(optimizer, "compression", None) or getattr(optimizer, "_compression", None)
-    return getattr(compressor, "engine", None)
-
-
-def momentum_is_adopted(optimizer: Any) -> bool:
+def momentum_is_adopted(optimizer: Optimizer) -> bool:
     """Whether the optimizer was wrapped together with a compressor that takes its momentum."""
-    engine = engine_of(optimizer)
+    compressor = getattr(optimizer, "compression", None) or getattr(optimizer, "_compression", None)
+    engine = getattr(compressor, "engine", None)
     return engine is not None and engine.adoption.active
 
 
-def hand_over_momentum(optimizer: Any, saved: Mapping[str, Any]) -> None:
+def hand_over_momentum(optimizer: ShardedState, saved: Mapping[str, Any]) -> None:
     """Leave the momentum buffers of all parameters where the compressor of every rank looks for them.
 
     Args:

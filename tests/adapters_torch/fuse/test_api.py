@@ -142,6 +142,26 @@ def test_python_numbers_as_state():
     assert 0 < fused_counts(twins.fused)[1] < len(SHAPES)
 
 
+def test_a_python_nan_as_state():
+    class Lost(torch.optim.Optimizer):
+        """Keeps a number that is none, the same object for all parameters."""
+
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["size"] = float("nan")
+                    p.data.sub_(p.grad)
+
+    twins = Twins(Lost, elementwise=True)
+    for _ in range(3):
+        twins.step()
+        assert all(torch.equal(a, b) for a, b in zip(twins.plain_params, twins.fused_params, strict=True))
+    assert fused_counts(twins.fused) == (1, len(SHAPES))
+
+
 def test_state_that_is_replaced_or_dropped_by_the_optimizer():
     class Renewing(torch.optim.Optimizer):
         def __init__(self, params, lr=0.1):

@@ -24,10 +24,9 @@ from dgc.adapter.paddle import (
 )
 from dgc.adapter.states import is_empty
 from dgc.core.config.checks import require_number
-from dgc.core.exchange.records import Hyper
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.compressor import DGCCompressor, keep_with
+from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod.horovod import is_alone
@@ -55,27 +54,12 @@ class FixedMomentum(Adoption):
             regularizers: of each variable.
             optimizer: the Keras optimizer whose learning rate counts.
         """
-        self.optimizer = optimizer
-        self.active = self.taken = self.is_loss_scaled = self._beside_local = False
-        self.left_for = None
-        self._config = options.to_config([])
-        # What was adopted: nothing. What is applied stands in `hyper`.
-        self.momentum, self.nesterov = 0.0, False
-        self._kinds = list(regularizers)
-        decays = [max(coefficients(r)) for r in regularizers]
-        count = len(decays)
-        self.hyper = Hyper([float(options.momentum)] * count, [options.use_nesterov] * count, decays)
-
-    @property
-    def applies_momentum(self) -> bool:
-        """Whether it is not 0."""
-        return any(self.hyper.momentum)
-
-    def undo(self) -> None:
-        """Nothing was taken."""
+        self._regularizers = list(regularizers)
+        super().__init__(optimizer, options.to_config([]))
+        self._fill(len(self._regularizers))
 
     def take(self) -> None:
-        """Nothing is taken.
+        """Look whether the optimizer was given what the compressor applies.
 
         Raises:
             ConfigError: the optimizer was given a momentum beside the one that the compressor applies, or clips.
@@ -89,25 +73,21 @@ class FixedMomentum(Adoption):
 
     def _refuse_clipped_velocity(self) -> None:
         clips = clipping(self.optimizer)
-        if clips and self.applies_momentum:
+        if clips and self._config.momentum:
             raise ConfigError(
                 f"the optimizer got {clips}, which would clip DGCMomentum's velocity, not the gradient: leave it out, "
                 "and give DGCMomentum local_grad_clip_norm= (and num_trainers=) instead"
             )
 
-    def follow(self, optimizer: Any) -> None:
-        """Nothing was taken."""
-
-    def cover(self, count: int) -> None:
-        """All variables are covered from the beginning."""
-
-    def absorb_slots(self, *_: Any) -> None:
-        """There are no slots."""
+    def _fill(self, count: int) -> None:
+        super()._fill(count)
+        if count == len(self._regularizers):
+            self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
 
     def decayed(self, index: int, variable: Any) -> Any:
         """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
         raw = raw_variable(variable)
-        return tf.sign(raw) if isinstance(self._kinds[index], L1Decay) else raw
+        return tf.sign(raw) if isinstance(self._regularizers[index], L1Decay) else raw
 
 
 class MomentumCompressor(DGCCompressor):
@@ -163,34 +143,20 @@ class MomentumCompressor(DGCCompressor):
             raise ConfigError(FixedMomentum._refusal_of_local)
         super().stand_beside_local()
 
-    def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
-        """Attach to a model's variables; collective over the process set.
-
-        Unlike its base it works with one process too, dense, because nobody else would apply the momentum.
+    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
+        """Make the engine; with one process, too, where nothing else would apply the momentum.
 
         Raises:
             ArgumentError: ``num_trainers`` is not the number of ranks.
-            ConfigError: ranks differ in an argument, elastic Horovod, or Horovod is not initialised.
-            LayoutError: ranks disagree about the variables, or other variables than before.
+            ConfigError: ranks differ in an argument.
         """
-        ours = [raw_variable(v) for v in variables]
-        if self._is_bound:
-            self._require_same_model(ours)
-            return
-
-        def open_engine(transport: Transport, members: Any) -> Engine:
-            return self._open_engine(list(variables), optimizer, transport)
-
-        self._bind(process_set, open_engine, self._give_back)
-        self._bound_to = ours
-        keep_with(ours, self)
-
-    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport) -> Engine:
         names = unique_names(variables)
 
         def build() -> dict[str, Any]:
             self.options.check_ranks(transport.size)
             rate = self.options.learning_rate
+            # Here, where an error of one rank is raised on all: it refuses an optimizer that clips.
+            self.adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
             chosen = {name: f"{self._regularizer_of(name)!r} learning_rate*{self._factor_of(name)}" for name in names}
             return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
 
@@ -198,11 +164,11 @@ class MomentumCompressor(DGCCompressor):
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
         config, self._compressed = config_for(self.options, described, transport.size)
         self._shapes = {parameter.name: parameter.shape for parameter in described}
-        self.adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
+        assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0)
 
     def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
-        """Sparse gradients of variables that travel dense, as tensors; call it after :meth:`bind`.
+        """Sparse gradients of variables that are sent dense, as tensors; call it after :meth:`bind`.
 
         Raises:
             ConfigError: a sparse gradient of a compressed variable. All ranks get it.
@@ -232,15 +198,11 @@ class MomentumCompressor(DGCCompressor):
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
         return scaled
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
         if self._engine is None:
             return super().state_dict()
         return shaped_state(self._engine.state_dict(), self._shapes)
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():

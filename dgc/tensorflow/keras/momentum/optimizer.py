@@ -61,9 +61,9 @@ def DGCMomentum(
         regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
         name: of the optimizer.
         lr: another name for ``learning_rate``.
-        min_numel: smaller variables travel dense.
+        min_numel: smaller variables are sent dense.
         dtypes: names of the types that are compressed.
-        exclude: name patterns (fnmatch) of variables that travel dense.
+        exclude: name patterns (fnmatch) of variables that are sent dense.
         parameter_regularization: name patterns of variables and their own regularisers, which go before
             ``regularization``; the first match counts.
         parameter_learning_rate: name patterns of variables and what the learning rate is multiplied by for them; the
@@ -123,7 +123,7 @@ def _classes() -> tuple[Any, Any]:
     if _is_legacy():
         from dgc.tensorflow.keras.momentum.legacy import DGCMomentum
 
-        # Legacy Keras' own LossScaleOptimizer asks us for the exchange before it decides.
+        # Legacy Keras' own LossScaleOptimizer has the gradients exchanged before it decides.
         return DGCMomentum, DGCMomentum
     from dgc.tensorflow.keras.momentum.keras3 import DGCMomentum as Plain
     from dgc.tensorflow.keras.momentum.keras3 import DGCMomentumLossScale

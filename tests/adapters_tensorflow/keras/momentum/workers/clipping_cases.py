@@ -8,10 +8,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.keras.momentum.compressor import FixedMomentum
 
 keras = m.keras
 CLIPPING = {"clipnorm": 0.05, "clipvalue": 0.002, "global_clipnorm": 0.1}
@@ -94,20 +91,6 @@ def thresholds_of_any_type_count():
     inner = keras.optimizers.SGD(0.1)
     inner.clipnorm = np.float32(0)
     dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(momentum=0.9))
-
-
-@case
-def a_fixed_momentum_knows_all_that_an_adopted_one_does():
-    """It makes itself without its base's constructor."""
-    optimizer = dgck.DGCMomentum(0.1, 0.9, 3)
-    step(optimizer, tf.Variable(tf.zeros([64, 4])))
-    adoption = optimizer.compression.adoption
-    assert isinstance(adoption, FixedMomentum)
-    adopted = Adoption(keras.optimizers.SGD(0.1, momentum=0.9), DGCConfig())
-    assert not set(vars(adopted)) - set(vars(adoption)), set(vars(adopted)) - set(vars(adoption))
-    for name in dir(type(adopted)):
-        getattr(adoption, name)
-    optimizer.close()
 
 
 # -- a user's own optimizer ------------------------------------------------------------------------------------------
