@@ -3,20 +3,12 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
 WORKER = Path(__file__).parent / "workers" / "tape_cases.py"
 
 
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_on_two_ranks(cases, name):
-    cases.check(name)
+test_on_two_ranks = each_case(WORKER)
 
 
 @pytest.mark.mpi

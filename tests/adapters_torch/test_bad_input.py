@@ -4,20 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import each_case
 
 WORKER = Path(__file__).parent / "workers" / "bad_input_cases.py"
 
 
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_bad_input(cases, name):
-    cases.check(name)
+test_bad_input = each_case(WORKER)
 
 
 JOINED = """

@@ -5,23 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import each_case
 
 from dgc.errors import TransportError
 from dgc.transport.mpi import MPITransport
 
-WORKER = Path(__file__).parent / "workers" / "mpi_cases.py"
+# A group of some ranks needs three.
+KINDS = {f"{n}ranks": {"n": n} for n in (3, 2, 4)}
 
-
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="{}_ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_mpi_transport(cases, name):
-    cases.check(name)
+test_mpi_transport = each_case(Path(__file__).parent / "workers" / "mpi_cases.py", KINDS)
 
 
 @pytest.mark.mpi

@@ -7,24 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from adapters_torch.fuse.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
-from launch_tools import case_names
+from rank_jobs import each_case
 
 from dgc.torch.fuse import fuse_optimizer
 from dgc.torch.fuse.seam import StepSeam, resolve
 
-WORKER = Path(__file__).parent / "workers" / "seam_cases.py"
+KINDS = {"2ranks": {}, "1process": {"n": 1, "launcher": "single"}}
 
-
-@pytest.fixture(scope="module", params=[(1, "single"), (2, "mpirun")], ids=["one process", "two ranks"])
-def cases(request, ranks):
-    size, launcher = request.param
-    return ranks(WORKER, size, launcher=launcher)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_horovod(cases, name):
-    cases.check(name)
+test_horovod = each_case(Path(__file__).parent / "workers" / "seam_cases.py", KINDS)
 
 
 class Sharded(torch.optim.Optimizer):

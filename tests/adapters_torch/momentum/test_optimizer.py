@@ -3,22 +3,15 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import SIZES, each_case
 
 pytest.importorskip("torch")
 
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_on_real_ranks(cases, name):
-    cases.check(name)
+test_on_real_ranks = each_case(WORKER, SIZES)
 
 
 @pytest.mark.mpi

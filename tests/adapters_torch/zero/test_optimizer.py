@@ -4,22 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, case_names, run_mpi
+from launch_tools import REPOSITORY, run_mpi
+from rank_jobs import SIZES, each_case
 
 pytest.importorskip("torch")
 
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def sharding(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_sharding(sharding, name):
-    sharding.check(name)
+test_sharding = each_case(WORKER, SIZES)
 
 
 @pytest.mark.mpi

@@ -252,7 +252,7 @@ def both(**options):
     return names
 
 
-@case
+@case("mpirun", "gloo")
 def dense_steps_are_summed_on_devices():
     """Two dense steps, and the probe."""
     assert len(both()) == 2 + 1
@@ -268,10 +268,8 @@ def nothing_large_is_summed_where_everything_is_sparse():
     assert len(both(rampup_begin_step=0)) == 1
 
 
-@case
+@case("mpirun")
 def a_sum_of_nodes_stays_with_the_transport():
-    if not hvd.mpi_enabled():
-        raise SkipCase("nodes need MPI")
     assert len(both(hierarchical=2)) == 1
 
 
