@@ -26,8 +26,7 @@ def test_hundred_steps_are_bit_equal_fused_and_plain_in_turn(name, dtype):
     twins = Twins(cls, options, dtype=dtype)
     for step in range(100):
         fuse = step % 3 != 1
-        twins.step(fuse=fuse)
-        twins.assert_equal()
+        twins.run(fuse=fuse)
         if fuse:
             assert fused_counts(twins.fused) == (1, len(SHAPES))
 
@@ -77,9 +76,7 @@ def test_gradients_in_place_are_used_without_a_copy():
     twins = Twins(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     twins.step()
     places = [p.grad.data_ptr() for p in twins.fused_params]
-    for _ in range(3):
-        twins.step(keep=True)
-        twins.assert_equal()
+    twins.run(3, keep=True)
     assert [p.grad.data_ptr() for p in twins.fused_params] == places
 
 
@@ -206,9 +203,7 @@ def test_an_optimizer_that_uses_the_loss_gets_the_closures(elementwise):
 
 def test_a_step_without_a_closure_is_not_given_one():
     twins = Twins(LossScaled, elementwise=True)
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
+    twins.run(2)
 
 
 def test_hooks_see_the_closure_as_the_plain_step_shows_it():
@@ -305,9 +300,7 @@ def test_a_pre_hook_may_change_gradients():
     twins = Twins(torch.optim.SGD, {"lr": 0.1})
     for optimizer in (twins.plain, twins.fused):
         optimizer.register_step_pre_hook(clip)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
+    twins.run(3)
 
 
 def test_a_grad_scaler_and_a_scheduler_may_call_it_as_step(recwarn):
@@ -344,10 +337,7 @@ def test_an_optimizer_that_counts_in_its_options_and_on_itself():
             return super().step(closure)
 
     twins = Twins(Counting, {"lr": 0.1}, elementwise=True)
-    for _ in range(5):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    twins.run(5, counts=(1, len(SHAPES)))
     assert (twins.fused.total, twins.fused.param_groups[0]["count"]) == (5, 5)
 
 
