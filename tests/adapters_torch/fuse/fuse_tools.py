@@ -38,6 +38,23 @@ def make_params(shapes=SHAPES, *, dtype=torch.float32, seed=0) -> list[torch.nn.
     return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
 
 
+class Own(torch.optim.Optimizer):
+    """SGD whose direction a subclass chooses."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.direction(p), alpha=-group["lr"])
+
+    def direction(self, p):
+        return p.grad
+
+
 class LossScaled(torch.optim.Optimizer):
     """Element-wise; the larger the loss, the longer the step."""
 

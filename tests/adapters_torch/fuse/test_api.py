@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from adapters_torch.fuse.fuse_tools import SHAPES, Twins, assert_same_state, fill_grads, fused_counts, make_params
+from adapters_torch.fuse.fuse_tools import SHAPES, Own, Twins, assert_same_state, fill_grads, fused_counts, make_params
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 
@@ -112,17 +112,10 @@ def test_scalar_state_written_by_the_user_splits_the_set(value, through_data):
 
 
 def test_python_numbers_as_state():
-    class Counting(torch.optim.Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in (p for p in group["params"] if p.grad is not None):
-                    state = self.state[p]
-                    state["count"] = state.get("count", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] / state["count"])
+    class Counting(Own):
+        def direction(self, p):
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            return p.grad / self.state[p]["count"]
 
     twins = Twins(Counting, elementwise=True)
     for skip in [(), (), (3,), ()]:
@@ -131,19 +124,13 @@ def test_python_numbers_as_state():
 
 
 def test_state_that_is_replaced_or_dropped_by_the_optimizer():
-    class Renewing(torch.optim.Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    if state.pop("odd", None) is None:
-                        state["odd"] = p * 0.5
-                    state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad * 0.1
-                    p.sub_(state["mean"], alpha=group["lr"])
+    class Renewing(Own):
+        def direction(self, p):
+            state = self.state[p]
+            if state.pop("odd", None) is None:
+                state["odd"] = p * 0.5
+            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad * 0.1
+            return state["mean"]
 
     twins = Twins(Renewing, elementwise=True)
     for step in range(6):

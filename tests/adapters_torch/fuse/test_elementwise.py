@@ -11,6 +11,7 @@ from adapters_torch.fuse.fuse_tools import (
     ALGORITHMS,
     SHAPES,
     LossScaled,
+    Own,
     Twins,
     fill_grads,
     fused_counts,
@@ -23,23 +24,6 @@ from dgc.torch.fuse.elementwise import is_elementwise
 
 MATRICES = ((4, 3), (5, 5), (2, 7))
 ALL = (1, len(SHAPES))
-
-
-class Own(torch.optim.Optimizer):
-    """SGD whose direction a subclass chooses."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(self.direction(p), alpha=-group["lr"])
-
-    def direction(self, p):
-        return p.grad
 
 
 class Momentum(Own):
@@ -376,23 +360,16 @@ def test_a_counter_written_through_data_is_followed():
 
 
 def test_a_group_without_parameters_is_fused_once_it_has_some():
-    def make():
-        # As an optimizer that shards its groups leaves them.
-        params = make_params()
+    def as_sharded(params):
         optimizer = torch.optim.SGD([{"params": params}, {"params": make_params([(2,)])}], lr=0.1)
         optimizer.param_groups[1]["params"] = []
-        return params, optimizer
+        return optimizer
 
-    (plain_params, plain), (fused_params, fused) = make(), make()
-    fuse_optimizer(fused)
-    for step in range(3):
-        if step == 2:
-            for params, optimizer in ((plain_params, plain), (fused_params, fused)):
-                late = make_params([(4,), (5,)])
-                optimizer.param_groups[1]["params"] = late
-                params.extend(late)
-        fill_grads(plain_params, fused_params, seed=step)
-        plain.step()
-        fused.fuse_step()
-        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
-        assert fused_counts(fused) == (ALL if step < 2 else (2, len(SHAPES) + 2))
+    twins = Twins(as_sharded)
+    for _ in range(2):
+        twins.run(counts=ALL)
+    for params, optimizer in twins.both:
+        late = make_params([(4,), (5,)])
+        optimizer.param_groups[1]["params"] = late
+        params.extend(late)
+    twins.run(counts=(2, len(SHAPES) + 2))
