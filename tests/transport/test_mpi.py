@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import run_mpi
+from launch_tools import case_names, run_mpi
 from rank_jobs import each_case
 
 from dgc.errors import TransportError
@@ -14,7 +14,9 @@ from dgc.transport.mpi import MPITransport
 # A group of some ranks needs three.
 KINDS = {f"{n}ranks": {"n": n} for n in (3, 2, 4)}
 
-test_mpi_transport = each_case(Path(__file__).parent / "workers" / "mpi_cases.py", KINDS)
+WORKERS = Path(__file__).parent / "workers"
+
+test_mpi_transport = each_case(WORKERS / "mpi_cases.py", KINDS, more=case_names(WORKERS / "transport_contract.py"))
 
 
 @pytest.mark.mpi

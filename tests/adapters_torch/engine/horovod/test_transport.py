@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from launch_tools import TESTS, case_names
 from rank_jobs import each_case
 
 pytest.importorskip("torch")
@@ -13,7 +14,11 @@ KINDS = {
     "horovodrun": {"n": 2, "launcher": "horovodrun"},
 }
 
-test_transport = each_case(Path(__file__).parent / "workers" / "transport_cases.py", KINDS)
+test_transport = each_case(
+    Path(__file__).parent / "workers" / "transport_cases.py",
+    KINDS,
+    more=case_names(TESTS / "transport" / "workers" / "transport_contract.py"),
+)
 
 
 @pytest.mark.mpi
