@@ -142,11 +142,14 @@ def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher)
     ("launcher", "env", "options", "expected"),
     [
         ("gloo", {}, "transport='mpi'", "world of one"),
-        ("horovodrun", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "transport='mpi'", "MPI_THREAD_MULTIPLE"),
+        pytest.param(
+            *("mpirun", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "transport='mpi'", "MPI_THREAD_MULTIPLE"),
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["gloo", "no threads"],
 )
-def test_mpi_that_cannot_be_used_is_refused_on_every_rank(launcher, env, options, expected):
+def test_mpi_that_cannot_be_used_is_refused_on_every_rank(ranks, launcher, env, options, expected):
     source = f"""
 import sys
 sys.path.insert(0, {str(WORKER.parent)!r})
@@ -161,7 +164,7 @@ try:
 except dgc.TransportError as error:
     report(str(error))
 """
-    result = run_mpi(2, source, launcher=launcher, env=env)
+    result = ranks.run(source, 2, launcher=launcher, env=env)
     assert all(expected in text for text in result.values), result.explain()
 
 
