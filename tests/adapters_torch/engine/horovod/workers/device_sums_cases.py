@@ -252,7 +252,7 @@ def both(**options):
     return names
 
 
-@case("mpirun", "gloo")
+@case
 def dense_steps_are_summed_on_devices():
     """Two dense steps, and the probe."""
     assert len(both()) == 2 + 1
