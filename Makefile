@@ -31,7 +31,7 @@ export OMPI_MCA_mpi_yield_when_idle := 1
 export OMPI_MCA_btl_vader_single_copy_mechanism := none
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo demo-tensorflow evidence evidence-quick test test-quick lint format clean
+.PHONY: help setup demo demo-tensorflow evidence evidence-quick test test-all test-beyond test-quick lint format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,8 +77,14 @@ evidence: setup ## train the paper's kinds of application, dense beside DGC; goe
 evidence-quick: setup ## the same, everything once and small (about five minutes)
 	$(BIN)/python -m evidence --quick
 
-test: setup ## the whole test suite in runs side by side, with the slowest tests listed
+test: setup ## every behaviour once, in runs side by side, with the slowest tests listed (about ten minutes on two cores)
 	$(BIN)/python tools/run_tests.py --durations=25
+
+test-all: setup ## make test, and the matrix: 4 ranks, Gloo, legacy Keras, more seeds, slow launches
+	$(BIN)/python tools/run_tests.py --all --durations=25
+
+test-beyond: setup ## what make test-all has beyond make test
+	$(BIN)/python tools/run_tests.py --beyond --durations=25
 
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
 	$(BIN)/python tools/run_tests.py --quick --durations=10

@@ -230,4 +230,4 @@ def payload_formula(case, shape):
         return n * 1.6 / 8 + 4
     if case.name == "dorefa":
         return n * own.bits / 8 + 4
-    return None
+    raise ValueError(f"{case.name} has no formula yet")

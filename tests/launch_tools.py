@@ -183,15 +183,20 @@ def results_of(result: Result) -> CaseResults:
     return CaseResults(result, by_case)
 
 
+def case_kinds(script: Path) -> dict[str, tuple[str, ...]]:
+    """A worker's cases and the kinds of ranks each one names, read from its source: importing it might start MPI."""
+    found = {}
+    for node in ast.parse(script.read_text()).body:
+        for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
+            function, arguments = (mark.func, mark.args) if isinstance(mark, ast.Call) else (mark, [])
+            if isinstance(function, ast.Name) and function.id == "case":
+                found[node.name] = tuple(ast.literal_eval(argument) for argument in arguments)
+    return found
+
+
 def case_names(script: Path) -> list[str]:
-    """Names of a worker's cases, read from its source: importing it might start MPI in the test process."""
-    tree = ast.parse(script.read_text())
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(mark, ast.Name) and mark.id == "case" for mark in node.decorator_list)
-    ]
+    """Names of a worker's cases."""
+    return list(case_kinds(script))
 
 
 def _search_path() -> str:

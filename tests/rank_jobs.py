@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ from launch_tools import (
     CaseResults,
     LaunchError,
     Result,
-    case_names,
+    case_kinds,
     environment_for,
     kill_tree,
     launch_command,
@@ -416,25 +416,50 @@ class Ranks:
                 self._errors.append(str(error))
 
 
-def each_case(worker: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None) -> Callable[..., None]:
+def once(values: Iterable[Any]) -> list[Any]:
+    """Parameters of which the first one is in every run, and the others belong to the matrix."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.matrix) for value in others)]
+
+
+def each_case(
+    worker: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None, more: Iterable[str] = ()
+) -> Callable[..., None]:
     """A test of each case of a worker, on 2 ranks if nothing else is said.
+
+    Every case runs on each kind of ranks, or on those that it names, as ``@case("4ranks")`` does. What a case names is
+    in every run; of a case that names none, only the first kind is, and the others belong to the matrix.
 
     Args:
         worker: the file of cases.
-        kinds: name -> what the fixture ``ranks`` is given beside the worker; every case runs on each of them.
+        kinds: name -> what the fixture ``ranks`` is given beside the worker.
+        more: names of cases that the source does not show.
     """
     kinds = kinds or {"2ranks": {}}
     found: dict[str, Cases] = {}
 
     @pytest.mark.mpi
-    @pytest.mark.parametrize("name", case_names(worker))
-    @pytest.mark.parametrize("kind", kinds)
+    @pytest.mark.parametrize(("kind", "name"), _rows(worker, kinds, more))
     def test(ranks: Ranks, kind: str, name: str) -> None:
         if kind not in found:  # a worker that gets a launch of its own is started once
             found[kind] = ranks(worker, **{"n": 2, **kinds[kind]})
         found[kind].check(name)
 
     return test
+
+
+def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str]) -> list[Any]:
+    cases = {**dict.fromkeys(more, ()), **case_kinds(worker)}
+    unknown = {kind for named in cases.values() for kind in named} - set(kinds)
+    if unknown:
+        raise ValueError(f"{worker.name}: a case names {sorted(unknown)}; the test has {list(kinds)}")
+    first = next(iter(kinds))
+    return [
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if kind in (named or [first]) else [pytest.mark.matrix])
+        for kind in kinds
+        for name, named in cases.items()
+        if kind in (named or kinds)
+    ]
 
 
 def _kind(source: str, n: int, launcher: str, env: Mapping[str, str] | None) -> Kind:

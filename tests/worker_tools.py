@@ -43,8 +43,13 @@ def report(value: Any) -> None:
         file.write(line + "\n")
 
 
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a function as a case; it runs on every rank, in the order of the file."""
+def case(function: Callable[[], None] | str, *kinds: str) -> Callable[..., Any]:
+    """Register a function as a case; it runs on every rank, in the order of the file.
+
+    ``@case`` runs on every kind of ranks of its test, ``@case("4ranks")`` on those alone (``rank_jobs.each_case``).
+    """
+    if isinstance(function, str):
+        return case
     _cases[function.__name__] = function
     return function
 

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Run the whole suite as pytest runs side by side: tests within one process, those of each framework, and the rest.
+"""Run the tests as pytest runs side by side: tests within one process, those of each framework, and the rest.
+
+    tools/run_tests.py            every behaviour once: all but the tests marked ``matrix``
+    tools/run_tests.py --all      the matrix too: other numbers of ranks, launchers and versions of Keras, more seeds
+    tools/run_tests.py --beyond   the matrix alone
+    tools/run_tests.py --quick    the core and what compressors promise, which start no ranks; as without an option
 
 Ranks wait for each other, and frameworks are imported for seconds on one core: beside each other the runs keep all
 cores busy. Each run's output comes as a whole when it has ended. The exit status is that of the first run that failed.
-Arguments are handed on to all. ``--quick`` in front of them runs the core and what compressors promise alone, which
-start no ranks.
+Other arguments are handed on to all.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ RUNS = {
 
 QUICK = {"kernels": ("core/kernels",), "rest of the core": ("core", "contract")}
 """The same for ``--quick``; a run leaves out what an earlier one has."""
+
+SELECTIONS = {"--quick": "not matrix", "--once": "not matrix", "--beyond": "matrix", "--all": ""}
+"""What is run of the folders, as an expression of pytest's markers; ``--once`` is meant where none is named."""
 
 NO_TESTS = 5
 """Pytest's status when nothing was selected, as ``-k`` may do to some of the runs."""
@@ -63,9 +70,10 @@ def show(name: str, seconds: float, log: IO[bytes]) -> None:
 
 
 def main() -> int:
-    quick, arguments = sys.argv[1:2] == ["--quick"], sys.argv[1:]
-    runs = quick_folders() if quick else folders()
-    arguments = arguments[quick:]
+    arguments = sys.argv[1:]
+    selection = arguments.pop(0) if arguments[:1] and arguments[0] in SELECTIONS else "--once"
+    runs = quick_folders() if selection == "--quick" else folders()
+    arguments = ["-m", SELECTIONS[selection], *arguments]
     compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
     start = time.monotonic()

@@ -24,6 +24,9 @@ HERE = Path(__file__).resolve().parent
 MARK = "DGC_CHAOS_JOB"
 """Bears a number of the job's own in the environment of all its processes, wherever they have moved."""
 RANKS = 2
+LOOPS = dict.fromkeys(("A", "B", "dense"), "torch_ways.py")
+LOOPS |= dict.fromkeys(("tape", "keras", "dense_tape"), "tensorflow_ways.py")
+"""The script that a rank runs, by way."""
 START_SECONDS = 240.0
 LINGER_SECONDS = 5.0
 CACHES = ("torchinductor_", "__autograph_generated_file")
@@ -114,7 +117,7 @@ def _run(found: Found, fault: Fault, folder: Path, mark: str, stop: float, limit
     job = folder / "job"
     environment = environment_for({MARK: mark, "TMPDIR": str(folder / "tmp"), **fault.environment})
     environment.update(PYTHONUNBUFFERED="1", TF_CPP_MIN_LOG_LEVEL="2")
-    command = [*launch_command(found.launcher, RANKS), sys.executable, str(HERE / "rank.py")]
+    command = [*launch_command(found.launcher, RANKS), sys.executable, str(HERE / LOOPS[found.way])]
     with (folder / "output").open("wb") as output:
         launcher = subprocess.Popen(
             [*command, found.way, found.fault, str(job)],

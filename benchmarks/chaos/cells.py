@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ def parser_of(
     parser.add_argument("--limit", type=float, default=limit, help="seconds after the fault until a job counts as hung")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--json", type=Path, default=path)
+    parser.add_argument("--sample", type=int, help="so many of these cells, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true", help="run nothing; write the table into docs/chaos.md")
     return parser
 
@@ -51,6 +55,24 @@ def chosen(text: str, allowed: Iterable[str]) -> list[str]:
     if unknown:
         raise SystemExit(f"unknown: {', '.join(unknown)}; allowed: {', '.join(known)}")
     return names
+
+
+def asked(
+    options: argparse.Namespace, faults: Iterable[str], ways: Iterable[str], rows: Collection[tuple[str, str, str]] = ()
+) -> list[Cell]:
+    """The cells that the options name, or a sample of them.
+
+    Args:
+        options: of :func:`parser_of`.
+        faults: all there are.
+        ways: all there are.
+        rows: way, launcher and fault of the cells to leave out.
+    """
+    named = chosen(options.faults, faults), chosen(options.ways, ways), chosen(options.launchers, LAUNCHERS)
+    cells = [(fault, way, launcher) for fault, way, launcher in product(*named) if (way, launcher, fault) not in rows]
+    if options.sample is None or options.sample >= len(cells):
+        return cells
+    return sorted(random.Random(options.seed).sample(cells, options.sample), key=cells.index)
 
 
 @dataclass

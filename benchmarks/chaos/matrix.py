@@ -2,6 +2,7 @@
 
     python benchmarks/chaos/matrix.py                                   # everything: more than an hour
     python benchmarks/chaos/matrix.py --faults kill,stop --ways A,dense --launchers mpirun --quick
+    python benchmarks/chaos/matrix.py --sample 40 --quick               # 40 of all cells; --seed draws others
     python benchmarks/chaos/matrix.py --missing --quick                 # cells without a row, after an interruption
     python benchmarks/chaos/matrix.py --markdown                        # the table of docs/chaos.md from the results
 
@@ -15,7 +16,6 @@ their environment, and none outlives its cell. Cells that are run again replace 
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
 
 from cell import clear_all, run_cell  # noqa: E402
-from cells import LAUNCHERS, Cell, Matrix, chosen, parser_of  # noqa: E402
+from cells import Cell, Matrix, asked, parser_of  # noqa: E402
 from faults import FAULTS  # noqa: E402
 from report import RESULTS, write_docs  # noqa: E402
 
@@ -53,11 +53,7 @@ def main() -> None:
         return {**min(tries, key=_badness), "stop": stop, "runs": options.repeat}
 
     matrix = Matrix(options.json, FAULTS, run, lambda row: print(line(row), flush=True), clear_all)
-    asked = chosen(options.faults, FAULTS), chosen(options.ways, WAYS), chosen(options.launchers, LAUNCHERS)
-    cells = list(itertools.product(*asked))
-    if options.missing:
-        cells = [(fault, way, launcher) for fault, way, launcher in cells if (way, launcher, fault) not in matrix.rows]
-    matrix.run_all(cells, options.jobs)
+    matrix.run_all(asked(options, FAULTS, WAYS, matrix.rows if options.missing else ()), options.jobs)
 
 
 def _badness(row: dict[str, Any]) -> int:

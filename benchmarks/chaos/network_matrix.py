@@ -13,7 +13,6 @@ Cells that are run again replace their rows in ``benchmarks/results/chaos-networ
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"), str(HERE)]
 
-from cells import LAUNCHERS, Cell, Matrix, chosen, parser_of  # noqa: E402
+from cells import Cell, Matrix, asked, parser_of  # noqa: E402
 from matrix import line  # noqa: E402
 from network_cell import end_all, run_cell  # noqa: E402
 from network_faults import NETWORK_FAULTS  # noqa: E402
@@ -44,8 +43,7 @@ def main() -> None:
         print(line(row), f"resumed at {row['resumed']}, same: {row.get('same')}", flush=True)
 
     matrix = Matrix(options.json, NETWORK_FAULTS, run, say, end_all, resumes=True)
-    asked = chosen(options.faults, NETWORK_FAULTS), chosen(options.ways, WAYS), chosen(options.launchers, LAUNCHERS)
-    matrix.run_all(list(itertools.product(*asked)), options.jobs)
+    matrix.run_all(asked(options, NETWORK_FAULTS, WAYS), options.jobs)
 
 
 if __name__ == "__main__":

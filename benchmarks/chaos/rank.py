@@ -1,6 +1,7 @@
-"""One rank of a job in the matrix of chaos: started by ``matrix.py``, and told what to do by its command line.
+"""One rank of a job in the matrix of chaos, for the training loops that ``matrix.py`` starts with a command line.
 
-    rank.py WAY FAULT FOLDER
+    torch_ways.py WAY FAULT FOLDER
+    tensorflow_ways.py WAY FAULT FOLDER
 
 It leaves a file in FOLDER at each moment that the process which started it waits for.
 """
@@ -14,13 +15,11 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from faults import FAULTS, STEP, STEPS, TEXT, VICTIM, Fault
 
 PAUSE = 0.02
@@ -131,16 +130,7 @@ def _end_address_space() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def main() -> None:
-    """Be a rank."""
+def run(train: Callable[[str, Rank], None]) -> None:
+    """Call a training loop with the way and the rank that the command line names."""
     way, fault, folder = sys.argv[1:]
-    rank = Rank(FAULTS[fault], Path(folder))
-    if way in ("A", "B", "dense"):
-        from torch_ways import train
-    else:
-        from tensorflow_ways import train
-    train(way, rank)
-
-
-if __name__ == "__main__":
-    main()
+    train(way, Rank(FAULTS[fault], Path(folder)))

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from rank import Rank
+from rank import Rank, run
 
 import dgc.tensorflow.keras as dgc_keras
 from dgc import tensorflow as dgc
@@ -171,3 +171,7 @@ def _save(rank: Rank, model: Any, compression: Any) -> None:
     if compression is not None:
         np.save(folder / f"dgc.rank{hvd.rank()}.npy", compression.state_dict(), allow_pickle=True)
     rank.saved()
+
+
+if __name__ == "__main__":
+    run(train)

@@ -6,7 +6,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from rank import Rank
+from rank import Rank, run
 
 import dgc.torch as dgc
 
@@ -95,3 +95,7 @@ def _save(rank: Rank, model: torch.nn.Module, optimizer: Any, compression: Any) 
         folder.mkdir()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
     rank.saved()
+
+
+if __name__ == "__main__":
+    run(train)

@@ -3,22 +3,14 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
-from rank_jobs import FLAVOURS
+from launch_tools import run_mpi
+from rank_jobs import KERAS, each_case
 
 WORKERS = Path(__file__).parent / "workers"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture(scope="module", params=FLAVOURS)
-def habits(ranks, request):
-    return ranks(WORKERS / "habits_cases.py", 2, env=FLAVOURS[request.param])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKERS / "habits_cases.py"))
-def test_on_two_ranks(habits, name):
-    habits.check(name)
+test_on_two_ranks = each_case(WORKERS / "habits_cases.py", KERAS)
 
 
 STAGE = """

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -61,15 +60,7 @@ report("done")
 """
 
 
-@pytest.fixture(scope="module")
-def three_ranks(ranks):
-    return ranks(WORKERS / "process_sets_cases.py", 3)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKERS / "process_sets_cases.py"))
-def test_process_sets(three_ranks, name):
-    three_ranks.check(name)
+test_process_sets = each_case(WORKERS / "process_sets_cases.py", {"3ranks": {"n": 3}})
 
 
 def test_a_single_process_keeps_its_momentum_and_exchanges_nothing(ranks):

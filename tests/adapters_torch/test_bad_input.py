@@ -4,20 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import each_case, once
 
 WORKER = Path(__file__).parent / "workers" / "bad_input_cases.py"
 
 
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_bad_input(cases, name):
-    cases.check(name)
+test_bad_input = each_case(WORKER)
 
 
 JOINED = """
@@ -45,8 +38,15 @@ report("no error")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("way", ["a", "b"])
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+@pytest.mark.parametrize(
+    ("way", "launcher"),
+    [
+        ("a", "gloo"),
+        ("b", "horovodrun"),
+        pytest.param("a", "horovodrun", marks=pytest.mark.matrix),
+        pytest.param("b", "gloo", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
     source = JOINED.format(workers=str(WORKER.parent), way=way)
     result = run_mpi(2, source, launcher=launcher, check=False)
@@ -96,7 +96,7 @@ report([text, linear.weight.sum().item()])
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+@pytest.mark.parametrize("launcher", once(["mpirun", "gloo"]))
 def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(ranks, launcher):
     result = ranks.run(DENSIFIED.format(workers=str(WORKER.parent)), 2, launcher=launcher)
     (text, own), other = result.values
@@ -128,7 +128,7 @@ except dgc.LayoutError as error:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo"])
+@pytest.mark.parametrize("launcher", once(["horovodrun", "gloo"]))
 def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher):
     result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
@@ -142,11 +142,14 @@ def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher)
     ("launcher", "env", "options", "expected"),
     [
         ("gloo", {}, "transport='mpi'", "world of one"),
-        ("horovodrun", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "transport='mpi'", "MPI_THREAD_MULTIPLE"),
+        pytest.param(
+            *("mpirun", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "transport='mpi'", "MPI_THREAD_MULTIPLE"),
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["gloo", "no threads"],
 )
-def test_mpi_that_cannot_be_used_is_refused_on_every_rank(launcher, env, options, expected):
+def test_mpi_that_cannot_be_used_is_refused_on_every_rank(ranks, launcher, env, options, expected):
     source = f"""
 import sys
 sys.path.insert(0, {str(WORKER.parent)!r})
@@ -161,7 +164,7 @@ try:
 except dgc.TransportError as error:
     report(str(error))
 """
-    result = run_mpi(2, source, launcher=launcher, env=env)
+    result = ranks.run(source, 2, launcher=launcher, env=env)
     assert all(expected in text for text in result.values), result.explain()
 
 

@@ -2,19 +2,7 @@
 
 from pathlib import Path
 
-import pytest
 from documented import own_names
-from launch_tools import case_names
+from rank_jobs import each_case
 
-WORKER = Path(__file__).parent / "workers" / "compressor_cases.py"
-
-
-@pytest.fixture(scope="module")
-def cases(ranks):
-    return ranks(WORKER, 2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", [*own_names(), *case_names(WORKER)])
-def test_compressors(cases, name):
-    cases.check(name)
+test_compressors = each_case(Path(__file__).parent / "workers" / "compressor_cases.py", more=own_names())

@@ -88,6 +88,22 @@ def test_nothing_is_run_in_vain(run):
     assert sorted(run.jobs.done) == [("fork", "dense", "gloo"), ("none", "dense", "gloo"), ("stop", "dense", "gloo")]
 
 
+def test_a_sample_is_drawn_from_the_cells_that_are_asked_for_and_lack_a_row(run):
+    faults = ("--faults", "kill,exit_0,exit_3,one_more", "--ways", "A,B,dense", "--launchers", "gloo", "--quick")
+    run(*faults, "--sample", "5")
+    first = run.jobs.done
+    assert len(set(first)) == len(first) == 5
+    run(*faults, "--sample", "5", "--missing")
+    assert len(run.jobs.done) == 5
+    assert not set(first) & set(run.jobs.done)
+    run(*faults, "--sample", "5", "--seed", "1")
+    assert sorted(run.jobs.done) != sorted(first)
+    run(*faults, "--sample", "5")
+    assert sorted(run.jobs.done) == sorted(first)
+    run(*faults, "--sample", "100", "--missing")
+    assert len(run.jobs.done) <= 2
+
+
 def test_a_job_to_compare_with_that_did_not_come_to_its_end_is_said(run):
     run.jobs.different = {("none", "A")}
     jobs = run.jobs.__call__

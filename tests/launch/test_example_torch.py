@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_tools import REPOSITORY, run_mpi
+from rank_jobs import once
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -53,7 +54,7 @@ def launches(train, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", once(LAUNCHES))
 def test_learns_and_sends_a_thousandth_under_each_launcher(launch, launches):
     report = launches(launch)
 
@@ -66,6 +67,7 @@ def test_learns_and_sends_a_thousandth_under_each_launcher(launch, launches):
     assert report["bytes_last_step"] * 500 < report["dense_bytes_per_step"]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(1500)
 def test_launcher_and_way_do_not_change_a_single_bit(launches):
     assert len({launches(launch)["digest"] for launch in LAUNCHES}) == 1
@@ -79,7 +81,7 @@ def test_one_process_trains_with_plain_sgd(train, tmp_path):
     assert report["bytes_total"] == 0
 
 
-@pytest.mark.parametrize(("compression", "share"), [("none", 1.0), ("fp16", 0.5)])
+@pytest.mark.parametrize(("compression", "share"), [("fp16", 0.5), pytest.param("none", 1.0, marks=pytest.mark.matrix)])
 def test_horovod_s_own_compressions_still_work(train, compression, share, tmp_path):
     report = train(tmp_path, "--epochs", 2, "--nesterov", "--compression", compression)
 
@@ -88,7 +90,10 @@ def test_horovod_s_own_compressions_still_work(train, compression, share, tmp_pa
     assert report["bytes_total"] == share * report["dense_bytes_per_step"] * report["steps"]
 
 
-@pytest.mark.parametrize(("compression", "option", "ratio"), [("qsgd", "bits=8", 3.9), ("topk", "sparsity=0.99", 60)])
+@pytest.mark.parametrize(
+    ("compression", "option", "ratio"),
+    [("qsgd", "bits=8", 3.9), pytest.param("topk", "sparsity=0.99", 60, marks=pytest.mark.matrix)],
+)
 def test_other_compressors_by_name_with_options(train, compression, option, ratio, tmp_path):
     report = train(tmp_path, "--epochs", 4, "--compression", compression, "--option", option, "--way", "b")
 
@@ -97,6 +102,7 @@ def test_other_compressors_by_name_with_options(train, compression, option, rati
     assert report["bytes_last_step"] * ratio < report["dense_bytes_per_step"]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(1500)
 def test_what_is_not_sent_must_be_kept(train, tmp_path):
     """The control that forgets it learns far less in the same steps and bytes."""

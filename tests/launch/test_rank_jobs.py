@@ -11,7 +11,7 @@ import psutil
 import pytest
 import rank_jobs
 from launch_tools import TESTS, LaunchError
-from rank_jobs import Ranks
+from rank_jobs import SIZES, Ranks, each_case
 
 pytestmark = pytest.mark.mpi
 
@@ -84,6 +84,44 @@ def leaves():
 if __name__ == "__main__":
     run_cases()
 """
+
+
+OF_KINDS = """
+from worker_tools import case
+
+@case
+def anywhere():
+    pass
+
+@case("4ranks")
+def needs_four():
+    pass
+
+@case("2ranks", "4ranks")
+def differs():
+    pass
+"""
+
+
+def test_what_a_case_names_is_in_every_run_and_else_the_first_kind_alone(tmp_path):
+    worker = tmp_path / "kinds.py"
+    worker.write_text(OF_KINDS)
+    (mark,) = [mark for mark in each_case(worker, SIZES).pytestmark if mark.name == "parametrize"]
+    rows = {row.id: [mark.name for mark in row.marks] for row in mark.args[1]}
+    assert rows == {
+        "2ranks-anywhere": [],
+        "2ranks-differs": [],
+        "4ranks-anywhere": ["matrix"],
+        "4ranks-needs_four": [],
+        "4ranks-differs": [],
+    }
+
+
+def test_a_case_that_names_a_kind_that_its_test_has_not_would_never_run(tmp_path):
+    worker = tmp_path / "kinds.py"
+    worker.write_text(OF_KINDS)
+    with pytest.raises(ValueError, match=r"kinds\.py: a case names \['4ranks'\]; the test has \['2ranks'\]"):
+        each_case(worker)
 
 
 @pytest.fixture(scope="module")

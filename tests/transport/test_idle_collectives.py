@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from rank_jobs import each_case
+from rank_jobs import SIZES, each_case
 
-test_idle_collectives = each_case(
-    Path(__file__).parent / "workers" / "idle_collectives_cases.py", {"2ranks": {}, "4ranks": {"n": 4}}
-)
+test_idle_collectives = each_case(Path(__file__).parent / "workers" / "idle_collectives_cases.py", SIZES)

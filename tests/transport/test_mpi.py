@@ -6,22 +6,17 @@ from pathlib import Path
 
 import pytest
 from launch_tools import case_names, run_mpi
+from rank_jobs import each_case
 
 from dgc.errors import TransportError
 from dgc.transport.mpi import MPITransport
 
-WORKER = Path(__file__).parent / "workers" / "mpi_cases.py"
+# A group of some ranks needs three.
+KINDS = {f"{n}ranks": {"n": n} for n in (3, 2, 4)}
 
+WORKERS = Path(__file__).parent / "workers"
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="{}_ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_mpi_transport(cases, name):
-    cases.check(name)
+test_mpi_transport = each_case(WORKERS / "mpi_cases.py", KINDS, more=case_names(WORKERS / "transport_contract.py"))
 
 
 @pytest.mark.mpi

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from rank_jobs import FLAVOURS, KERAS, each_case
+from rank_jobs import FLAVOURS, KERAS, each_case, once
 
 test_checkpoint = each_case(Path(__file__).parent / "workers" / "checkpoint_cases.py", KERAS)
 
@@ -62,7 +62,7 @@ with warnings.catch_warnings(record=True) as caught:
 """
 
 
-@pytest.fixture(params=FLAVOURS)
+@pytest.fixture(params=once(FLAVOURS))
 def stage(ranks, request, tmp_path):
     """``stage(n, command, first)``: three steps more on n ranks; what every rank has seen."""
 

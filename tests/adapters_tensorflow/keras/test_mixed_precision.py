@@ -2,19 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
-from rank_jobs import FLAVOURS
+from rank_jobs import KERAS, each_case
 
-WORKER = Path(__file__).parent / "workers" / "mixed_precision_cases.py"
-
-
-@pytest.fixture(scope="module", params=FLAVOURS)
-def mixed(request, ranks):
-    return ranks(WORKER, 2, env=FLAVOURS[request.param])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_mixed_precision_on_two_ranks(mixed, name):
-    mixed.check(name)
+test_mixed_precision_on_two_ranks = each_case(Path(__file__).parent / "workers" / "mixed_precision_cases.py", KERAS)

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -193,7 +193,7 @@ def models_that_were_never_broadcast():
     m.assert_raises(lambda: m.fit(model, 3), "BroadcastGlobalVariablesCallback")
 
 
-@case
+@case("keras3", "legacy")
 def learning_rates_that_drift_apart():
     for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
         model = m.make_model()
@@ -231,7 +231,7 @@ def a_restored_model_on_one_rank_and_the_callbacks_in_the_wrong_order():
     m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), "have made [2, 0] steps", "after Broadcast")
 
 
-@case
+@case("keras3", "legacy")
 def xla():
     model = m.make_model()
     compression = dgc.Compression.dgc(momentum=0.0)
@@ -350,10 +350,8 @@ def a_state_of_another_rank_or_model():
     m.assert_raises(lambda: other.load_state_dict(state), "another model")
 
 
-@case
+@case("keras3")
 def horovods_keras_3_optimizer_diverges_and_is_refused_with_our_compressor():
-    if m.LEGACY:
-        raise SkipCase("works with legacy Keras")
     model = m.compile_model(dgc.Compression.none, wrapper=False)
     m.fit(model, 10)
     assert m.replicas_differ(m.values(model)), "Horovod averages under Keras 3 now: the refusal can go"

@@ -55,7 +55,7 @@ def tape_loop(inner, library, compression, steps=10, model=None):
 # -- clipping in the optimizer ---------------------------------------------------------------------------------------
 
 
-@case
+@case("keras3", "legacy")
 def clipping_in_the_optimizer_equals_dense():
     plain = m.values(fitted(keras.optimizers.SGD(schedule(), momentum=0.9)))
     for clip, nesterov, graph in zip(CLIPPING, (False, True, False), (True, False, False), strict=True):
@@ -112,7 +112,7 @@ class Normalised(keras.optimizers.SGD):
         super().update_step(gradient / (tf.norm(gradient) + 1e-9), variable, *rate)
 
 
-@case
+@case("keras3", "legacy")
 def an_update_of_the_users_own_keeps_its_momentum():
     for graph in (False, True):
         dense = m.values(fitted(Normalised(0.02, momentum=0.9)))
@@ -183,7 +183,7 @@ else:
     }
 
 
-@case
+@case("keras3", "legacy")
 def whatever_of_the_users_own_changes_gradients_sees_gradients():
     for name, make in OWN.items():
         dense = m.values(fitted(make(momentum=0.9)))
@@ -267,14 +267,8 @@ ACCUMULATING = {
 }
 
 
-def refuse_legacy():
-    if m.LEGACY:
-        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
-
-
-@case
+@case("keras3")
 def accumulating_optimizers_equal_plain_keras():
-    refuse_legacy()
     for name, make in ACCUMULATING.items():
         # The same data on all ranks, so that Keras alone is a dense run.
         plain = fitted(make(gradient_accumulation_steps=3), wrapped=False, rank=0)
@@ -291,9 +285,8 @@ def accumulating_optimizers_equal_plain_keras():
         assert not sums, sums
 
 
-@case
+@case("keras3")
 def accumulating_replicas_stay_alike():
-    refuse_legacy()
     for make in (ACCUMULATING["nadam"], ACCUMULATING["overwriting"]):
         compression = dgc.Compression.dgc(**m.SPARSE)
         model = fitted(make(gradient_accumulation_steps=2), compression, steps=20, graph=True)
@@ -301,9 +294,8 @@ def accumulating_replicas_stay_alike():
         assert compression.stats.steps == 10
 
 
-@case
+@case("keras3")
 def a_constraint_holds_after_every_pass():
-    refuse_legacy()
 
     def trained(inner, **arguments):
         keras.utils.set_random_seed(1)
@@ -391,7 +383,7 @@ def equal_to_dense_when(change, **options):
     return model
 
 
-@case
+@case("keras3", "legacy")
 def another_momentum_is_followed():
     def lower(optimizer):
         optimizer.momentum = 0.5
@@ -440,7 +432,7 @@ def own_config(optimizer):
     return config["inner"] if m.LEGACY else config["inner_optimizer"]["config"]
 
 
-@case
+@case("keras3", "legacy")
 def a_configuration_holds_the_user_s_own_momentum():
     makers = [keras.optimizers.SGD]
     if m.LEGACY:
@@ -459,10 +451,8 @@ def a_configuration_holds_the_user_s_own_momentum():
         assert own_config(model.optimizer)["nesterov"] is True
 
 
-@case
+@case("keras3")
 def the_wrapper_shows_and_sets_the_user_s_options():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras' wrapped optimizer is the user's own")
     inner = keras.optimizers.SGD(0.05, momentum=0.75, nesterov=True, weight_decay=0.01)
     optimizer = compiled(inner, dgc.Compression.dgc(**m.SPARSE)).optimizer
     assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0.75, True, 0.01)

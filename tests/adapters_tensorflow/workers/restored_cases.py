@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -91,7 +91,7 @@ def assert_goes_on_as(reference, model):
 # -- slots ---------------------------------------------------------------------------------------------------------
 
 
-@case
+@case("keras3", "legacy")
 def no_update_is_left_in_the_slots_of_a_saved_model():
     for wrapped in (True, False) if m.LEGACY else (True,):
         given = dgc.Compression.dgc(**m.SPARSITY_0) if wrapped else dict(m.SPARSITY_0)
@@ -122,7 +122,7 @@ def step_behind_a_tape(model, optimizer):
     return step
 
 
-@case
+@case("keras3", "legacy")
 def no_update_is_left_in_slots_behind_a_tape():
     kinds = [sgd(), tf.compat.v1.train.MomentumOptimizer(0.05, 0.9)]
     if m.LEGACY:
@@ -186,10 +186,8 @@ def a_dense_wrapper_goes_on_with_its_op():
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
 
 
-@case
+@case("keras3")
 def a_model_of_several_goes_on_in_one_process():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras' optimizers have the same variables in both")
     with Folder() as folder:
         fit(distributed()).save_weights(f"{folder}/model.weights.h5")
         other = distributed(m.alone())

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 
@@ -288,8 +288,6 @@ def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
 @case
 def the_documented_loops():
     """docs/tensorflow.md, word for word: a plain loop, and one with a loss scale."""
-    if m.LEGACY:
-        raise SkipCase("written for Keras 3")
     text = (Path(__file__).parents[3] / "docs" / "tensorflow.md").read_text()
     plain, scaled = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     names = {}

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -92,7 +92,7 @@ def two_dense_wrappers_in_one_graph_do_not_share_names():
 # -- without a compressor ------------------------------------------------------------------------------------------
 
 
-@case
+@case("keras3", "legacy")
 def a_dense_wrapper_adds_up_passes():
     wanted = large_batches()
     for graph in (True, False):
@@ -102,10 +102,8 @@ def a_dense_wrapper_adds_up_passes():
         assert int(model.optimizer.iterations) == 10
 
 
-@case
+@case("keras3")
 def a_dense_wrapper_takes_keras_accumulation():
-    if m.LEGACY:
-        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
     model = m.make_model()
     inner = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
     model.compile(optimizer=dgck.DistributedOptimizer(inner), loss=m.loss_function)
@@ -147,7 +145,7 @@ def local_step(scale, compression, make):
     np.testing.assert_allclose(np.asarray(own), -mine / (hvd.size() if scale else 1), rtol=1e-6)
 
 
-@case
+@case("keras3", "legacy")
 def gradients_of_local_variables_stay_on_their_rank():
     def make(inner, compression, scale):
         return dgck.DistributedOptimizer(inner, compression=compression, scale_local_gradients=scale)
@@ -222,7 +220,7 @@ def a_partial_tape_leaves_layers_on_their_rank():
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-@case
+@case("keras3", "legacy")
 def load_model_makes_a_dense_model_distributed():
     model = m.make_model()
     model.compile(optimizer=keras.optimizers.SGD(m.schedule(), momentum=0.9), loss=m.loss_function)
@@ -268,10 +266,8 @@ def callbacks_know_a_users_optimizer_from_one_of_ours():
     )
 
 
-@case
+@case("keras3")
 def load_model_knows_a_users_optimizer_from_one_of_ours():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras saves an optimizer's class by its name alone")
     model = m.make_model()
     model.compile(optimizer=TellsOfItself(0.05, momentum=0.9), loss=m.loss_function)
     with tempfile.TemporaryDirectory() as folder:

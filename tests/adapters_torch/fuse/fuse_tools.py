@@ -38,6 +38,23 @@ def make_params(shapes=SHAPES, *, dtype=torch.float32, seed=0) -> list[torch.nn.
     return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
 
 
+class Own(torch.optim.Optimizer):
+    """SGD whose direction a subclass chooses."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.direction(p), alpha=-group["lr"])
+
+    def direction(self, p):
+        return p.grad
+
+
 class LossScaled(torch.optim.Optimizer):
     """Element-wise; the larger the loss, the longer the step."""
 
@@ -81,16 +98,22 @@ class Twins:
         self.plain = cls(self.plain_params, **(options or {}))
         self.fused = fuse_optimizer(cls(self.fused_params, **(options or {})), **fuse_options)
         self.count = 0
+        self.both = ((self.plain_params, self.plain), (self.fused_params, self.fused))
+        self.steps = ((self.plain_params, self.plain.step), (self.fused_params, self.fused.fuse_step))
+
+    def run(self, count=1, *, counts=None, **options) -> None:
+        """Steps of both, equal after each; then ``counts`` are those of the last fused step."""
+        for _ in range(count):
+            self.step(**options)
+            self.assert_equal()
+        assert counts is None or fused_counts(self.fused) == counts
 
     def step(self, *, fuse=True, **grads) -> None:
         """One step of both on fresh equal gradients, the fused one by ``step()`` if ``fuse`` is False."""
         self.count += 1
         fill_grads(self.plain_params, self.fused_params, seed=self.count, **grads)
         self.plain.step()
-        if fuse:
-            self.fused.fuse_step()
-        else:
-            self.fused.step()
+        self.fused.fuse_step() if fuse else self.fused.step()
 
     def assert_equal(self) -> None:
         """Parameters, gradients and state_dict agree bit by bit, order of entries included."""

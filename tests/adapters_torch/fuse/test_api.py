@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from adapters_torch.fuse.fuse_tools import SHAPES, Twins, assert_same_state, fill_grads, fused_counts, make_params
+from adapters_torch.fuse.fuse_tools import SHAPES, Own, Twins, assert_same_state, fill_grads, fused_counts, make_params
 
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 
@@ -62,8 +62,7 @@ def test_parameters_without_gradient_are_not_updated(name):
     twins = twins_of(name)
     for step, skip in enumerate([(), (2,), (2,), (0, 5), (), tuple(range(len(SHAPES))), (), (1, 3, 5), ()]):
         before = [p.detach().clone() for p in twins.fused_params]
-        twins.step(skip=skip, fuse=step != 2)
-        twins.assert_equal()
+        twins.run(skip=skip, fuse=step != 2)
         for i in skip:
             assert torch.equal(twins.fused_params[i], before[i])
 
@@ -71,20 +70,15 @@ def test_parameters_without_gradient_are_not_updated(name):
 @every_optimizer
 def test_no_gradient_at_the_first_step_then_all(name):
     twins = twins_of(name)
-    twins.step(skip=(0, 2, 3))
-    twins.assert_equal()
-    twins.step()
-    twins.assert_equal()
+    twins.run(skip=(0, 2, 3))
+    twins.run()
 
 
 def test_momentum_that_comes_late_joins_the_others():
     twins = twins_of("sgd")
     twins.step(skip=(3,))
     assert fused_counts(twins.fused)[1] < len(SHAPES)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == ALL
+    twins.run(3, counts=ALL)
 
 
 @pytest.mark.parametrize("skip", [(3, 4, 5), (3,), (1, 2, 3, 4, 5)])
@@ -92,18 +86,13 @@ def test_neighbours_that_get_momentum_late_join_the_others(skip):
     # Depending on who skips, a set and a set, or a set and a single one, become alike by the step itself.
     twins = Twins(*OPTIMIZERS["sgd"], shapes=[(8,)] * 6)
     twins.step(skip=skip)
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, 6)
+    twins.run(2, counts=(1, 6))
 
 
 def test_a_parameter_with_another_step_count_is_not_fused_with_the_others():
     twins = twins_of("adam")
     twins.step(skip=(3,))
-    for _ in range(5):
-        twins.step()
-        twins.assert_equal()
+    twins.run(5)
     assert 0 < fused_counts(twins.fused)[1] < len(SHAPES)
 
 
@@ -112,7 +101,7 @@ def test_a_parameter_with_another_step_count_is_not_fused_with_the_others():
 def test_scalar_state_written_by_the_user_splits_the_set(value, through_data):
     twins = twins_of("adam")
     twins.step()
-    for optimizer, params in ((twins.plain, twins.plain_params), (twins.fused, twins.fused_params)):
+    for params, optimizer in twins.both:
         count = optimizer.state[params[2]]["step"]
         (count.data if through_data else count).fill_(value)
     twins.step()
@@ -123,22 +112,14 @@ def test_scalar_state_written_by_the_user_splits_the_set(value, through_data):
 
 
 def test_python_numbers_as_state():
-    class Counting(torch.optim.Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in (p for p in group["params"] if p.grad is not None):
-                    state = self.state[p]
-                    state["count"] = state.get("count", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"] / state["count"])
+    class Counting(Own):
+        def direction(self, p):
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            return p.grad / self.state[p]["count"]
 
     twins = Twins(Counting, elementwise=True)
     for skip in [(), (), (3,), ()]:
-        twins.step(skip=skip)
-        twins.assert_equal()
+        twins.run(skip=skip)
     assert 0 < fused_counts(twins.fused)[1] < len(SHAPES)
 
 
@@ -163,24 +144,17 @@ def test_a_python_nan_as_state():
 
 
 def test_state_that_is_replaced_or_dropped_by_the_optimizer():
-    class Renewing(torch.optim.Optimizer):
-        def __init__(self, params, lr=0.1):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    if state.pop("odd", None) is None:
-                        state["odd"] = p * 0.5
-                    state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad * 0.1
-                    p.sub_(state["mean"], alpha=group["lr"])
+    class Renewing(Own):
+        def direction(self, p):
+            state = self.state[p]
+            if state.pop("odd", None) is None:
+                state["odd"] = p * 0.5
+            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad * 0.1
+            return state["mean"]
 
     twins = Twins(Renewing, elementwise=True)
     for step in range(6):
-        twins.step(fuse=step != 3)
-        twins.assert_equal()
+        twins.run(fuse=step != 3)
     assert fused_counts(twins.fused) == ALL
 
 
@@ -204,10 +178,7 @@ def test_state_that_a_plain_step_adds_later(had_state):
     for optimizer in (twins.plain, twins.fused):
         optimizer.param_groups[0]["keys"] = ("first", "second")
     twins.step(fuse=False)
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == ALL
+    twins.run(2, counts=ALL)
 
 
 # Parameters
@@ -225,10 +196,7 @@ def test_frozen_parameters_stay_untouched_and_outside():
     assert len(flat) == 1
     assert not flat & {p.untyped_storage().data_ptr() for p in twins.fused_params[::2]}
     before = [p.detach().clone() for p in twins.fused_params[::2]]
-    for _ in range(3):
-        twins.step(skip=(0, 2, 4, 6))
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, 3)
+    twins.run(3, skip=(0, 2, 4, 6), counts=(1, 3))
     assert all(torch.equal(a, b) for a, b in zip(before, twins.fused_params[::2], strict=True))
     assert all(p.grad is None for p in twins.fused_params[::2])
 
@@ -245,59 +213,49 @@ def test_unfrozen_parameters_are_fused_from_then_on():
     for params in (twins.plain_params, twins.fused_params):
         for p in params[4:]:
             p.requires_grad_(True)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (2, 7)
+    twins.run(3, counts=(2, 7))
 
 
 @every_optimizer
 def test_groups_added_after_fusing_are_updated_and_fused(name):
     twins = twins_of(name)
     twins.step()
-    for params, optimizer in ((twins.plain_params, twins.plain), (twins.fused_params, twins.fused)):
+    for params, optimizer in twins.both:
         late = make_params([(4,), (5, 3)], seed=9)
         params.extend(late)
         optimizer.add_param_group({"params": late, "lr": 0.05})
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (2, len(SHAPES) + 2)
+    twins.run(3, counts=(2, len(SHAPES) + 2))
 
 
 def test_parameters_added_to_a_group_and_removed_from_it():
     twins = twins_of("sgd")
     twins.step()
-    for params, optimizer in ((twins.plain_params, twins.plain), (twins.fused_params, twins.fused)):
+    for params, optimizer in twins.both:
         late = make_params([(4,), (5, 3)], seed=9)
         params.extend(late)
         optimizer.param_groups[0]["params"].extend(late)
-    twins.step()
-    twins.assert_equal()
+    twins.run()
     assert fused_counts(twins.fused)[1] == len(SHAPES) + 2
-    for params, optimizer in ((twins.plain_params, twins.plain), (twins.fused_params, twins.fused)):
+    for params, optimizer in twins.both:
         dropped = params.pop(1)
         group = optimizer.param_groups[0]
         group["params"] = [p for p in group["params"] if p is not dropped]
         optimizer.state.pop(dropped)
-    twins.step()
-    twins.assert_equal()
+    twins.run()
 
 
 @pytest.mark.parametrize("reset", ["clear", "replace", "delete"])
 def test_state_reset_by_the_user(reset):
     twins = twins_of("adam")
     twins.step()
-    for optimizer, params in ((twins.plain, twins.plain_params), (twins.fused, twins.fused_params)):
+    for params, optimizer in twins.both:
         if reset == "clear":
             optimizer.state.clear()
         elif reset == "replace":
             optimizer.state = type(optimizer.state)(dict)
         else:
             del optimizer.state[params[2]]
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
+    twins.run(2)
 
 
 def test_differentiable_groups_are_stepped_plainly():
@@ -343,7 +301,7 @@ def test_checkpoints_pass_between_plain_and_fused_and_fuse_again(name, transfer,
 
     resumed = twins_of(name)
     resumed.count = 3
-    for params, optimizer in ((resumed.plain_params, resumed.plain), (resumed.fused_params, resumed.fused)):
+    for params, optimizer in resumed.both:
         for p, w in zip(params, weights, strict=True):
             p.data.copy_(w)
         optimizer.load_state_dict(transfer(saved))
@@ -364,9 +322,7 @@ def test_a_running_fused_optimizer_loads_a_checkpoint_and_fuses_again(name):
     twins.plain.load_state_dict(cloned(saved))
     twins.fused.load_state_dict(cloned(saved))
     for _ in range(2):
-        twins.step()
-        twins.assert_equal()
-        assert fused_counts(twins.fused) == ALL
+        twins.run(counts=ALL)
 
 
 def test_loading_does_not_write_into_the_loaded_dictionary():
@@ -448,9 +404,7 @@ def test_a_shallow_copy_shares_parameters_and_state():
     shallow.fuse_step()
     twins.assert_equal()
     assert fused_counts(shallow) == ALL
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == ALL
+    twins.run(counts=ALL)
 
 
 def test_a_pickled_copy_has_weights_of_its_own():

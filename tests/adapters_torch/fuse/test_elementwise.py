@@ -11,6 +11,7 @@ from adapters_torch.fuse.fuse_tools import (
     ALGORITHMS,
     SHAPES,
     LossScaled,
+    Own,
     Twins,
     fill_grads,
     fused_counts,
@@ -23,23 +24,6 @@ from dgc.torch.fuse.elementwise import is_elementwise
 
 MATRICES = ((4, 3), (5, 5), (2, 7))
 ALL = (1, len(SHAPES))
-
-
-class Own(torch.optim.Optimizer):
-    """SGD whose direction a subclass chooses."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(self.direction(p), alpha=-group["lr"])
-
-    def direction(self, p):
-        return p.grad
 
 
 class Momentum(Own):
@@ -171,10 +155,7 @@ def test_those_of_torch_that_look_at_whole_parameters_step_plainly(cls, shapes):
     with pytest.warns(UserWarning, match=rf"{cls.__name__} does not update every element .* what step\(\) does\.$"):
         twins = Twins(cls, {}, shapes)
     twins.fused.step = twins.fused.fuse_step
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (0, 0)
+    twins.run(3, counts=(0, 0))
 
 
 def test_lbfgs_gets_its_closure_as_often_as_it_likes():
@@ -213,10 +194,7 @@ def test_a_subclass_that_keeps_the_step_is_fused(first, recwarn):
     if first == "parent":  # torch wraps step on the first class of a family that is built
         Parent(make_params(), lr=0.1)
     twins = Twins(Child, {"model": None})
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == ALL
+    twins.run(3, counts=ALL)
     assert not recwarn.list
 
 
@@ -228,9 +206,7 @@ def test_a_subclass_that_overrides_the_step_is_unknown(method):
     child = type("Child", (torch.optim.Adam,), {method: override})
     with pytest.warns(UserWarning, match="Child is not known"):
         twins = Twins(child)
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == (0, 0)
+    twins.run(counts=(0, 0))
 
 
 def test_attributes_of_parameters_and_their_names_do_not_matter_to_torchs_classes(recwarn):
@@ -241,9 +217,7 @@ def test_attributes_of_parameters_and_their_names_do_not_matter_to_torchs_classe
         return params
 
     twins = Twins(torch.optim.Adam, make=marked)
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == ALL
+    twins.run(counts=ALL)
 
     params = make_params()
     optimizer = fuse_optimizer(torch.optim.SGD([(f"{i}.weight", p) for i, p in enumerate(params)], lr=0.1))
@@ -263,9 +237,7 @@ def test_an_unknown_optimizer_steps_plainly_after_one_warning(cls):
         warnings.simplefilter("always")
         twins = Twins(cls)
         for step in range(12):
-            twins.step(fuse=step % 3 != 1)
-            twins.assert_equal()
-            assert fused_counts(twins.fused) == (0, 0)
+            twins.run(fuse=step % 3 != 1, counts=(0, 0))
     (message,) = [str(w.message) for w in caught]
     assert message.startswith(f"{cls.__name__} is not known to update every element")
     assert "fuse_optimizer(optimizer, elementwise=True)" in message
@@ -276,7 +248,7 @@ def test_an_unknown_optimizer_gets_the_users_closure():
     twins = Twins(Polyak)
     for _ in range(4):
         losses = []
-        for params, step in ((twins.plain_params, twins.plain.step), (twins.fused_params, twins.fused.fuse_step)):
+        for params, step in twins.steps:
 
             def closure(params=params):
                 for p in params:
@@ -316,8 +288,7 @@ def test_the_warning_points_at_the_users_line():
 def test_a_declared_class_is_fused(cls, shapes, recwarn):
     twins = Twins(cls, {}, shapes, elementwise=True)
     for step in range(5):
-        twins.step(fuse=step != 2)
-        twins.assert_equal()
+        twins.run(fuse=step != 2)
     assert fused_counts(twins.fused) == (1, len(shapes))
     assert not recwarn.list
 
@@ -325,10 +296,7 @@ def test_a_declared_class_is_fused(cls, shapes, recwarn):
 @pytest.mark.parametrize("cls", [Momentum, torch.optim.SGD, torch.optim.Adafactor])
 def test_declared_false_steps_plainly_without_a_warning(cls, recwarn):
     twins = Twins(cls, elementwise=False)
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (0, 0)
+    twins.run(2, counts=(0, 0))
     assert not recwarn.list
 
 
@@ -365,9 +333,7 @@ def test_a_class_that_must_stay_whole_says_so_for_its_subclasses(parent):
         fuse_optimizer(Child(make_params()), elementwise=True)
     with pytest.warns(UserWarning, match="Child does not update"):
         twins = Twins(Child)
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == (0, 0)
+    twins.run(counts=(0, 0))
 
 
 def test_a_copy_keeps_the_declaration(recwarn):
@@ -389,29 +355,21 @@ def test_a_counter_written_through_data_is_followed():
 
     twins = Twins(CountsThroughData, elementwise=True)
     for step in range(8):
-        twins.step(fuse=step % 3 != 1)
-        twins.assert_equal()
+        twins.run(fuse=step % 3 != 1)
     assert fused_counts(twins.fused) == ALL
 
 
 def test_a_group_without_parameters_is_fused_once_it_has_some():
-    def make():
-        # As an optimizer that shards its groups leaves them.
-        params = make_params()
+    def as_sharded(params):
         optimizer = torch.optim.SGD([{"params": params}, {"params": make_params([(2,)])}], lr=0.1)
         optimizer.param_groups[1]["params"] = []
-        return params, optimizer
+        return optimizer
 
-    (plain_params, plain), (fused_params, fused) = make(), make()
-    fuse_optimizer(fused)
-    for step in range(3):
-        if step == 2:
-            for params, optimizer in ((plain_params, plain), (fused_params, fused)):
-                late = make_params([(4,), (5,)])
-                optimizer.param_groups[1]["params"] = late
-                params.extend(late)
-        fill_grads(plain_params, fused_params, seed=step)
-        plain.step()
-        fused.fuse_step()
-        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
-        assert fused_counts(fused) == (ALL if step < 2 else (2, len(SHAPES) + 2))
+    twins = Twins(as_sharded)
+    for _ in range(2):
+        twins.run(counts=ALL)
+    for params, optimizer in twins.both:
+        late = make_params([(4,), (5,)])
+        optimizer.param_groups[1]["params"] = late
+        params.extend(late)
+    twins.run(counts=(2, len(SHAPES) + 2))

@@ -26,6 +26,27 @@ def in_buffer(buffer: torch.Tensor, pieces) -> list[torch.nn.Parameter]:
     return made
 
 
+def stepped(params, **options) -> tuple[int, int]:
+    """What was fused in a step of SGD with a rate of 1."""
+    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), **options)
+    optimizer.fuse_step()
+    return fused_counts(optimizer)
+
+
+def beside(memory: torch.Tensor) -> list[torch.Tensor]:
+    """The halves of a memory as two storages that touch, as an allocator may well place them."""
+    raw = (ctypes.c_float * 16).from_address(memory.data_ptr())
+    return [torch.frombuffer(raw, dtype=torch.float32, count=8, offset=offset) for offset in (0, 32)]
+
+
+def halves(buffer: torch.Tensor, grads, shape=(4,)) -> list[torch.nn.Parameter]:
+    """Two parameters on one buffer, with the gradients given."""
+    made = [torch.nn.Parameter(half.view(shape)) for half in buffer.chunk(2)]
+    for p, grad in zip(made, grads, strict=True):
+        p.grad = grad
+    return made
+
+
 def test_flattening_moves_data_and_keeps_values_parameters_and_shapes():
     params = make_params()
     before = [(id(p), p.detach().clone(), p.shape, p.stride()) for p in params]
@@ -61,108 +82,87 @@ def test_without_flattening_neither_weights_nor_gradients_move():
 @pytest.mark.parametrize("do_flatten", [True, False])
 def test_views_that_begin_inside_a_buffer_are_fused_at_their_place(do_flatten):
     buffer = torch.zeros(20)
-    params = in_buffer(buffer, [(4, 6), (6, 9), (9, 12)])
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=do_flatten)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (1, 3)
+    assert stepped(in_buffer(buffer, [(4, 6), (6, 9), (9, 12)]), do_flatten=do_flatten) == (1, 3)
     assert buffer.tolist() == [0.0] * 4 + [-1.0] * 8 + [0.0] * 8
 
 
 def test_a_gap_between_views_is_never_written():
     buffer = torch.zeros(12)
-    params = in_buffer(buffer, [(0, 2), (2, 4), (5, 7), (7, 9)])
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0))
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (2, 4)
+    assert stepped(in_buffer(buffer, [(0, 2), (2, 4), (5, 7), (7, 9)])) == (2, 4)
     assert buffer.tolist() == [-1.0] * 4 + [0.0] + [-1.0] * 4 + [0.0] * 3
 
 
 def test_neighbouring_allocations_are_not_one_buffer():
-    # Two storages that touch, as an allocator may well place them.
     memory = torch.zeros(16)
-    raw = (ctypes.c_float * 16).from_address(memory.data_ptr())
-    left = torch.frombuffer(raw, dtype=torch.float32, count=8)
-    right = torch.frombuffer(raw, dtype=torch.float32, count=8, offset=32)
-    params = [torch.nn.Parameter(left), torch.nn.Parameter(right)]
+    params = [torch.nn.Parameter(half) for half in beside(memory)]
     assert params[0].data_ptr() + 32 == params[1].data_ptr()
     assert len(storages(params)) == 2
     for p in params:
         p.grad = torch.ones(8)
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (0, 0)
+    assert stepped(params, do_flatten=False) == (0, 0)
     assert memory.tolist() == [-1.0] * 16
 
 
+NUMBERS = torch.arange(20.0)
+NOT_FLAT = {
+    "a gap": ([NUMBERS[:4], NUMBERS[6:10]], (4,), [0, 1, 2, 3, 6, 7, 8, 9]),
+    "another order": ([NUMBERS[4:8], NUMBERS[:4]], (4,), [4, 5, 6, 7, 0, 1, 2, 3]),
+    "another order of elements": (
+        [NUMBERS[:4].view(2, 2).t(), NUMBERS[4:8].view(2, 2).t()],
+        (2, 2),
+        [0, 2, 1, 3, 4, 6, 5, 7],
+    ),
+}
+
+
 @pytest.mark.parametrize("do_flatten", [True, False])
-def test_gradients_with_a_gap_between_them_are_not_taken_for_flat(do_flatten):
-    buffer, grads = torch.zeros(8), torch.arange(20.0)
-    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]
-    params[0].grad, params[1].grad = grads[:4], grads[6:10]
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=do_flatten)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == ((1, 2) if do_flatten else (0, 0))
-    assert buffer.tolist() == [0.0, -1.0, -2.0, -3.0, -6.0, -7.0, -8.0, -9.0]
-    assert grads.tolist() == list(range(20))
+@pytest.mark.parametrize("case", NOT_FLAT)
+def test_gradients_that_do_not_lie_as_the_weights_do_are_not_taken_for_flat(case, do_flatten):
+    buffer = torch.zeros(8)
+    grads, shape, moved = NOT_FLAT[case]
+    assert stepped(halves(buffer, grads, shape), do_flatten=do_flatten) == ((1, 2) if do_flatten else (0, 0))
+    assert buffer.tolist() == [-number for number in moved]
+    assert NUMBERS.tolist() == list(range(20))
 
 
 def test_neighbouring_allocations_are_not_one_gradient():
     buffer, memory = torch.zeros(16), torch.ones(16)
-    raw = (ctypes.c_float * 16).from_address(memory.data_ptr())
-    params = [torch.nn.Parameter(buffer[:8]), torch.nn.Parameter(buffer[8:])]
-    params[0].grad = torch.frombuffer(raw, dtype=torch.float32, count=8)
-    params[1].grad = torch.frombuffer(raw, dtype=torch.float32, count=8, offset=32)
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (0, 0)
+    assert stepped(halves(buffer, beside(memory), (8,)), do_flatten=False) == (0, 0)
     assert buffer.tolist() == [-1.0] * 16
-
-
-def test_gradients_in_another_order_than_the_weights_are_not_taken_for_flat():
-    buffer, grads = torch.zeros(8), torch.arange(8.0)
-    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]
-    params[0].grad, params[1].grad = grads[4:], grads[:4]
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (0, 0)
-    assert buffer.tolist() == [-4.0, -5.0, -6.0, -7.0, 0.0, -1.0, -2.0, -3.0]
-
-
-def test_gradients_in_another_element_order_than_the_weights_are_not_taken_for_flat():
-    buffer, grads = torch.zeros(8), torch.arange(8.0)
-    params = [torch.nn.Parameter(buffer[:4].view(2, 2)), torch.nn.Parameter(buffer[4:].view(2, 2))]
-    params[0].grad, params[1].grad = grads[:4].view(2, 2).t(), grads[4:].view(2, 2).t()
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0), do_flatten=False)
-    optimizer.fuse_step()
-    assert fused_counts(optimizer) == (0, 0)
-    assert buffer.tolist() == [-0.0, -2.0, -1.0, -3.0, -4.0, -6.0, -5.0, -7.0]
 
 
 def test_lazily_conjugated_gradients_are_not_taken_as_they_lie():
     buffer, grads = torch.zeros(8, dtype=torch.complex64), torch.arange(8) * (1 + 1j)
-    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[4:])]
-    params[0].grad, params[1].grad = grads.conj()[:4], grads.conj()[4:]
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=1.0))
-    optimizer.fuse_step()
+    stepped(halves(buffer, grads.conj().chunk(2)))
     assert torch.equal(buffer, -grads.conj())
 
 
-def test_swapped_gradients_follow_their_parameters():
-    twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(6,), (6,), (6,)])
-    twins.step()
-    for params, optimizer in ((twins.plain_params, twins.plain.step), (twins.fused_params, twins.fused.fuse_step)):
-        params[0].grad, params[1].grad = params[1].grad, params[0].grad
-        optimizer()
-    twins.assert_equal()
+def swap(params):
+    params[0].grad, params[1].grad = params[1].grad, params[0].grad
 
 
-def test_one_gradient_for_two_parameters():
-    twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(6,), (6,), (6,)])
+def share(params):
+    params[0].grad = params[1].grad
+
+
+def turn(params):
+    params[0].grad = params[0].grad.t()
+
+
+def turn_weights(params):
+    # Square: the shape does not tell, only the strides do.
+    params[0].data, params[0].grad = params[0].data.t(), params[0].grad.clone()
+
+
+@pytest.mark.parametrize("change", [swap, share, turn, turn_weights])
+def test_gradients_and_weights_that_are_changed_between_steps_are_followed(change):
+    twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(4, 4), (4, 4), (3,)])
     twins.step()
-    for params, optimizer in ((twins.plain_params, twins.plain.step), (twins.fused_params, twins.fused.fuse_step)):
-        params[0].grad = params[1].grad
-        optimizer()
+    for params, step in twins.steps:
+        change(params)
+        step()
     twins.assert_equal()
+    twins.run(2)
 
 
 def conv_params():
@@ -177,8 +177,7 @@ def conv_params():
 def test_memory_formats_are_kept(options):
     twins = Twins(torch.optim.SGD if "momentum" in options else torch.optim.Adam, options, make=conv_params)
     for step in range(6):
-        twins.step(fuse=step != 3)
-        twins.assert_equal()
+        twins.run(fuse=step != 3)
     assert fused_counts(twins.fused) == (1, 5)
     for plain, fused in zip(twins.plain_params, twins.fused_params, strict=True):
         assert plain.stride() == fused.stride()
@@ -198,35 +197,13 @@ def test_a_gradient_in_another_memory_format_is_read_by_position():
     assert fused_counts(twins.fused) == (1, 5)
 
 
-def test_a_parameter_turned_in_place_is_noticed():
-    # Square: the shape does not tell, only the strides do.
-    twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(4, 4), (4, 4), (3,)])
-    twins.step()
-    for params in (twins.plain_params, twins.fused_params):
-        params[0].data = params[0].data.t()
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
-
-
-def test_a_gradient_turned_in_place_is_noticed():
-    twins = Twins(torch.optim.SGD, {"lr": 0.1}, shapes=[(4, 4), (4, 4), (3,)])
-    twins.step()
-    for params, step in ((twins.plain_params, twins.plain.step), (twins.fused_params, twins.fused.fuse_step)):
-        params[0].grad = params[0].grad.t()
-        step()
-    twins.assert_equal()
-
-
 def test_parameters_on_the_same_memory_stay_together():
     def tied():
         memory = torch.ones(6)
         return [*make_params([(3,), (2, 2)]), torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(2, 3))]
 
     twins = Twins(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, make=tied)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
+    twins.run(3)
     assert twins.fused_params[2].data_ptr() == twins.fused_params[3].data_ptr()
     assert fused_counts(twins.fused) == (1, 2)
 
@@ -237,10 +214,7 @@ def test_overlapping_views_are_stepped_in_the_order_of_the_group():
         return [torch.nn.Parameter(buffer[a:b]) for a, b in ((2, 6), (0, 4), (6, 8), (8, 12))]
 
     twins = Twins(torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.3}, make=overlapping)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, 2)
+    twins.run(3, counts=(1, 2))
 
 
 def test_memory_shared_with_other_processes_stays_where_it_is():
@@ -255,24 +229,18 @@ def test_memory_shared_with_other_processes_stays_where_it_is():
     assert fused_counts(optimizer) == (1, 3)
 
 
-def test_views_of_a_larger_buffer_are_not_taken_out_of_it():
+@pytest.mark.parametrize("pieces", [[(0, 4), (10, 14)], [(10, 14)]])
+def test_views_of_a_larger_buffer_are_not_taken_out_of_it(pieces):
     buffer = torch.zeros(30)
-    params = [torch.nn.Parameter(buffer[:4]), torch.nn.Parameter(buffer[10:14]), *make_params([(3,), (5,)])]
+    views = [torch.nn.Parameter(buffer[a:b]) for a, b in pieces]
+    params = [*views, *make_params([(3,), (5,)])]
     optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
-    assert storages(params[:2]) == {buffer.untyped_storage().data_ptr()}
+    assert storages(views) == {buffer.untyped_storage().data_ptr()}
     fill_grads(params, seed=0)
     optimizer.fuse_step()
-    assert torch.equal(buffer[:4], params[0])
-    assert fused_counts(optimizer) == (1, 2)
-
-
-def test_a_view_of_a_larger_buffer_is_not_taken_out_of_it():
-    buffer = torch.zeros(30)
-    params = [torch.nn.Parameter(buffer[10:14]), *make_params([(3,), (5,)])]
-    optimizer = fuse_optimizer(torch.optim.SGD(params, lr=0.1))
-    fill_grads(params, seed=0)
-    optimizer.fuse_step()
-    assert torch.equal(buffer[10:14], params[0])
+    for view, (a, b) in zip(views, pieces, strict=True):
+        assert torch.equal(buffer[a:b], view)
+        assert view.any()
     assert fused_counts(optimizer) == (1, 2)
 
 
@@ -286,10 +254,7 @@ def odd_params():
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
 def test_scalars_gapped_and_empty_parameters_are_stepped_alone(cls):
     twins = Twins(cls, {"lr": 0.1}, make=odd_params)
-    for _ in range(4):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, 2)
+    twins.run(4, counts=(1, 2))
 
 
 def test_tensor_subclasses_are_stepped_alone():
@@ -302,9 +267,7 @@ def test_tensor_subclasses_are_stepped_alone():
         return made
 
     twins = Twins(torch.optim.SGD, {"lr": 0.1}, make=tagged)
-    twins.step()
-    twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, 2)
+    twins.run(counts=(1, 2))
 
 
 def test_weights_that_left_their_place_are_warned_of_and_updated_alone():
@@ -313,10 +276,8 @@ def test_weights_that_left_their_place_are_warned_of_and_updated_alone():
     for params in (twins.plain_params, twins.fused_params):
         params[2].data = params[2].data.clone()
     with pytest.warns(UserWarning, match=r"1 of 7 flattened parameters are no longer"):
-        twins.step()
-    twins.assert_equal()
-    twins.step()
-    twins.assert_equal()
+        twins.run()
+    twins.run()
     assert fused_counts(twins.fused)[1] in (5, 6)  # its neighbours may be cut off from the rest
 
 
@@ -345,8 +306,7 @@ def test_no_warning_unless_flatness_is_checked(options, recwarn):
     twins = Twins(torch.optim.SGD, {"lr": 0.1}, **options)
     twins.step()
     twins.fused_params[2].data = twins.fused_params[2].data.clone()
-    twins.step()
-    twins.assert_equal()
+    twins.run()
     assert not recwarn.list
 
 

@@ -6,25 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_torch.fuse.fuse_tools import LossScaled, fill_grads, fused_counts, make_params
-from launch_tools import case_names
+from adapters_torch.fuse.fuse_tools import LossScaled, Twins, fill_grads, fused_counts, make_params
+from rank_jobs import each_case
 
 from dgc.torch.fuse import fuse_optimizer
 from dgc.torch.fuse.seam import StepSeam, resolve
 
-WORKER = Path(__file__).parent / "workers" / "seam_cases.py"
+KINDS = {"2ranks": {}, "1process": {"n": 1, "launcher": "single"}}
 
-
-@pytest.fixture(scope="module", params=[(1, "single"), (2, "mpirun")], ids=["one process", "two ranks"])
-def cases(request, ranks):
-    size, launcher = request.param
-    return ranks(WORKER, size, launcher=launcher)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_horovod(cases, name):
-    cases.check(name)
+test_horovod = each_case(Path(__file__).parent / "workers" / "seam_cases.py", KINDS)
 
 
 class Sharded(torch.optim.Optimizer):
@@ -55,20 +45,18 @@ class Sharded(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_describes_its_step():
-    plain_params, fused_params = make_params(), make_params()
-    plain, fused = Sharded(plain_params), fuse_optimizer(Sharded(fused_params))
-    hooks = []
-    fused.register_step_pre_hook(lambda *_: hooks.append("outer"))
-    fused.optim.register_step_pre_hook(lambda *_: hooks.append("inner"))
+    twins, hooks = Twins(Sharded), []
+    twins.fused.register_step_pre_hook(lambda *_: hooks.append("outer"))
+    twins.fused.optim.register_step_pre_hook(lambda *_: hooks.append("inner"))
     for step in range(4):
-        for optimizer in (plain, fused):
+        for _, optimizer in twins.both:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-        fill_grads(plain_params, fused_params, seed=step)
-        plain.step()
-        assert fused.fuse_step(lambda: "loss") == "loss"
-        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
-        assert fused_counts(fused) == (1, 4)
-    assert fused.calls == plain.calls
+        fill_grads(twins.plain_params, twins.fused_params, seed=step)
+        twins.plain.step()
+        assert twins.fused.fuse_step(lambda: "loss") == "loss"
+        twins.assert_equal()
+        assert fused_counts(twins.fused) == (1, 4)
+    assert twins.fused.calls == twins.plain.calls
     assert hooks == ["outer", "inner"] * 4
 
 
@@ -98,12 +86,11 @@ def test_the_local_optimizer_gets_the_loss():
             self._push_options()
             return self.optim.step(closure)
 
-    plain_params, fused_params = make_params(), make_params()
-    plain, fused = ShardedByLoss(plain_params), fuse_optimizer(ShardedByLoss(fused_params), elementwise=True)
-    fill_grads(plain_params, fused_params, seed=0)
-    assert plain.step(lambda: 3.0) == fused.fuse_step(lambda: 3.0) == 3.0
-    assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
-    assert fused_counts(fused) == (1, 4)
+    twins = Twins(ShardedByLoss, elementwise=True)
+    fill_grads(twins.plain_params, twins.fused_params, seed=0)
+    assert twins.plain.step(lambda: 3.0) == twins.fused.fuse_step(lambda: 3.0) == 3.0
+    twins.assert_equal()
+    assert fused_counts(twins.fused) == (1, 4)
 
 
 def wrapped_like_horovod(cls):

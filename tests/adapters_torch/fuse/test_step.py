@@ -8,6 +8,7 @@ from adapters_torch.fuse.fuse_tools import (
     ALGORITHMS,
     SHAPES,
     LossScaled,
+    Own,
     Twins,
     count_calls,
     fill_grads,
@@ -26,8 +27,7 @@ def test_hundred_steps_are_bit_equal_fused_and_plain_in_turn(name, dtype):
     twins = Twins(cls, options, dtype=dtype)
     for step in range(100):
         fuse = step % 3 != 1
-        twins.step(fuse=fuse)
-        twins.assert_equal()
+        twins.run(fuse=fuse)
         if fuse:
             assert fused_counts(twins.fused) == (1, len(SHAPES))
 
@@ -77,22 +77,18 @@ def test_gradients_in_place_are_used_without_a_copy():
     twins = Twins(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     twins.step()
     places = [p.grad.data_ptr() for p in twins.fused_params]
-    for _ in range(3):
-        twins.step(keep=True)
-        twins.assert_equal()
+    twins.run(3, keep=True)
     assert [p.grad.data_ptr() for p in twins.fused_params] == places
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.01}])
-def test_groups_types_and_options_stay_apart(options):
-    cls = torch.optim.SGD if "momentum" in options else torch.optim.Adam
-
-    def groups(params):
-        return [
-            {"params": params[:4], "weight_decay": 0.1},
-            {"params": params[4:9], "lr": 0.02},
-            {"params": params[9:]},
-        ]
+@pytest.mark.parametrize(
+    ("cls", "options"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]
+)
+def test_groups_types_and_options_stay_apart(cls, options):
+    def grouped(params, **options):
+        first, second, third = params[:4], params[4:9], params[9:]
+        groups = [{"params": first, "weight_decay": 0.1}, {"params": second, "lr": 0.02}, {"params": third}]
+        return cls(groups, **options)
 
     def params():
         made = make_params([(4,), (3, 2)] * 6)
@@ -100,15 +96,8 @@ def test_groups_types_and_options_stay_apart(options):
             made[i] = torch.nn.Parameter(made[i].detach().double())
         return made
 
-    plain_params, fused_params = params(), params()
-    plain, fused = cls(groups(plain_params), **options), fuse_optimizer(cls(groups(fused_params), **options))
-    for step in range(20):
-        fill_grads(plain_params, fused_params, seed=step)
-        plain.step()
-        fused.fuse_step()
-        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
     # 4 of group 0; 3 float32 and 2 float64 of group 1; 2 float32 of group 2, whose only float64 stays alone
-    assert fused_counts(fused) == (4, 11)
+    Twins(grouped, options, make=params).run(20, counts=(4, 11))
 
 
 def test_learning_rate_schedules_act(recwarn):
@@ -206,9 +195,7 @@ def test_an_optimizer_that_uses_the_loss_gets_the_closures(elementwise):
 
 def test_a_step_without_a_closure_is_not_given_one():
     twins = Twins(LossScaled, elementwise=True)
-    for _ in range(2):
-        twins.step()
-        twins.assert_equal()
+    twins.run(2)
 
 
 def test_hooks_see_the_closure_as_the_plain_step_shows_it():
@@ -305,9 +292,7 @@ def test_a_pre_hook_may_change_gradients():
     twins = Twins(torch.optim.SGD, {"lr": 0.1})
     for optimizer in (twins.plain, twins.fused):
         optimizer.register_step_pre_hook(clip)
-    for _ in range(3):
-        twins.step()
-        twins.assert_equal()
+    twins.run(3)
 
 
 def test_a_grad_scaler_and_a_scheduler_may_call_it_as_step(recwarn):
@@ -344,26 +329,15 @@ def test_an_optimizer_that_counts_in_its_options_and_on_itself():
             return super().step(closure)
 
     twins = Twins(Counting, {"lr": 0.1}, elementwise=True)
-    for _ in range(5):
-        twins.step()
-        twins.assert_equal()
-    assert fused_counts(twins.fused) == (1, len(SHAPES))
+    twins.run(5, counts=(1, len(SHAPES)))
     assert (twins.fused.total, twins.fused.param_groups[0]["count"]) == (5, 5)
 
 
-class OldDecay(torch.optim.Optimizer):
+class OldDecay(Own):
     """Adds its weight decay to the gradient in place."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.add_(p, alpha=0.5)
-                    p.add_(p.grad, alpha=-group["lr"])
+    def direction(self, p):
+        return p.grad.add_(p, alpha=0.5)
 
 
 def test_an_optimizer_that_changes_gradients_in_place():
@@ -392,22 +366,16 @@ def test_gradients_that_are_re_pointed_in_place():
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradients_are_left_to_the_plain_step(cls):
-    def step(params, optimizer, fuse, seed):
-        fill_grads(params, seed=seed)
-        indices = torch.tensor([[0, 2]])
-        params[1].grad = torch.sparse_coo_tensor(
-            indices, torch.ones(2, 5) * seed, params[1].shape, check_invariants=True
-        )
-        optimizer.fuse_step() if fuse else optimizer.step()
-
-    plain_params, fused_params = make_params(), make_params()
-    plain, fused = cls(plain_params, lr=0.1), fuse_optimizer(cls(fused_params, lr=0.1))
+    twins = Twins(cls, {"lr": 0.1})
     for seed in range(4):
-        step(plain_params, plain, False, seed)
-        step(fused_params, fused, True, seed)
-        assert all(torch.equal(a, b) for a, b in zip(plain_params, fused_params, strict=True))
-        assert fused_params[1].grad.is_sparse
-        assert fused_counts(fused)[1] in (5, 6)  # the sparse one, and perhaps a neighbour cut off by it
+        for params, step in twins.steps:
+            fill_grads(params, seed=seed)
+            values, shape = torch.ones(2, 5) * seed, params[1].shape
+            params[1].grad = torch.sparse_coo_tensor([[0, 2]], values, shape, check_invariants=True)
+            step()
+        assert all(torch.equal(a, b) for a, b in zip(twins.plain_params, twins.fused_params, strict=True))
+        assert twins.fused_params[1].grad.is_sparse
+        assert fused_counts(twins.fused)[1] in (5, 6)  # the sparse one, and perhaps a neighbour cut off by it
 
 
 def test_saved_tensors_still_notice_the_update():

@@ -2,19 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
-WORKER = Path(__file__).parent / "workers" / "agreement_cases.py"
+KINDS = {"2ranks": {}, "3ranks": {"n": 3}, "gloo": {"launcher": "gloo"}}
 
-
-@pytest.fixture(scope="module", params=[(2, "mpirun"), (3, "mpirun"), (2, "gloo")], ids=lambda p: f"{p[0]} {p[1]}")
-def agreement(request, ranks):
-    size, launcher = request.param
-    return ranks(WORKER, size, launcher=launcher)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_ranks_that_disagree(agreement, name):
-    agreement.check(name)
+test_ranks_that_disagree = each_case(Path(__file__).parent / "workers" / "agreement_cases.py", KINDS)

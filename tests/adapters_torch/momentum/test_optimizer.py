@@ -3,26 +3,19 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import SIZES, each_case, once
 
 pytest.importorskip("torch")
 
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
+test_on_real_ranks = each_case(WORKER, SIZES)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_on_real_ranks(cases, name):
-    cases.check(name)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", ["entries_sent_follow_the_rampup", "resume_continues_bit_for_bit"])
+@pytest.mark.parametrize("name", once(["resume_continues_bit_for_bit", "entries_sent_follow_the_rampup"]))
 def test_without_mpi(ranks, name):
     ranks(WORKER, 2, launcher="gloo").check(name)
 

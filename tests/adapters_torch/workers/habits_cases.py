@@ -245,7 +245,7 @@ def gradients_of_ones_own_after_zero_grad():
         assert worst_difference(models[1], models[0]) <= 1e-5, (way, worst_difference(models[1], models[0]))
 
 
-@case
+@case("mpirun", "gloo")
 def changing_averaged_gradients_on_one_rank_alone_is_an_error():
     """Dense training averages them again in step(); here the replicas would drift apart."""
 
@@ -488,7 +488,7 @@ def nothing_of_the_run_that_was_left_survives():
         compression.close()
 
 
-@case
+@case("mpirun", "gloo")
 def a_state_loaded_on_one_rank_and_never_broadcast_is_an_error():
     for way in "ab":
         model = make_model()

@@ -360,7 +360,7 @@ def where_gradients_may_have_been_zeroed_in_place_a_warning_says_what_would_be_w
         compression.close()
 
 
-@case
+@case("mpirun", "gloo")
 def a_rank_that_discards_alone():
     """One clear error on every rank, also where another step's messages have another size."""
     for way in "ab":
@@ -394,7 +394,7 @@ def a_rank_that_discards_alone():
             compression.close()
 
 
-@case
+@case("mpirun", "gloo")
 def interrupted_between_synchronize_and_step():
     """Somebody stops a notebook there, and runs the cell again."""
     for way in "ab":

@@ -4,27 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, case_names, run_mpi
+from launch_tools import REPOSITORY, run_mpi
+from rank_jobs import SIZES, each_case, once
 
 pytest.importorskip("torch")
 
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def sharding(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_sharding(sharding, name):
-    sharding.check(name)
+test_sharding = each_case(WORKER, SIZES)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "name", ["same_bits_when_trainability_changes", "few_changes_travel_as_entries_and_many_whole", "bucket_views"]
+    "name",
+    once(["few_changes_travel_as_entries_and_many_whole", "same_bits_when_trainability_changes", "bucket_views"]),
 )
 def test_without_mpi(ranks, name):
     """Gloo: everything goes through Horovod's own collectives."""
@@ -114,7 +108,7 @@ def test_one_process_is_the_plain_optimizer(ranks):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", ["none", "dgc"])
+@pytest.mark.parametrize("compression", once(["dgc", "none"]))
 def test_example(compression, tmp_path):
     results = tmp_path / "results.json"
     example = REPOSITORY / "examples" / "torch_zero.py"

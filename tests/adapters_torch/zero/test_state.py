@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names
+from rank_jobs import SIZES, each_case
 
 torch = pytest.importorskip("torch")
 
@@ -12,15 +12,7 @@ from dgc.torch.zero.state import full_entries, local_dict  # noqa: E402
 WORKER = Path(__file__).parent / "workers" / "state_cases.py"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}ranks".format)
-def cases(request, ranks):
-    return ranks(WORKER, request.param)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_groups_and_checkpoints(cases, name):
-    cases.check(name)
+test_groups_and_checkpoints = each_case(WORKER, SIZES)
 
 
 @pytest.mark.mpi

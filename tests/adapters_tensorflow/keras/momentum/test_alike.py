@@ -2,14 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-from launch_tools import case_names
+from rank_jobs import SIZES, each_case
 
-WORKER = Path(__file__).parent / "workers" / "alike_cases.py"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_pytorch_and_tensorflow_give_the_same_parameters(ranks, size, name):
-    ranks(WORKER, size).check(name)
+test_pytorch_and_tensorflow_give_the_same_parameters = each_case(
+    Path(__file__).parent / "workers" / "alike_cases.py", SIZES
+)

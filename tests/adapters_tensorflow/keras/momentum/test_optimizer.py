@@ -3,21 +3,12 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names
-from rank_jobs import FLAVOURS
+from rank_jobs import KERAS, each_case
 
 WORKER = Path(__file__).parent / "workers" / "optimizer_cases.py"
 
 
-@pytest.fixture(scope="module", params=FLAVOURS)
-def cases(request, ranks):
-    return ranks(WORKER, 2, env=FLAVOURS[request.param])
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_on_two_ranks(cases, name):
-    cases.check(name)
+test_on_two_ranks = each_case(WORKER, KERAS)
 
 
 ONE_PROCESS = """

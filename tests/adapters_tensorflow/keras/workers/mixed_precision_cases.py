@@ -7,7 +7,7 @@ import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -21,7 +21,7 @@ def scale_of(optimizer):
     return float(tf.convert_to_tensor(value))
 
 
-@case
+@case("keras3", "legacy")
 def an_overflow_on_one_rank_skips_the_step_on_all():
     compression = dgc.Compression.dgc(**m.SPARSE)
     model = m.compile_model(compression, learning_rate=0.01)
@@ -50,10 +50,8 @@ def an_overflow_on_one_rank_skips_the_step_on_all():
     assert compression.stats.steps == 12
 
 
-@case
+@case("keras3")
 def a_loss_scale_optimizer_inside_is_taken_as_it_is():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras' optimizer is wrapped in place")
     inner = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=128.0, dynamic_growth_steps=3
     )
@@ -66,7 +64,7 @@ def a_loss_scale_optimizer_inside_is_taken_as_it_is():
     m.assert_replicas(m.values(model))
 
 
-@case
+@case("keras3", "legacy")
 def the_scale_of_a_dense_run_goes_on():
     """Loaded and made distributed: from the initial scale on, every rank would skip one step after the other."""
     model = m.make_model()
@@ -91,10 +89,8 @@ def the_scale_of_a_dense_run_goes_on():
         assert int(loaded.optimizer.iterations) == 3
 
 
-@case
+@case("keras3")
 def accumulation_works_with_loss_scaling():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras cannot")
     compression = dgc.Compression.dgc(**m.SPARSE)
     model = m.compile_model(compression, learning_rate=0.01, backward_passes_per_step=2)
     m.fit(model, 6)
@@ -102,10 +98,8 @@ def accumulation_works_with_loss_scaling():
     m.assert_replicas(m.values(model))
 
 
-@case
+@case("keras3")
 def an_outer_loss_scale_optimizer_is_an_error():
-    if m.LEGACY:
-        raise SkipCase("legacy Keras' LossScaleOptimizer exchanges before it decides")
     keras.mixed_precision.set_dtype_policy("float32")
     optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(0.01), compression=dgc.Compression.dgc())
     keras.mixed_precision.set_dtype_policy("mixed_float16")

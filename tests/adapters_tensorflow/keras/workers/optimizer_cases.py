@@ -7,7 +7,7 @@ import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -27,7 +27,7 @@ def barrier():
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
-@case
+@case("keras3", "legacy")
 def fit_equals_dense_across_a_schedule():
     for optimizer in ("momentum", "nesterov"):
         model = m.compile_model(None, optimizer=optimizer)
@@ -41,10 +41,8 @@ def fit_equals_dense_across_a_schedule():
             assert compression.stats.steps == 20
 
 
-@case
+@case("legacy")
 def stock_fit_equals_dense_across_a_schedule():
-    if not m.LEGACY:
-        raise SkipCase("Horovod's Keras optimizer works with legacy Keras only")
     model = m.compile_model(dgc.Compression.none, wrapper=False)
     m.fit(model)
     dense = m.values(model)
@@ -81,7 +79,7 @@ def run_eagerly_is_the_same():
     m.assert_close(found[0], found[1], 1e-5)
 
 
-@case
+@case("keras3", "legacy")
 def accumulated_passes_equal_one_large_batch():
     dense = m.compile_model(None, learning_rate=0.05)
     x, y = m.dataset(10)
@@ -96,10 +94,8 @@ def accumulated_passes_equal_one_large_batch():
     assert int(model.optimizer.iterations) == 10
 
 
-@case
+@case("keras3")
 def keras_gradient_accumulation_equals_one_large_batch():
-    if m.LEGACY:
-        raise SkipCase("gradient_accumulation_steps is new in Keras 3")
     dense = m.compile_model(None, learning_rate=0.05)
     x, y = m.dataset(10)
     dense.fit(x, y, batch_size=16, shuffle=False, verbose=0)
@@ -136,7 +132,7 @@ def the_root_s_weights_and_averaged_metrics_reach_everybody():
     m.assert_replicas([np.asarray(history["loss"], np.float64)])
 
 
-@case
+@case("keras3", "legacy")
 def warm_up_and_schedule_callbacks_equal_dense():
     def run(compression):
         model = m.compile_model(compression, learning_rate=0.05)
@@ -162,7 +158,7 @@ def warm_up_and_schedule_callbacks_equal_dense():
     m.assert_close(found, dense, m.TOLERANCE["zero"])
 
 
-@case
+@case("keras3", "legacy")
 def a_saved_and_reloaded_run_continues_identically_on_each_rank():
     folder = shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), optimizer="nesterov", learning_rate=0.05)
@@ -292,7 +288,7 @@ def evaluate_and_predict_talk_to_nobody():
     barrier()
 
 
-@case
+@case("keras3", "legacy")
 def a_dense_run_s_momentum_becomes_u():
     folder = shared_folder()
     plain = m.make_model()

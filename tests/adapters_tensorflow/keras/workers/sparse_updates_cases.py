@@ -8,7 +8,7 @@ import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -89,7 +89,7 @@ def sgd_without_momentum():
     both(wrapped(sgd()), train=lambda *a: eagerly(*a, rates))
 
 
-@case
+@case("keras3", "legacy")
 def sgd_with_momentum():
     both(wrapped(sgd(momentum=0.9)), train=lambda *a: eagerly(*a, rates))
 
@@ -288,7 +288,7 @@ def a_rate_of_zero_goes_the_dense_way():
     assert said == ["sparse", "dense: the learning rate is not a positive number", "sparse"], said
 
 
-@case
+@case("keras3", "legacy")
 def whatever_looks_at_gradients_goes_the_dense_way():
     class Own(keras.optimizers.SGD):
         pass
@@ -322,7 +322,7 @@ def whatever_looks_at_gradients_goes_the_dense_way():
     both(wrapped(sgd(momentum=0.9)), how="dense: the optimizer applies momentum itself", options=left, steps=4)
 
 
-@case
+@case("keras3", "legacy")
 def local_variables_and_replaced_methods_go_the_dense_way():
     def local(model, optimizer, steps):
         optimizer.register_local_var(m.raw(model.trainable_variables)[-1])
@@ -362,10 +362,8 @@ def gradients_that_a_script_gets_are_dense():
     assert compression.describe()["updates"] == "dense: the reduced gradients are returned to the script"
 
 
-@case
+@case("legacy")
 def gradients_aggregated_by_hand_are_dense():
-    if not m.LEGACY:
-        raise SkipCase("Keras 3 has no aggregate_gradients()")
 
     def train(model, optimizer, steps):
         for step in range(steps):

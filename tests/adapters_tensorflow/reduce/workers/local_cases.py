@@ -4,7 +4,7 @@ import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -335,10 +335,8 @@ def a_momentum_that_is_assigned_later_is_refused_behind_horovods_tape():
     m.assert_raises(step, "local variables", "momentum=0")
 
 
-@case
+@case("legacy")
 def horovods_optimizer_with_local_variables_is_refused_beside_momentum():
-    if not m.LEGACY:
-        raise SkipCase("Horovod's own optimizer does not average under Keras 3")
     import horovod.tensorflow.keras as hvd_keras
 
     for passes in (1, 2):

@@ -2,6 +2,7 @@
 
 import pytest
 from launch_tools import run_mpi
+from rank_jobs import once
 
 pytest.importorskip("torch")
 
@@ -41,7 +42,7 @@ FALLBACKS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", FALLBACKS)
+@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: transport/test_choice.py
 def test_all_ranks_fall_back_together_with_one_warning(name):
     before, init, env, reason = FALLBACKS[name]
     result = run_mpi(2, FALLBACK.format(before=before, init=init), env=env)

@@ -3,20 +3,10 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names
+from rank_jobs import each_case
 
 pytest.importorskip("torch")
 
-WORKER = Path(__file__).parent / "workers" / "device_sums_cases.py"
+KINDS = {"mpirun": {"n": 2}, "gloo": {"n": 3, "launcher": "gloo"}}
 
-
-@pytest.fixture(scope="module", params=[("mpirun", 2), ("gloo", 3)], ids=lambda launch: f"{launch[0]}_{launch[1]}")
-def cases(request, ranks):
-    launcher, size = request.param
-    return ranks(WORKER, size, launcher=launcher)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_device_sums(cases, name):
-    cases.check(name)
+test_device_sums = each_case(Path(__file__).parent / "workers" / "device_sums_cases.py", KINDS)

@@ -3,24 +3,22 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names
+from launch_tools import TESTS, case_names
+from rank_jobs import each_case
 
 pytest.importorskip("torch")
 
-WORKER = Path(__file__).parent / "workers" / "transport_cases.py"
-LAUNCHES = [("mpirun", 3), ("horovodrun", 2), ("gloo", 3)]
+KINDS = {
+    "mpirun": {"n": 3},
+    "gloo": {"n": 3, "launcher": "gloo"},
+    "horovodrun": {"n": 2, "launcher": "horovodrun"},
+}
 
-
-@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda launch: f"{launch[0]}_{launch[1]}")
-def cases(request, ranks):
-    launcher, size = request.param
-    return ranks(WORKER, size, launcher, launcher=launcher)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_transport(cases, name):
-    cases.check(name)
+test_transport = each_case(
+    Path(__file__).parent / "workers" / "transport_cases.py",
+    KINDS,
+    more=case_names(TESTS / "transport" / "workers" / "transport_contract.py"),
+)
 
 
 @pytest.mark.mpi

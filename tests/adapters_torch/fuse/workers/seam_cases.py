@@ -284,10 +284,8 @@ def with_sharded_state_in_bucket_views():
     assert optimizer._views.intact()
 
 
-@case
+@case("2ranks")
 def adasum_is_refused():
-    if SIZE == 1:  # Horovod uses the ordinary optimizer then
-        return
     model = make_model()
     adasum = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=hvd.Adasum

@@ -19,7 +19,7 @@ def step(optimizer, variable, value=1.0):
     optimizer.apply_gradients([(tf.fill(variable.shape, value), variable)])
 
 
-@case
+@case("keras3", "legacy")
 def a_clip_of_dgc_momentums_velocity_is_refused():
     for name, value in CLIPPING.items():
         for graph in (False, True):
@@ -122,7 +122,7 @@ class Counting(keras.optimizers.SGD):
         super().update_step(gradient * tf.convert_to_tensor(own), variable, *rate)
 
 
-@case
+@case("keras3", "legacy")
 def variables_that_an_optimizer_makes_with_initial_values_are_left_alone():
     found = []
     for dense in (True, False):

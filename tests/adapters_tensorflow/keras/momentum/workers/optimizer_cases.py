@@ -19,7 +19,7 @@ keras = m.keras
 L1Decay, L2Decay = dgc.L1Decay, dgc.L2Decay
 
 
-@case
+@case("keras3", "legacy")
 def equals_paddle_from_before_the_rampup_to_its_end():
     kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)), (None, 1.5))
     for number, (nesterov, regularization, clip) in enumerate(kinds):
@@ -204,7 +204,7 @@ def nothing_is_lost():
     optimizer.close()
 
 
-@case
+@case("keras3", "legacy")
 def resume_continues_bit_for_bit():
     for (nesterov, first), folder in itertools.product(
         itertools.product((False, True), (2, 5)), [Path(tempfile.mkdtemp())]
@@ -296,7 +296,7 @@ def resize_keeps_the_mean_residual():
     optimizer.close()
 
 
-@case
+@case("keras3", "legacy")
 def minimize_is_a_whole_iteration():
     weight = tf.Variable(np.random.default_rng(0).standard_normal((128, 128)).astype("f") / 12, name="weight")
     optimizer = make(learning_rate=0.01, momentum=0.5, sparsity=[0.9])
@@ -318,7 +318,7 @@ def minimize_is_a_whole_iteration():
     optimizer.close()
 
 
-@case
+@case("keras3", "legacy")
 def fit_compiles_saves_and_continues():
     def compiled(optimizer):
         keras.utils.set_random_seed(3)

@@ -268,10 +268,8 @@ def nothing_large_is_summed_where_everything_is_sparse():
     assert len(both(rampup_begin_step=0)) == 1
 
 
-@case
+@case("mpirun")
 def a_sum_of_nodes_stays_with_the_transport():
-    if not hvd.mpi_enabled():
-        raise SkipCase("nodes need MPI")
     assert len(both(hierarchical=2)) == 1
 
 
