@@ -51,7 +51,7 @@ ELSEWHERE = {
     "tensorflow/optimizer.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/engine.py": "adapters_tensorflow/test_binding.py",
     "tensorflow/engine/group.py": "adapters_tensorflow/test_tape.py",
-    "tensorflow/engine/horovod_trace.py": "adapters_tensorflow/test_tape.py",
+    "tensorflow/engine/horovod_shim.py": "adapters_tensorflow/test_tape.py",
     "tensorflow/engine/optimizers.py": "adapters_tensorflow/test_habits.py",
     "tensorflow/engine/horovod/horovod.py": "adapters_tensorflow/test_bad_input.py",
     "tensorflow/engine/horovod/names.py": "adapters_tensorflow/test_wrappers.py",
@@ -62,7 +62,7 @@ ELSEWHERE = {
     # One behaviour in two Kerases: each test runs in both.
     "tensorflow/keras/accumulation.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
-    "tensorflow/reduce/options.py": "adapters_tensorflow/test_wrappers.py",
+    "tensorflow/reduce/context.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/callbacks/stock.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",

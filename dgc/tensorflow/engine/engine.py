@@ -1,10 +1,11 @@
-"""One model's variables on one rank, bound to exchanges of the core. Ways A and B both stand on this.
+"""One model's variables on one rank, bound to exchanges of the core.
 
 Every variable has one index: its place among the variables that the compressor was built for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,9 +21,9 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod.names import CommonNames
-from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
+from dgc.tensorflow.engine.numpy_bridge import APPLY, ENTRIES, REFUSED, warn_of_copies
 from dgc.tensorflow.engine.optimizers import KERAS3, family
-from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
+from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement, tell_error
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
@@ -35,7 +36,7 @@ class Engine(EngineBase):
     Attributes:
         variables: those that the compressor was built for, in registration order.
         names: their names.
-        sparse_names: of the collectives that sparse gradients travel in.
+        sparse_names: of the collectives that send sparse gradients.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
         dense_for: why the latest step's results were dense; None where those of sparsified variables were entries.
@@ -50,7 +51,7 @@ class Engine(EngineBase):
 
     def __init__(
         self,
-        variables: Sequence[Any],
+        variables: Sequence[Variable],
         config: DGCConfig,
         transport: Transport,
         adoption: Adoption,
@@ -71,13 +72,12 @@ class Engine(EngineBase):
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
-        self._has_loaded = self._is_closed = False
+        self._has_loaded = False
         self.sparse_names = CommonNames("sparse")
 
         def build() -> Layout:
-            layout = self._layout_of(range(len(self.variables)))
             adoption.cover(len(self.variables))
-            return layout
+            return self._layout_of(range(len(self.variables)))
 
         self._agree_on_options()
         self.names = common_names(transport, unique_names(variables))
@@ -86,11 +86,11 @@ class Engine(EngineBase):
 
     # -- which gradients there are -------------------------------------------------------------------------------
 
-    def index_of(self, variable: Any) -> int | None:
+    def index_of(self, variable: Variable) -> int | None:
         """The variable's index, or None if the compressor was not built for it."""
         return self._index.get(id(raw_variable(variable)))
 
-    def settle(self, kinds: Sequence[str]) -> None:
+    def fix_kinds(self, kinds: Sequence[str]) -> None:
         """Fix, together with the other ranks, which variables have gradients; afterwards only compare.
 
         Args:
@@ -137,7 +137,7 @@ class Engine(EngineBase):
             self.fail_in_step(error)
 
     def group(self, indices: Sequence[int]) -> Group:
-        """The group of exactly these variables; made when it is asked for the first time.
+        """The group of exactly these variables; the first call makes it.
 
         Raises:
             LayoutError: a variable was in another group before.
@@ -154,20 +154,60 @@ class Engine(EngineBase):
                     "set of gradients and Horovod's groups must stay, or build a new compressor"
                 )
             )
-        made = Group(
-            indices,
-            self._layout_of(indices),
-            [self.variables[i] for i in indices],
-            self._config,
-            self.between,
-            self._loss_scale,
-        )
+        variables = [self.variables[i] for i in indices]
+        made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
         self._groups.append(made)
         self._exchanges.append(made.exchange)
         self._watch()
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots(made)
         return made
+
+    def exchange(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        learning_rate: float | None,
+        parameters: Sequence[np.ndarray],
+        dense_for: str | None,
+    ) -> tuple[list[np.ndarray], int]:
+        """Exchange one step of a group of variables.
+
+        Args:
+            indices: of the group's variables.
+            gradients: in the same order, of the variables' shapes.
+            learning_rate: of this step, where it is known; the ranks must share it.
+            parameters: the variables' values for weight decay, or nothing.
+            dense_for: why results must be dense; None if those of sparsified variables may come as entries.
+
+        Returns:
+            The results in the variables' shapes, float32 (float64 for float64), with ``dense_for=None`` followed by
+            places and values of each of :attr:`Group.sparsified`; and what became of the step: APPLY, REFUSED or
+            ENTRIES.
+
+        Raises:
+            DGCError: this or another rank failed.
+        """
+        self.take_momentum()  # a graph is not traced anew when the user assigns another one
+        group = self.group(indices)
+        may_defer, self.dense_for = dense_for is None, dense_for
+        if may_defer and not (learning_rate is not None and 0 < learning_rate < math.inf):
+            # 0 times another one would not be 0, or -0.
+            self.dense_for = "the learning rate is not a positive number"
+        follows = self.adoption.velocity_has_learning_rate
+        nothing: list[np.ndarray | None] = [None] * len(gradients)
+        defers = self.dense_for is None
+        results, refused = group.run(
+            gradients, parameters or nothing, self.adoption.hyper, learning_rate, follows, defers
+        )
+        if may_defer:
+            entries = group.take_entries()
+            if entries:
+                return results + entries, ENTRIES
+            if defers:
+                self.dense_for = "the latest step was refused, or results of it came dense"
+            results += group.no_entries()
+        return results, REFUSED if refused else APPLY
 
     @property
     def how_updated(self) -> str:  # noqa: D102
@@ -183,19 +223,19 @@ class Engine(EngineBase):
         Raises:
             DGCError: always.
         """
-        # With several groups nobody knows which one the others are in; a rank that raises ends the job anyway.
+        # With several groups it is unknown which one the others are in; a rank that raises ends the job anyway.
         if len(self._groups) == 1:
             self._groups[0].fail(error)
         raise error
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
-        """:meth:`fail` within a step, of which the others are told in the first one, too.
+        """:meth:`fail` within a step, the first one included.
 
         Raises:
             DGCError: always.
         """
         if self._kinds is None:
-            tell_error(self.transport, error)  # who looks at the kinds of gradients in :meth:`settle`
+            tell_error(self.transport, error)  # they are in :meth:`fix_kinds`
             raise error
         self.fail(error)
 
@@ -264,7 +304,6 @@ class Engine(EngineBase):
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and give the memory back; what is still known are options and statistics."""
         super().close(keep_transport)
-        self._is_closed = True
         for group in self._groups:
             group.release()
 
@@ -309,9 +348,7 @@ class Engine(EngineBase):
 
     def _absorb_slots(self, group: Group) -> None:
         members = [self.variables[i] for i in group.indices]
-        self.adoption.absorb_slots(
-            members, self.variables, lambda place, u, rate: group.absorb(group.indices[place], u, rate)
-        )
+        self.adoption.absorb_slots(members, self.variables, group.absorb)
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
         if SPARSE not in kinds:
@@ -319,9 +356,9 @@ class Engine(EngineBase):
         name = self.names[kinds.index(SPARSE)]
         if self.adoption.applies_momentum:
             raise ConfigError(
-                f"{name!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own way, but the compressor "
-                "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in "
-                "the optimizer"
+                f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the "
+                "compressor applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave "
+                "momentum in the optimizer"
             )
         self.adoption.refuse_decay_beside(f"the sparse gradients (tf.IndexedSlices) of {name!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,26 +14,27 @@ from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport, whole_of
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.engine.tensors import ResultPool, as_array, largest_finite, raw_variable, samples
+from dgc.tensorflow.engine.tensors import ResultPool, Variable, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
 
 
 class Group:
     """An exchange of the core over some of a model's variables.
 
-    Way B has one group of all variables. In way A Horovod decides which gradients are at hand together.
+    The wrappers of this package have one group of all variables. Horovod's own classes decide by ``groups=`` which
+    gradients are at hand together.
 
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
-        sparsified: places within ``indices`` of the variables whose entries travel, once the ramp-up has begun.
+        sparsified: places within ``indices`` of the variables whose entries are sent, once the ramp-up has begun.
     """
 
     def __init__(
         self,
         indices: Sequence[int],
         layout: Layout,
-        variables: Sequence[Any],
+        variables: Sequence[Variable],
         config: DGCConfig,
         transport: Transport,
         loss_scale: LossScale,
@@ -46,7 +47,7 @@ class Group:
             variables: these variables.
             config: the options.
             transport: shared with the other groups, which run one after the other.
-            loss_scale: a number, or a function that is asked once per step.
+            loss_scale: a number, or a function that is called once per step.
 
         Raises:
             LayoutError: a message would be too large.
@@ -60,7 +61,7 @@ class Group:
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
-        self._held: list[EntrySum] = []
+        self._deferred: list[EntrySum] = []
         self._runs = 0
         self._rate_before: float | None = None
         self.rate: float | None = None
@@ -73,7 +74,7 @@ class Group:
         hyper: Hyper,
         learning_rate: float | None,
         follows: bool = True,
-        holds: bool = False,
+        defers: bool = False,
     ) -> tuple[list[np.ndarray], bool]:
         """Exchange one step.
 
@@ -83,7 +84,7 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
-            holds: leave the results of ``sparsified`` out, if all of them are known as entries: see :meth:`held`.
+            defers: leave the results of ``sparsified`` out, if all of them are known as entries (:meth:`take_entries`).
 
         Returns:
             The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
@@ -95,7 +96,7 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
-        self.exchange.holds = holds
+        self.exchange.holds = defers
         self.exchange.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -131,22 +132,28 @@ class Group:
         refused = self.exchange.finish()
         if returns and not refused:
             self.exchange.drop()
-        self._held = self.exchange.held() if holds else []
-        held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
-        if len(held) == len(self.sparsified):
-            for place in held:
+        self._deferred = self.exchange.held() if defers else []
+        deferred = [segment.parameter for total in self._deferred for segment in total.bucket.sparse]
+        if len(deferred) == len(self.sparsified):
+            for place in deferred:
                 results[place] = results[place].reshape(-1)[:0]
-        elif held:
-            self._write_held(results)
+        elif deferred:
+            # Where some buckets' results came dense, the others' become so.
+            for place in deferred:
+                results[place].fill(0)
+            for total in self._deferred:
+                for place, places, values in total.tensors():
+                    results[place].reshape(-1)[places] += values
+            self._deferred = []
         return results, refused
 
-    def held(self) -> list[np.ndarray]:
+    def take_entries(self) -> list[np.ndarray]:
         """Places (n, d) and values (n,) of each of ``sparsified`` if :meth:`run` has left them out; else nothing."""
-        totals, self._held = self._held, []
+        totals, self._deferred = self._deferred, []
         if not totals:
             return []
         came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
-        arrays = self.nothing_held()
+        arrays = self.no_entries()
         for n, i in enumerate(self.sparsified):
             if i in came:
                 places, values = came[i]
@@ -154,8 +161,8 @@ class Group:
                 arrays[2 * n : 2 * n + 2] = [np.stack(np.unravel_index(places, shape), axis=1), values]
         return arrays
 
-    def nothing_held(self) -> list[np.ndarray]:
-        """What :meth:`held` would return if nothing had been sent."""
+    def no_entries(self) -> list[np.ndarray]:
+        """What :meth:`take_entries` would return if nothing had been sent."""
         arrays = []
         for i in self.sparsified:
             rank = len(self.exchange.layout.parameters[i].shape)
@@ -183,15 +190,15 @@ class Group:
         if self._runs == 1:  # that is what the others do next
             try:
                 self._compare_replicas()
-            except DGCError as told:
-                raise error from told
+            except DGCError as other:
+                raise error from other
             self._runs += 1
         self.exchange.fail(error)
 
-    def absorb(self, index: int, u: np.ndarray, learning_rate: float | None) -> None:
-        """Take over a momentum buffer of a dense run, in units of ``learning_rate``."""
+    def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
+        """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
         share = self.exchange.config.own_share(self.exchange.transport.size)
-        self.exchange.state.absorb_momentum(self.indices.index(index), u, share)
+        self.exchange.state.absorb_momentum(place, u, share)
         self.rate = learning_rate
 
     def use(self, layout: Layout) -> None:
@@ -219,15 +226,6 @@ class Group:
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
             bucket.error = bucket.error[:0].copy()
-
-    def _write_held(self, results: Sequence[np.ndarray]) -> None:
-        """Where some buckets' results came dense, the others' become so."""
-        for total in self._held:
-            for segment in total.bucket.sparse:
-                results[segment.parameter].fill(0)
-            for place, places, values in total.tensors():
-                results[place].reshape(-1)[places] += values
-        self._held = []
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

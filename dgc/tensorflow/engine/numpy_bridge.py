@@ -8,30 +8,51 @@ From a GPU TensorFlow copies the gradients to the host and the results back, bec
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.tensors import ALIGNMENT, raw_variable
+from dgc.tensorflow.engine.tensors import ALIGNMENT, Variable, raw_variable
 
 ACCUMULATED, APPLY, REFUSED, ENTRIES = 0, 1, 2, 3
 """What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value; or
 results are to be applied, some of which came as entries."""
 
-GONE = (
-    "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the variables it was "
-    "bound to; keep it as long as the function is called"
-)
-"""What a graph says that has outlived its compressor."""
+T = TypeVar("T")
 
 
-def warn_of_copies(variables: Sequence[Any]) -> None:
+def still_there(reference: weakref.ref[T]) -> T:
+    """The object behind a weak reference, which is all that a graph may hold: TensorFlow keeps graphs for ever.
+
+    Raises:
+        ConfigError: the graph has outlived it.
+    """
+    held = reference()
+    if held is None:
+        raise ConfigError(
+            "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the "
+            "variables it was bound to; keep it as long as the function is called"
+        )
+    return held
+
+
+def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
+    """REFUSED for dense or sparse gradients with a value that is not finite; else APPLY."""
+    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    if not values:
+        return tf.constant(APPLY, tf.int32)
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    return tf.where(finite, tf.constant(APPLY, tf.int32), tf.constant(REFUSED, tf.int32))
+
+
+def warn_of_copies(variables: Sequence[Variable]) -> None:
     """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
     places = {str(getattr(raw_variable(v), "device", "") or "") for v in variables}
     devices = sorted(
