@@ -14,7 +14,7 @@ from dgc.tensorflow.engine.tensors import Variable
 
 
 class TensorFlowCompression(CompressionBase):
-    """What ``compression=`` takes. ``none`` and ``fp16`` are Horovod's.
+    """Values of ``compression=``; ``none`` and ``fp16`` are Horovod's.
 
     A compressor's first argument is ``variables``, those of a built model. Momentum and Nesterov are taken out of an
     SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know its

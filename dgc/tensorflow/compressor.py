@@ -38,7 +38,7 @@ class DGCCompressor(CompressorBase[Engine]):
     """
 
     adoption: Adoption | None = None
-    """What was taken from which optimizer; None before :meth:`adopt` and where there is nothing to exchange."""
+    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
     optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
 

@@ -24,5 +24,5 @@ class SummaryWriter:
 
 
 def as_writer(writer: Any) -> Any:
-    """What has ``add_scalar``: the writer itself, or one around a writer of ``tf.summary``."""
+    """The writer itself if it has ``add_scalar``, or one around a writer of ``tf.summary``."""
     return SummaryWriter(writer) if hasattr(writer, "as_default") else writer

@@ -64,7 +64,7 @@ ELSEWHERE = {
     "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
     "tensorflow/reduce/context.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
-    "tensorflow/keras/callbacks/stock.py": "adapters_tensorflow/keras/test_optimizer.py",
+    "tensorflow/keras/callbacks/horovod.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/legacy.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/momentum/base.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",

@@ -253,7 +253,7 @@ class Adoption:
 
 def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
     """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
-    # What was assigned since the last step, by a schedule perhaps, has not been taken yet.
+    # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
     if adoption is None or not adoption.taken or not is_cleared(adoption.optimizer) or "momentum" not in config:
         return config
     return {**config, "momentum": adoption.momentum}

@@ -5,7 +5,6 @@ Every variable has one index: its place among the variables that the compressor 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -19,9 +18,9 @@ from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.group import NO_STEP, Group
 from dgc.tensorflow.engine.horovod.names import CommonNames
-from dgc.tensorflow.engine.numpy_bridge import APPLY, ENTRIES, REFUSED, warn_of_copies
+from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement, tell_error
@@ -39,7 +38,6 @@ class Engine(EngineBase):
         sparse_names: of the collectives that send sparse gradients.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
-        dense_for: why the latest step's results were dense; None where those of sparsified variables were entries.
     """
 
     what = "variables"
@@ -65,7 +63,6 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
-        self.dense_for: str | None = "no step was taken yet"
         self._loss_scale = loss_scale
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
@@ -171,47 +168,28 @@ class Engine(EngineBase):
         parameters: Sequence[np.ndarray],
         dense_for: str | None,
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step of a group of variables.
+        """Exchange one step of a group of variables: see :meth:`dgc.tensorflow.engine.group.Group.run`.
 
         Args:
             indices: of the group's variables.
-            gradients: in the same order, of the variables' shapes.
-            learning_rate: of this step, where it is known; the ranks must share it.
+            gradients: in the same order.
+            learning_rate: of this step, where it is known.
             parameters: the variables' values for weight decay, or nothing.
-            dense_for: why results must be dense; None if those of sparsified variables may come as entries.
-
-        Returns:
-            The results in the variables' shapes, float32 (float64 for float64), with ``dense_for=None`` followed by
-            places and values of each of :attr:`Group.sparsified`; and what became of the step: APPLY, REFUSED or
-            ENTRIES.
+            dense_for: the reason for dense results; None for entries.
 
         Raises:
             DGCError: this or another rank failed.
         """
         self.take_momentum()  # a graph is not traced anew when the user assigns another one
-        group = self.group(indices)
-        may_defer, self.dense_for = dense_for is None, dense_for
-        if may_defer and not (learning_rate is not None and 0 < learning_rate < math.inf):
-            # 0 times another one would not be 0, or -0.
-            self.dense_for = "the learning rate is not a positive number"
         follows = self.adoption.velocity_has_learning_rate
         nothing: list[np.ndarray | None] = [None] * len(gradients)
-        defers = self.dense_for is None
-        results, refused = group.run(
-            gradients, parameters or nothing, self.adoption.hyper, learning_rate, follows, defers
-        )
-        if may_defer:
-            entries = group.take_entries()
-            if entries:
-                return results + entries, ENTRIES
-            if defers:
-                self.dense_for = "the latest step was refused, or results of it came dense"
-            results += group.no_entries()
-        return results, REFUSED if refused else APPLY
+        hyper = self.adoption.hyper
+        return self.group(indices).run(gradients, parameters or nothing, hyper, learning_rate, follows, dense_for)
 
     @property
     def how_updated(self) -> str:  # noqa: D102
-        return "sparse" if self.dense_for is None else f"dense: {self.dense_for}"
+        reason = self._groups[-1].dense_for if self._groups else NO_STEP
+        return "sparse" if reason is None else f"dense: {reason}"
 
     def needs_parameters(self) -> bool:
         """Whether a step must bring the variables' values along, for weight decay."""

@@ -34,11 +34,11 @@ _PROBED = 16
 the same shapes."""
 
 _LOCAL = ("_local_sources", "_local_vars")
-"""Where Horovod's tapes, and its optimizers and what adds up their passes, keep the variables that stay local."""
+"""Attributes with the local variables, of Horovod's tapes, optimizers and helpers that add up passes."""
 
 
 class Compressor(Protocol):
-    """What the shim uses of a compressor."""
+    """The shim's view of a compressor."""
 
     config: DGCConfig
 
@@ -172,12 +172,12 @@ def _step_of(compressor: Compressor, indices: Sequence[int]) -> Step:
     reference, count = weakref.ref(compressor), len(indices)
 
     def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-        held = still_there(reference)
-        engine = held.engine
+        alive = still_there(reference)
+        engine = alive.engine
         assert engine is not None
         *gradients, sum_of_ones, probed = arrays[: count + 2]
         # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
-        check_stand_in(float(sum_of_ones[0]), op=held.config.op, size=engine.transport.size)
+        check_stand_in(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
         group = engine.group(indices)
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
@@ -226,7 +226,7 @@ def _horovods_call() -> _Call:
     call: _Call | None = None
     process_set = owner = None
     has_local = False
-    for frame in _frames(60):
+    for frame in _frames(63):
         found = frame.f_locals
         candidate = found.get("self")
         if process_set is None and _module(frame) == "horovod.tensorflow":

@@ -101,7 +101,7 @@ def is_sgd(optimizer: Optimizer) -> bool:
 
 
 def own_update(optimizer: Optimizer) -> str | None:
-    """What of the user's own may change gradients before they update variables; None: there is nothing.
+    """Name the user's code that may change gradients before they update variables; None: there is none.
 
     A method of a subclass or of this one optimizer, or ``gradient_transformers``.
     """
@@ -220,17 +220,15 @@ def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         variables: what it will update.
     """
     kind = family(optimizer)
-    if kind not in (KERAS3, LEGACY) or not _awaits_values(optimizer):
+    if kind not in (KERAS3, LEGACY):
+        return
+    awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
+    if not any(name.isdigit() and found for name, found in awaited.items()):
         return
     with tf.init_scope():
         optimizer.build(list(variables))  # does nothing the second time
     if kind == KERAS3:
         make_slots(optimizer)
-
-
-def _awaits_values(optimizer: Optimizer) -> bool:
-    listed = optimizer._variables
-    return any(name.isdigit() and found for name, found in getattr(listed, "_deferred_dependencies", {}).items())
 
 
 def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:

@@ -34,17 +34,11 @@ def raw_variable(variable: Variable) -> tf.Variable:
     return inner if isinstance(inner, tf.Variable) else variable
 
 
-def variable_name(variable: Variable) -> str:
-    """A variable's path or name, without TensorFlow's output number."""
-    name = getattr(variable, "path", None) or variable.name
-    return name.removesuffix(":0")
-
-
 def unique_names(variables: Sequence[Variable]) -> list[str]:
     """A name for each variable; where several share one (plain ``tf.Variable``s), their order tells them apart."""
     names, seen = [], dict[str, int]()
     for variable in variables:
-        name = variable_name(variable)
+        name = (getattr(variable, "path", None) or variable.name).removesuffix(":0")
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

@@ -36,7 +36,7 @@ def no_accumulators(optimizer: Optimizer) -> Iterator[None]:
 
 
 def count_pass(optimizer: Optimizer) -> None:
-    """What Keras does in a pass that only adds gradients up, but for the addition."""
+    """Do what Keras does in a pass that only adds gradients up, except the addition."""
     if getattr(optimizer, "gradient_accumulation_steps", None):
         _average(optimizer)
         for variable in optimizer._trainable_variables:

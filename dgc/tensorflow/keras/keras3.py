@@ -78,7 +78,7 @@ def _users(name: str) -> Any:
 
 
 class _Distributed(HasSettings, keras.optimizers.Optimizer):
-    """What both distributed optimizers share."""
+    """The common part of both distributed optimizers."""
 
     inner_optimizer: Optimizer
     built: bool

@@ -57,7 +57,7 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
 
 
 def loaded_with_the_wrapper(store: Mapping[str, Any]) -> None:
-    """What stands for the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
+    """In place of the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
 
 
 def _choices(possible: Any) -> tuple[bool, ...]:

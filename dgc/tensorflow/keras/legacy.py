@@ -54,7 +54,7 @@ class _Distributed(HasSettings, _Base):
     """Mixed into the class of the user's optimizer."""
 
     _dgc_dense_for: str | None = RETURNED
-    """Why results are dense when Keras calls :meth:`aggregate_gradients`."""
+    """The reason for dense results when Keras calls :meth:`aggregate_gradients`."""
 
     def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step; collective.
@@ -119,7 +119,7 @@ class _Distributed(HasSettings, _Base):
         return tf.cond(tf.equal(verdict, ACCUMULATED), count, update) if several else update()
 
     def _obstacle(self, variables: list[Any], arguments: tuple[Any, ...]) -> str | None:
-        """Why one exchange's results must be dense in this call of ``apply_gradients``."""
+        """Give the reason for dense results in this call of ``apply_gradients``; None if there is none."""
         settings = self._dgc_settings
         if settings.compression is None or is_alone(settings.process_set) is not False:
             return "there is nobody to exchange with"

@@ -1,4 +1,4 @@
-"""How one step's gradients are reduced: the options of a wrapper, and what differs between those that call it."""
+"""Options of a wrapper, and the context in which one step's gradients are reduced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dgc.tensorflow.engine.tensors import Variable, raw_variable
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | Entries | None"
 
 RETURNED = "the reduced gradients are returned to the script"
-"""Why dense results are needed, unless the caller says otherwise."""
+"""The usual reason for dense results."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class GradientReducer(abc.ABC):
 
 @dataclass(frozen=True)
 class Context:
-    """What differs between the callers of :func:`dgc.tensorflow.reduce.step.reduce`.
+    """The differences between callers of :func:`dgc.tensorflow.reduce.step.reduce`.
 
     Attributes:
         reducer: exchanges the gradients.

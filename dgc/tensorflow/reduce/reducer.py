@@ -125,7 +125,7 @@ class Reducer(GradientReducer):
         return reduced, verdict
 
     def _obstacle(self, group: Group, variables: list[Variable]) -> str | None:
-        """Why results cannot be left as entries."""
+        """Give the reason why results cannot be left as entries; None if they can."""
         if not self.compression.config.sparse_updates:
             return "sparse_updates=False"
         if self.options.passes > 1:
@@ -149,13 +149,13 @@ class Reducer(GradientReducer):
                     name = engine.sparse_names.of(engine.variables[indices[i]], process_set)
                     reduced[i] = gathered = gather_slices(gradient, name, process_set, is_sum=is_sum)
                     finite.append(tf.reduce_all(tf.math.is_finite(gathered.values)))
-        # Who takes entries applies whatever came: there is no dense result to refuse.
+        # Entries are applied in any case: there is no dense result to refuse.
         stays = tf.logical_or(tf.reduce_all(finite), tf.equal(verdict, ENTRIES))
         return reduced, tf.where(stays, verdict, tf.constant(REFUSED, tf.int32))
 
 
 def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None, dense_for: str | None) -> Step:
-    """What a graph calls in each step.
+    """The function that a graph calls in each step.
 
     TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
     anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`).
@@ -169,15 +169,15 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
     reference, adding, several = weakref.ref(compression), weakref.ref(sums), sums.passes > 1
 
     def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-        held = still_there(reference)
+        alive = still_there(reference)
         if several:
             passes = still_there(adding)
-            arrays = passes.add(arrays, held.generation)
+            arrays = passes.add(arrays, alive.generation)
             if passes.passed:
                 return arrays, ACCUMULATED
-        if held.engine is None or indices is None:
+        if alive.engine is None or indices is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        return held.engine.exchange(indices, arrays, rate, values, dense_for)
+        return alive.engine.exchange(indices, arrays, rate, values, dense_for)
 
     return step
 

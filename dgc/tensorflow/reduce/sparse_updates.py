@@ -31,7 +31,7 @@ _FLAGS = ("use_ema", "jit_compile", "_mesh")
 
 
 def obstacle_of_sgd(optimizer: Optimizer, variables: Sequence[Variable]) -> str | None:
-    """Why a Keras optimizer's own pass over the variables is needed; None if it is not.
+    """Give the reason why a Keras optimizer's own pass over the variables is needed; None if it is not.
 
     Options that are assigned after a graph was traced do not reach that graph, with dense results neither.
     """

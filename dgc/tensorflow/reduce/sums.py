@@ -69,8 +69,8 @@ def adding_step(sums: Sums) -> Step:
     reference = weakref.ref(sums)
 
     def step(arrays: list[np.ndarray], *_: object) -> tuple[list[np.ndarray], int]:
-        held = still_there(reference)
-        added = held.add(arrays)
-        return added, ACCUMULATED if held.passed else APPLY
+        total = still_there(reference)
+        added = total.add(arrays)
+        return added, ACCUMULATED if total.passed else APPLY
 
     return step

@@ -1,4 +1,4 @@
-"""What residuals hold back, in the logs of ``fit()`` and in a writer of ``tf.summary``."""
+"""Norms of residuals in the logs of ``fit()`` and in a writer of ``tf.summary``."""
 
 from __future__ import annotations
 

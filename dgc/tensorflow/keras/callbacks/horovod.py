@@ -63,7 +63,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             self.broadcast_done = False
         if getattr(self.model, "built", False) and self.model.variables:
             self._broadcast(was_loaded)
-        elif not self.broadcast_done and not is_alone() and _steps_per_execution(self.model) > 1:
+            return
+        names = ("steps_per_execution", "_steps_per_execution")
+        steps = next((n for n in (getattr(self.model, name, None) for name in names) if n), 1)
+        if not self.broadcast_done and not is_alone() and int(tf.convert_to_tensor(steps)) > 1:
             raise ConfigError(
                 "the model has no variables yet, so they can be broadcast only after its first batch, but "
                 "steps_per_execution makes that several steps, in which every rank would train its own model; build "
@@ -127,7 +130,7 @@ def _optimizer_variables(optimizer: Optimizer) -> list[Any]:
 
 
 def _engine_of(optimizer: Optimizer) -> Any:
-    """What the optimizer's compressor exchanges with; None without one, or before the first step."""
+    """The engine of the optimizer's compressor; None without one, or before the first step."""
     ours = distributed_in(optimizer)
     return None if ours is None or ours.compression is None else ours.compression.engine
 
@@ -177,11 +180,6 @@ def _process_set_of(optimizer: Optimizer) -> Any:
         return None
     chosen = ours.compression.process_set(ours.process_set)
     return None if chosen is import_horovod().global_process_set else chosen
-
-
-def _steps_per_execution(model: tf.keras.Model) -> int:
-    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1
-    return int(tf.convert_to_tensor(steps))
 
 
 def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: ProcessSet | None) -> None:
