@@ -31,7 +31,9 @@ from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.numpy_bridge import APPLY, cross
+from dgc.tensorflow.reduce.context import Context
 from dgc.tensorflow.reduce.reducer import Reducer
+from dgc.tensorflow.reduce.step import reduce
 
 PATHS = ("graph", "eager")
 WARM_UP = 3
@@ -79,11 +81,11 @@ def main() -> None:
     gradients = [tf.random.stateless_normal(shape, [1, i]) for i in range(args.tensors)]
     variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i in range(args.tensors)]
     compressor = LoopbackCompressor({"momentum": 0.9})
-    reducer = Reducer(compressor)
+    context = Context(Reducer(compressor))
 
     @tf.function
     def graph(given: list[tf.Tensor]) -> list[tf.Tensor]:
-        return reducer.reduce(given, variables)[0]
+        return reduce(given, variables, context)[0]
 
     graph(gradients)
     engine = compressor.engine
@@ -104,7 +106,7 @@ def main() -> None:
     runs: dict[str, Callable[[], object]] = {
         "core": lambda: group.run(arrays, nothing, hyper, None),
         "graph": lambda: graph(gradients),
-        "eager": lambda: reducer.reduce(gradients, variables),
+        "eager": lambda: reduce(gradients, variables, context),
         "crossing alone, graph": lambda: graph_null(gradients),
         "crossing alone, eager": lambda: cross(null, gradients, None),
         "one copy of the result": lambda: np.copyto(target, source),

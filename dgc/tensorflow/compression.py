@@ -9,25 +9,28 @@ from dgc.adapter.compression import CompressionBase, checked_tensors, require_mo
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
-from dgc.tensorflow.engine.optimizers import family
+from dgc.tensorflow.engine.optimizers import Optimizer, family
+from dgc.tensorflow.engine.tensors import Variable
 
 
 class TensorFlowCompression(CompressionBase):
-    """What ``compression=`` takes. ``none`` and ``fp16`` are Horovod's.
+    """Values of ``compression=``; ``none`` and ``fp16`` are Horovod's.
 
     A compressor's first argument is ``variables``, those of a built model. Momentum and Nesterov are taken out of an
     SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know its
     optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer, too.
     """
 
-    def dgc(self, variables: Sequence[Any] | None = None, optimizer: Any = None, **options: Any) -> DGCCompressor:  # noqa: D102
+    def dgc(  # noqa: D102
+        self, variables: Sequence[Variable] | None = None, optimizer: Optimizer | None = None, **options: Any
+    ) -> DGCCompressor:
         return self._make("dgc", variables, optimizer, **options)
 
     def _make(
         self,
         algorithm: str,
-        variables: Sequence[Any] | None = None,
-        optimizer: Any = None,
+        variables: Sequence[Variable] | None = None,
+        optimizer: Optimizer | None = None,
         *,
         members: Any = None,
         **options: Any,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +14,11 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine, loss_scale_of
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, is_alone
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, is_alone
 from dgc.tensorflow.engine.horovod.transport import make_transport
-from dgc.tensorflow.engine.optimizers import KERAS3, clipping, family
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine.horovod_shim import HorovodShim, Pending, refuse_horovods_keras3
+from dgc.tensorflow.engine.optimizers import Optimizer, clipping
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.summary import as_writer
 
 _LEFT = (
@@ -33,20 +32,20 @@ _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer,
 class DGCCompressor(CompressorBase[Engine]):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
-    Way A hands it to stock Horovod, which calls :meth:`compress` and :meth:`decompress` while it builds a graph
-    (:mod:`dgc.tensorflow.engine.horovod_trace`). Way B, the wrappers of this package, cross to its engine once a step.
-    With one process nothing is adopted, and the optimizer keeps its momentum.
+    Horovod's own classes call :meth:`compress` and :meth:`decompress` while they build a graph. The wrappers of this
+    package call :func:`dgc.tensorflow.reduce.step.reduce` once a step instead. With one process nothing is adopted,
+    and the optimizer keeps its momentum.
     """
 
     adoption: Adoption | None = None
-    """What was taken from which optimizer; None before :meth:`adopt` and where there is nothing to exchange."""
-    optimizer: Any = None
+    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
+    optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
 
     _horovod = HOROVOD
     _bound_to: Sequence[Any] = ()
-    _way: str | None = None
-    _stock: Any = None
+    _user: str | None = None
+    _shim: HorovodShim | None = None
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         return loss_scale_of(value)
@@ -56,8 +55,8 @@ class DGCCompressor(CompressorBase[Engine]):
 
     # -- binding -------------------------------------------------------------------------------------------------
 
-    def adopt(self, optimizer: Any, process_set: Any = None) -> None:
-        """Take the momentum out of the optimizer, before it makes its variables. Talks to nobody.
+    def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None) -> None:
+        """Take the momentum out of the optimizer, before it makes its variables. Local: no communication.
 
         After a binding that failed, None stands for the optimizer that got its momentum back.
 
@@ -79,7 +78,9 @@ class DGCCompressor(CompressorBase[Engine]):
                 advice = _INSTEAD_OF_CLIPPING if clipping(self.adoption.optimizer) else _INSTEAD_OF_MOMENTUM
                 warnings.warn(_LEFT.format(self.adoption.left_for, advice), stacklevel=2)
 
-    def bind(self, variables: Sequence[Any], optimizer: Any = None, process_set: Any = None) -> None:
+    def bind(
+        self, variables: Sequence[Variable], optimizer: Optimizer | None = None, process_set: ProcessSet | None = None
+    ) -> None:
         """Attach to a model's variables; collective over the process set.
 
         Args:
@@ -133,45 +134,46 @@ class DGCCompressor(CompressorBase[Engine]):
         if adoption is not None:
             adoption.undo()
 
-    def use_way(self, way: str) -> None:
-        """Remember who drives this compressor: Horovod's own classes, a tape or a distributed optimizer.
+    def claim(self, user: str) -> None:
+        """Remember what uses this compressor: Horovod's own classes, a tape or a distributed optimizer.
 
         Raises:
             ConfigError: two of them do.
         """
-        if self._way not in (None, way):
+        if self._user not in (None, user):
             raise ConfigError(
-                f"this compressor is used by {self._way} and by {way} at the same time; gradients would be exchanged "
+                f"this compressor is used by {self._user} and by {user} at the same time; gradients would be exchanged "
                 "twice: use one of them"
             )
-        self._way = way
+        self._user = user
 
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Called by stock Horovod while it builds a graph: see :class:`dgc.tensorflow.engine.horovod_trace.Stock`."""
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
+        """For Horovod's own classes; :mod:`dgc.tensorflow.engine.horovod_shim` has more."""
         engine = self._exchanging(
             "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
             "dgc.tensorflow, which bind them"
         )
         if engine is None:
-            return tensor, None  # Horovod traces its call, but there is nobody to exchange with
-        if self._stock is None:
-            from dgc.tensorflow.engine.horovod_trace import Stock
-
-            self.use_way("Horovod's own classes")
-            self._stock = Stock(self)
-        return self._stock.compress(tensor)
+            return tensor, None  # one process
+        if self._shim is None:
+            self.claim("Horovod's own classes")
+            self._shim = HorovodShim(self)
+        return self._shim.compress(tensor)
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Called by stock Horovod with the reduced stand-in; returns the exchanged gradient."""
-        return tensor if ctx is None else self._stock.decompress(tensor, ctx)
+    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
+        """The exchanged gradient in place of the reduced placeholder."""
+        if ctx is None:
+            return tensor
+        assert self._shim is not None
+        return self._shim.decompress(tensor, ctx)
 
     def __hash__(self) -> int:
-        """By identity. Horovod asks when it builds an optimizer: the moment to refuse one that never calls us."""
-        _refuse_stock_keras3()
+        """By identity. Horovod hashes it to build an optimizer: the moment to refuse one that never calls us."""
+        refuse_horovods_keras3()
         return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
@@ -194,7 +196,7 @@ class DGCCompressor(CompressorBase[Engine]):
         raise error
 
 
-def keep_with(variables: Sequence[Any], compressor: DGCCompressor) -> None:
+def keep_with(variables: Sequence[Variable], compressor: DGCCompressor) -> None:
     """Let a model hold the compressor that was bound to it last: no graph does, though a script may build it in one."""
     for variable in variables[:1]:
         variable._dgc_compressor = compressor
@@ -205,20 +207,3 @@ def _refuse_sessions() -> None:
         raise ConfigError(
             "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
         )
-
-
-def _refuse_stock_keras3() -> None:
-    """Horovod's optimizer for Keras 3 never exchanges anything, and says nothing about it."""
-    frame = sys._getframe(2)
-    for _ in range(8):
-        owner = frame.f_locals.get("self")
-        in_horovod = frame.f_code.co_filename.endswith(os.path.join("horovod", "_keras", "__init__.py"))
-        if in_horovod and owner is not None and family(owner) == KERAS3:
-            raise ConfigError(
-                "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
-                "rank would train a model of its own. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
-                "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back

@@ -1,4 +1,4 @@
-"""A writer of ``tf.summary``, for those who ask for ``add_scalar``."""
+"""A writer of ``tf.summary`` with TensorBoard's ``add_scalar``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 _SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR")
-"""What TensorBoard knows a scalar by. ``tf.summary.scalar`` asks for an installed TensorBoard; writing needs none."""
+"""TensorBoard's mark of a scalar. ``tf.summary.scalar`` needs an installed TensorBoard; writing needs none."""
 
 
 class SummaryWriter:
@@ -24,5 +24,5 @@ class SummaryWriter:
 
 
 def as_writer(writer: Any) -> Any:
-    """What has ``add_scalar``: the writer itself, or one around a writer of ``tf.summary``."""
+    """The writer itself if it has ``add_scalar``, or one around a writer of ``tf.summary``."""
     return SummaryWriter(writer) if hasattr(writer, "as_default") else writer

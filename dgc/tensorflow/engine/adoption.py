@@ -8,8 +8,6 @@ is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s mo
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +19,8 @@ from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import (
-    LEGACY_V2,
     V1,
+    Optimizer,
     clear_momentum,
     clipping,
     family,
@@ -37,13 +35,13 @@ from dgc.tensorflow.engine.optimizers import (
     restore_momentum,
     without_loss_scale,
 )
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
 
 Absorb = Callable[[int, np.ndarray, float | None], None]
 
 
 class Adoption:
-    """Momentum SGD's options, and the watch over the optimizer they were taken from.
+    """Momentum SGD's options, taken from an optimizer or given to the compressor.
 
     Attributes:
         hyper: the options by variable index, as the core uses them.
@@ -61,7 +59,7 @@ class Adoption:
         "compressor to leave it in the optimizer"
     )
 
-    def __init__(self, optimizer: Any, config: DGCConfig) -> None:
+    def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
         An optimizer that clips, or whose class has an update of the user's own, keeps its momentum: both are meant for
@@ -101,10 +99,13 @@ class Adoption:
         """Whether u must follow changes of the learning rate."""
         return self.taken and family(self.optimizer) != V1
 
-    @property
-    def rate_is_known(self) -> bool:
-        """Whether :func:`learning_rate` works for the optimizer."""
-        return self.optimizer is not None and family(self.optimizer) not in (None, V1)
+    def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
+        """The learning rate of the step under way; None where it is not known.
+
+        Args:
+            optimizer: the one that steps, where it is Horovod's copy.
+        """
+        return None if family(self.optimizer) in (None, V1) else learning_rate(optimizer or self.optimizer)
 
     @property
     def applies_momentum(self) -> bool:
@@ -114,7 +115,7 @@ class Adoption:
     def take(self) -> None:
         """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
 
-        Called in every step: what the user assigns in mid-training is followed, 0 included.
+        In every step: what the user assigns in mid-training is followed, 0 included.
 
         Raises:
             ConfigError: momentum both given and in the optimizer, or it clips what is a velocity now.
@@ -140,14 +141,14 @@ class Adoption:
                 "set it before the compressor is built (momentum then stays in the optimizer), or clip with the "
                 "compressor's local_grad_clip_norm"
             )
-        momentum = self.momentum if momentum is None else momentum
-        nesterov = self.nesterov if nesterov is None else nesterov
-        if self.taken and (momentum, nesterov) == (self.momentum, self.nesterov) and is_cleared(self.optimizer):
-            return
+        if self.taken and is_cleared(self.optimizer):
+            momentum = momentum or self.momentum
+            if (momentum, nesterov) == (self.momentum, self.nesterov):
+                return
         self.momentum, self.nesterov = momentum, nesterov
         clear_momentum(self.optimizer)
         self.taken = True
-        self._fill(len(self.hyper.momentum))
+        self.cover(len(self.hyper.momentum))
         self._keep_config()
 
     def stand_beside_local(self) -> None:
@@ -163,29 +164,30 @@ class Adoption:
         """Give the optimizer back what was taken from it, for a construction that failed."""
         if not self.taken:
             return
-        restore_momentum(self.optimizer, self.momentum, self.nesterov)
+        restore_momentum(self.optimizer, self.momentum)
         vars(self.optimizer).pop("get_config", None)
         self.taken, self.momentum, self.nesterov = False, 0.0, False
 
-    def follow(self, optimizer: Any) -> None:
-        """Watch Horovod's copy of the optimizer, which is the one that steps, instead of the user's own."""
+    def follow(self, optimizer: Optimizer | None) -> None:
+        """Take the momentum of Horovod's copy of the optimizer, which is the one that steps."""
         copy = without_loss_scale(optimizer)
         if self.taken and copy is not self.optimizer and is_sgd(copy):
-            if family(copy) == LEGACY_V2:
-                copy.momentum, copy.nesterov = self.momentum, self.nesterov
             clear_momentum(copy)
             self.optimizer = copy
             self._keep_config()
 
     def cover(self, count: int) -> None:
-        """Extend ``hyper`` to ``count`` variables."""
-        self._fill(count)
+        """Set ``hyper`` for ``count`` variables."""
+        config = self._config
+        momentum = self.momentum if self.active else config.momentum or 0.0
+        nesterov = config.nesterov if config.nesterov is not None else self.nesterov
+        self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [config.weight_decay or 0.0] * count)
 
-    def decayed(self, index: int, variable: Any) -> Any:
-        """What weight decay is multiplied with: the variable's values."""
+    def decayed(self, index: int, variable: Variable) -> tf.Tensor:
+        """The factor of weight decay: the variable's values."""
         return raw_variable(variable)
 
-    def absorb_slots(self, variables: Sequence[Any], all_variables: Sequence[Any], absorb: Absorb) -> None:
+    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> None:
         """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them.
 
         Args:
@@ -209,7 +211,7 @@ class Adoption:
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
 
     def refuse_local(self) -> None:
-        """Look whether what the compressor applies acts on all variables that are updated.
+        """Refuse local variables beside what the compressor applies.
 
         Raises:
             ConfigError: some are local.
@@ -221,7 +223,7 @@ class Adoption:
         self.refuse_decay_beside("local variables")
 
     def refuse_decay_beside(self, others: str) -> None:
-        """Look whether the compressor has a weight decay, where ``others`` pass it by.
+        """Refuse a weight decay of the compressor, which would not act on ``others``.
 
         Raises:
             ConfigError: it has.
@@ -233,7 +235,7 @@ class Adoption:
             )
 
     def _refuse_clipped_velocity(self) -> None:
-        """Whether the optimizer clips, now or since a step ago, what the compressor's own momentum makes."""
+        """Refuse an optimizer that clips what the compressor's own momentum makes."""
         clips = clipping(self.optimizer)
         if clips and self._config.momentum:
             raise ConfigError(
@@ -243,39 +245,19 @@ class Adoption:
             )
 
     def _keep_config(self) -> None:
-        """Let the optimizer describe itself as the user made it, to whoever saves it."""
+        """Let the optimizer's configuration hold the user's own momentum."""
         if family(self.optimizer) != V1:
             # An instance's method: a class of its own would be saved with the model, and loaded without us.
             self.optimizer.get_config = functools.partial(_own_config, self)
 
-    def _fill(self, count: int) -> None:
-        config = self._config
-        momentum = self.momentum if self.active else config.momentum or 0.0
-        nesterov = config.nesterov if config.nesterov is not None else self.nesterov
-        self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [config.weight_decay or 0.0] * count)
-
 
 def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
     """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
-    if adoption is None or not adoption.taken or "momentum" not in config:
+    # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
+    if adoption is None or not adoption.taken or not is_cleared(adoption.optimizer) or "momentum" not in config:
         return config
-    # What was assigned since the last step, by a schedule perhaps, has not been taken yet.
-    momentum, nesterov = get_momentum(adoption.optimizer)
-    return {
-        **config,
-        "momentum": adoption.momentum if momentum is None else momentum,
-        "nesterov": adoption.nesterov if nesterov is None else nesterov,
-    }
+    return {**config, "momentum": adoption.momentum}
 
 
 def _own_config(adoption: Adoption) -> dict[str, Any]:
-    config = type(adoption.optimizer).get_config(adoption.optimizer)
-    # Horovod builds the optimizer that steps from what it reads here.
-    if not _horovod_is_copying():
-        return momentum_config(config, adoption)
-    return {**config, "momentum": 0.0, "nesterov": False} if family(adoption.optimizer) == LEGACY_V2 else config
-
-
-def _horovod_is_copying() -> bool:
-    caller = sys._getframe(2).f_code
-    return caller.co_filename.endswith(os.path.join("horovod", "_keras", "__init__.py"))
+    return momentum_config(type(adoption.optimizer).get_config(adoption.optimizer), adoption)

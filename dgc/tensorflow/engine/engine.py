@@ -1,4 +1,4 @@
-"""One model's variables on one rank, bound to exchanges of the core. Ways A and B both stand on this.
+"""One model's variables on one rank, bound to exchanges of the core.
 
 Every variable has one index: its place among the variables that the compressor was built for.
 """
@@ -18,11 +18,11 @@ from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.group import NO_STEP, Group
 from dgc.tensorflow.engine.horovod.names import CommonNames
 from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
 from dgc.tensorflow.engine.optimizers import KERAS3, family
-from dgc.tensorflow.engine.tensors import common_names, describe, raw_variable, samples, unique_names
+from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement, tell_error
 
 DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
@@ -35,10 +35,9 @@ class Engine(EngineBase):
     Attributes:
         variables: those that the compressor was built for, in registration order.
         names: their names.
-        sparse_names: of the collectives that sparse gradients travel in.
+        sparse_names: of the collectives that send sparse gradients.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
-        dense_for: why the latest step's results were dense; None where those of sparsified variables were entries.
     """
 
     what = "variables"
@@ -50,7 +49,7 @@ class Engine(EngineBase):
 
     def __init__(
         self,
-        variables: Sequence[Any],
+        variables: Sequence[Variable],
         config: DGCConfig,
         transport: Transport,
         adoption: Adoption,
@@ -64,20 +63,18 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
-        self.dense_for: str | None = "no step was taken yet"
         self._loss_scale = loss_scale
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
-        self._has_loaded = self._is_closed = False
+        self._has_loaded = False
         self.sparse_names = CommonNames("sparse")
 
         def build() -> Layout:
-            layout = self._layout_of(range(len(self.variables)))
             adoption.cover(len(self.variables))
-            return layout
+            return self._layout_of(range(len(self.variables)))
 
         self._agree_on_options()
         self.names = common_names(transport, unique_names(variables))
@@ -86,11 +83,11 @@ class Engine(EngineBase):
 
     # -- which gradients there are -------------------------------------------------------------------------------
 
-    def index_of(self, variable: Any) -> int | None:
+    def index_of(self, variable: Variable) -> int | None:
         """The variable's index, or None if the compressor was not built for it."""
         return self._index.get(id(raw_variable(variable)))
 
-    def settle(self, kinds: Sequence[str]) -> None:
+    def fix_kinds(self, kinds: Sequence[str]) -> None:
         """Fix, together with the other ranks, which variables have gradients; afterwards only compare.
 
         Args:
@@ -137,7 +134,7 @@ class Engine(EngineBase):
             self.fail_in_step(error)
 
     def group(self, indices: Sequence[int]) -> Group:
-        """The group of exactly these variables; made when it is asked for the first time.
+        """The group of exactly these variables; the first call makes it.
 
         Raises:
             LayoutError: a variable was in another group before.
@@ -154,14 +151,8 @@ class Engine(EngineBase):
                     "set of gradients and Horovod's groups must stay, or build a new compressor"
                 )
             )
-        made = Group(
-            indices,
-            self._layout_of(indices),
-            [self.variables[i] for i in indices],
-            self._config,
-            self.between,
-            self._loss_scale,
-        )
+        variables = [self.variables[i] for i in indices]
+        made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
         self._groups.append(made)
         self._exchanges.append(made.exchange)
         self._watch()
@@ -169,9 +160,36 @@ class Engine(EngineBase):
         self._absorb_slots(made)
         return made
 
+    def exchange(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        learning_rate: float | None,
+        parameters: Sequence[np.ndarray],
+        dense_for: str | None,
+    ) -> tuple[list[np.ndarray], int]:
+        """Exchange one step of a group of variables: see :meth:`dgc.tensorflow.engine.group.Group.run`.
+
+        Args:
+            indices: of the group's variables.
+            gradients: in the same order.
+            learning_rate: of this step, where it is known.
+            parameters: the variables' values for weight decay, or nothing.
+            dense_for: the reason for dense results; None for entries.
+
+        Raises:
+            DGCError: this or another rank failed.
+        """
+        self.take_momentum()  # a graph is not traced anew when the user assigns another one
+        follows = self.adoption.velocity_has_learning_rate
+        nothing: list[np.ndarray | None] = [None] * len(gradients)
+        hyper = self.adoption.hyper
+        return self.group(indices).run(gradients, parameters or nothing, hyper, learning_rate, follows, dense_for)
+
     @property
     def how_updated(self) -> str:  # noqa: D102
-        return "sparse" if self.dense_for is None else f"dense: {self.dense_for}"
+        reason = self._groups[-1].dense_for if self._groups else NO_STEP
+        return "sparse" if reason is None else f"dense: {reason}"
 
     def needs_parameters(self) -> bool:
         """Whether a step must bring the variables' values along, for weight decay."""
@@ -183,19 +201,19 @@ class Engine(EngineBase):
         Raises:
             DGCError: always.
         """
-        # With several groups nobody knows which one the others are in; a rank that raises ends the job anyway.
+        # With several groups it is unknown which one the others are in; a rank that raises ends the job anyway.
         if len(self._groups) == 1:
             self._groups[0].fail(error)
         raise error
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
-        """:meth:`fail` within a step, of which the others are told in the first one, too.
+        """:meth:`fail` within a step, the first one included.
 
         Raises:
             DGCError: always.
         """
         if self._kinds is None:
-            tell_error(self.transport, error)  # who looks at the kinds of gradients in :meth:`settle`
+            tell_error(self.transport, error)  # they are in :meth:`fix_kinds`
             raise error
         self.fail(error)
 
@@ -263,7 +281,6 @@ class Engine(EngineBase):
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and give the memory back; what is still known are options and statistics."""
         super().close(keep_transport)
-        self._is_closed = True
         for group in self._groups:
             group.release()
 
@@ -308,9 +325,7 @@ class Engine(EngineBase):
 
     def _absorb_slots(self, group: Group) -> None:
         members = [self.variables[i] for i in group.indices]
-        self.adoption.absorb_slots(
-            members, self.variables, lambda place, u, rate: group.absorb(group.indices[place], u, rate)
-        )
+        self.adoption.absorb_slots(members, self.variables, group.absorb)
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
         if SPARSE not in kinds:
@@ -318,9 +333,9 @@ class Engine(EngineBase):
         name = self.names[kinds.index(SPARSE)]
         if self.adoption.applies_momentum:
             raise ConfigError(
-                f"{name!r} has sparse gradients (tf.IndexedSlices), which travel Horovod's own way, but the compressor "
-                "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in "
-                "the optimizer"
+                f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the "
+                "compressor applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave "
+                "momentum in the optimizer"
             )
         self.adoption.refuse_decay_beside(f"the sparse gradients (tf.IndexedSlices) of {name!r}")
 

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import EntrySum, Hyper
+from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.engine.tensors import ResultPool, as_array, largest_finite, raw_variable, samples
+from dgc.tensorflow.engine.numpy_bridge import APPLY, ENTRIES, REFUSED
+from dgc.tensorflow.engine.tensors import ResultPool, Variable, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
+
+NO_STEP = "no step was taken yet"
 
 
 class Group:
     """An exchange of the core over some of a model's variables.
 
-    Way B has one group of all variables. In way A Horovod decides which gradients are at hand together.
+    The wrappers of this package have one group of all variables. Horovod's own classes decide by ``groups=`` which
+    gradients are at hand together.
 
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
-        sparsified: places within ``indices`` of the variables whose entries travel, once the ramp-up has begun.
+        sparsified: places within ``indices`` of the variables whose entries are sent, once the ramp-up has begun.
+        dense_for: the reason for dense results in the latest step; None where those of ``sparsified`` were entries.
     """
 
     def __init__(
         self,
         indices: Sequence[int],
         layout: Layout,
-        variables: Sequence[Any],
+        variables: Sequence[Variable],
         config: DGCConfig,
         transport: Transport,
         loss_scale: LossScale,
@@ -46,7 +52,7 @@ class Group:
             variables: these variables.
             config: the options.
             transport: shared with the other groups, which run one after the other.
-            loss_scale: a number, or a function that is asked once per step.
+            loss_scale: a number, or a function that is called once per step.
 
         Raises:
             LayoutError: a message would be too large.
@@ -60,7 +66,7 @@ class Group:
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
-        self._held: list[EntrySum] = []
+        self.dense_for: str | None = NO_STEP
         self._runs = 0
         self._rate_before: float | None = None
         self.rate: float | None = None
@@ -73,8 +79,8 @@ class Group:
         hyper: Hyper,
         learning_rate: float | None,
         follows: bool = True,
-        holds: bool = False,
-    ) -> tuple[list[np.ndarray], bool]:
+        dense_for: str | None = "dense results are asked for",
+    ) -> tuple[list[np.ndarray], int]:
         """Exchange one step.
 
         Args:
@@ -83,10 +89,12 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
-            holds: leave the results of ``sparsified`` out, if all of them are known as entries: see :meth:`held`.
+            dense_for: the reason for dense results; None if those of ``sparsified`` may come as entries.
 
         Returns:
-            The results in the variables' shapes, float32 (float64 for float64), and whether the step was refused.
+            The results in the variables' shapes, float32 (float64 for float64), and what became of the step: APPLY,
+            REFUSED or ENTRIES. With ``dense_for=None`` places (n, d) and values (n,) of each of ``sparsified`` follow;
+            unless they are ENTRIES, n is 0.
 
         Raises:
             DGCError: this or another rank failed.
@@ -95,7 +103,11 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
-        self.exchange.holds = holds
+        may_defer, self.dense_for = dense_for is None, dense_for
+        if may_defer and not (learning_rate is not None and 0 < learning_rate < math.inf):
+            # 0 times another one would not be 0, or -0.
+            self.dense_for = "the learning rate is not a positive number"
+        self.exchange.holds = self.dense_for is None
         self.exchange.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -131,36 +143,20 @@ class Group:
         refused = self.exchange.finish()
         if returns and not refused:
             self.exchange.drop()
-        self._held = self.exchange.held() if holds else []
-        held = [segment.parameter for total in self._held for segment in total.bucket.sparse]
-        if len(held) == len(self.sparsified):
-            for place in held:
-                results[place] = results[place].reshape(-1)[:0]
-        elif held:
-            self._write_held(results)
-        return results, refused
-
-    def held(self) -> list[np.ndarray]:
-        """Places (n, d) and values (n,) of each of ``sparsified`` if :meth:`run` has left them out; else nothing."""
-        totals, self._held = self._held, []
-        if not totals:
-            return []
-        came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
-        arrays = self.nothing_held()
-        for n, i in enumerate(self.sparsified):
-            if i in came:
-                places, values = came[i]
-                shape = self.exchange.layout.parameters[i].shape
-                arrays[2 * n : 2 * n + 2] = [np.stack(np.unravel_index(places, shape), axis=1), values]
-        return arrays
-
-    def nothing_held(self) -> list[np.ndarray]:
-        """What :meth:`held` would return if nothing had been sent."""
-        arrays = []
+        verdict = REFUSED if refused else APPLY
+        if not may_defer:
+            return results, verdict
+        entries = self._take_entries(results) if self.dense_for is None else None
+        if entries is not None:
+            verdict = ENTRIES
+        elif self.dense_for is None:
+            self.dense_for = "the latest step was refused, or results of it came dense"
         for i in self.sparsified:
-            rank = len(self.exchange.layout.parameters[i].shape)
-            arrays += [np.empty((0, rank), np.int64), np.empty(0, self._pool.dtype(i))]
-        return arrays
+            nothing = np.empty(0, np.int64), np.empty(0, self._pool.dtype(i))
+            places, values = (entries or {}).get(i, nothing)
+            shape = self.exchange.layout.parameters[i].shape
+            results += [np.stack(np.unravel_index(places, shape), axis=1), values]
+        return results, verdict
 
     def discard_step(self) -> bool:
         """Take the latest step back; False when there is nothing to take back.
@@ -183,15 +179,15 @@ class Group:
         if self._runs == 1:  # that is what the others do next
             try:
                 self._compare_replicas()
-            except DGCError as told:
-                raise error from told
+            except DGCError as other:
+                raise error from other
             self._runs += 1
         self.exchange.fail(error)
 
-    def absorb(self, index: int, u: np.ndarray, learning_rate: float | None) -> None:
-        """Take over a momentum buffer of a dense run, in units of ``learning_rate``."""
+    def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
+        """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
         share = self.exchange.config.own_share(self.exchange.transport.size)
-        self.exchange.state.absorb_momentum(self.indices.index(index), u, share)
+        self.exchange.state.absorb_momentum(place, u, share)
         self.rate = learning_rate
 
     def use(self, layout: Layout) -> None:
@@ -220,14 +216,20 @@ class Group:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
             bucket.error = bucket.error[:0].copy()
 
-    def _write_held(self, results: Sequence[np.ndarray]) -> None:
-        """Where some buckets' results came dense, the others' become so."""
-        for total in self._held:
-            for segment in total.bucket.sparse:
-                results[segment.parameter].fill(0)
-            for place, places, values in total.tensors():
-                results[place].reshape(-1)[places] += values
-        self._held = []
+    def _take_entries(self, results: list[np.ndarray]) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:
+        """Flat places and values by parameter if none of ``sparsified`` came dense; else None, and all are dense."""
+        totals = self.exchange.held()
+        came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
+        deferred = [segment.parameter for total in totals for segment in total.bucket.sparse]
+        if deferred and len(deferred) == len(self.sparsified):
+            for place in deferred:
+                results[place] = results[place].reshape(-1)[:0]
+            return came
+        for place in deferred:
+            results[place].fill(0)
+        for place, (places, values) in came.items():
+            results[place].reshape(-1)[places] += values
+        return None
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

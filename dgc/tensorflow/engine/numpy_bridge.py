@@ -8,30 +8,51 @@ From a GPU TensorFlow copies the gradients to the host and the results back, bec
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.tensors import ALIGNMENT, raw_variable
+from dgc.tensorflow.engine.tensors import ALIGNMENT, Variable, raw_variable
 
 ACCUMULATED, APPLY, REFUSED, ENTRIES = 0, 1, 2, 3
-"""What became of a step: gradients were only added up; results are to be applied; a rank met a non-finite value; or
+"""Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value; or
 results are to be applied, some of which came as entries."""
 
-GONE = (
-    "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the variables it was "
-    "bound to; keep it as long as the function is called"
-)
-"""What a graph says that has outlived its compressor."""
+T = TypeVar("T")
 
 
-def warn_of_copies(variables: Sequence[Any]) -> None:
+def still_there(reference: weakref.ref[T]) -> T:
+    """The object behind a weak reference, which is all that a graph may hold: TensorFlow keeps graphs for ever.
+
+    Raises:
+        ConfigError: the graph has outlived it.
+    """
+    held = reference()
+    if held is None:
+        raise ConfigError(
+            "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the "
+            "variables it was bound to; keep it as long as the function is called"
+        )
+    return held
+
+
+def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
+    """REFUSED for dense or sparse gradients with a value that is not finite; else APPLY."""
+    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    if not values:
+        return tf.constant(APPLY, tf.int32)
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    return tf.where(finite, tf.constant(APPLY, tf.int32), tf.constant(REFUSED, tf.int32))
+
+
+def warn_of_copies(variables: Sequence[Variable]) -> None:
     """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
     places = {str(getattr(raw_variable(v), "device", "") or "") for v in variables}
     devices = sorted(
@@ -72,23 +93,23 @@ Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[lis
 def cross(
     step: Step,
     gradients: Sequence[tf.Tensor],
-    learning_rate: Any,
-    parameters: Sequence[Any] = (),
-    held: Sequence[int] = (),
+    learning_rate: tf.Tensor | float | None,
+    parameters: Sequence[Variable] = (),
+    sparsified: Sequence[int] = (),
 ) -> tuple[list[tf.Tensor | Entries], tf.Tensor]:
     """Hand gradients to Python and take results back, now or whenever the graph being built runs.
 
     Args:
         step: (gradients, learning rate, parameters) -> results in the gradients' shapes, after them places and values
-            of each of ``held``, and what became of the step.
+            of each of ``sparsified``, and what became of the step.
         gradients: dense tensors.
         learning_rate: a scalar, or None.
         parameters: variables whose values the step needs, or nothing.
-        held: places of the float32 or float64 gradients whose results may come as entries.
+        sparsified: places of the float32 or float64 gradients whose results may come as entries.
 
     Returns:
-        Results of the gradients' types and shapes, Entries for those of ``held``, and an int32 scalar: ACCUMULATED,
-        APPLY, REFUSED or ENTRIES.
+        Results of the gradients' types and shapes, Entries for those of ``sparsified``, and an int32 scalar:
+        ACCUMULATED, APPLY, REFUSED or ENTRIES.
 
     Raises:
         ConfigError: inside an XLA-compiled function.
@@ -105,27 +126,31 @@ def cross(
     inputs = [*gradients, *rate, *values]
     if tf.executing_eagerly():
         arrays, verdict = call([np.asarray(t) for t in inputs])
-        return _results([_as_tensor(a) for a in arrays], gradients, held), tf.constant(verdict, tf.int32)
-    _require_no_xla()
+        return _results([_as_tensor(a) for a in arrays], gradients, sparsified), tf.constant(verdict, tf.int32)
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            "XLA cannot compile the exchange of gradients (Horovod's neither): pass jit_compile=False to compile() or "
+            "tf.function"
+        )
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         results, verdict = call(arrays)
         return [*results, np.int32(verdict)]  # type: ignore[list-item]
 
     types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
-    pairs = [kind for i in held for kind in (tf.int64, types[i])]
+    pairs = [kind for i in sparsified for kind in (tf.int64, types[i])]
     *outputs, verdict = tf.numpy_function(run, inputs, [*types, *pairs, tf.int32], name="dgc_exchange")
     verdict.set_shape(())
-    return _results(outputs, gradients, held), verdict
+    return _results(outputs, gradients, sparsified), verdict
 
 
 def _results(
-    outputs: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], held: Sequence[int]
+    outputs: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], sparsified: Sequence[int]
 ) -> list[tf.Tensor | Entries]:
     count = len(gradients)
     pairs = outputs[count:]
-    results = [o if i in held else _like(o, gradients[i]) for i, o in enumerate(outputs[:count])]
-    for i, places, values in zip(held, pairs[::2], pairs[1::2], strict=True):
+    results = [o if i in sparsified else _like(o, gradients[i]) for i, o in enumerate(outputs[:count])]
+    for i, places, values in zip(sparsified, pairs[::2], pairs[1::2], strict=True):
         if not tf.executing_eagerly():
             places.set_shape((None, gradients[i].shape.rank))
             values.set_shape((None,))
@@ -144,11 +169,3 @@ def _like(output: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     if not isinstance(output, tf.Tensor) or not tf.executing_eagerly():
         output.set_shape(gradient.shape)
     return output if output.dtype == gradient.dtype else tf.cast(output, gradient.dtype)
-
-
-def _require_no_xla() -> None:
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ConfigError(
-            "XLA cannot compile the exchange of gradients (Horovod's neither): pass jit_compile=False to compile() or "
-            "tf.function"
-        )

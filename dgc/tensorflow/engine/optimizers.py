@@ -1,25 +1,25 @@
-"""What the optimizers of Keras 3, legacy Keras and ``tf.compat.v1`` are asked, and where each keeps the answer."""
+"""Options, slots and updates of the optimizers of Keras 3, legacy Keras and ``tf.compat.v1``."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
+
+Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer"
 
 KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
 
-_TAKEN = -0.0
-"""What stands in the place of a momentum that was taken: it multiplies like 0, and a 0 that the user assigns later is
-another number."""
-_NESTEROV_TAKEN = 0
-"""The same for Nesterov; a user assigns a bool."""
+
+class Taken(float):
+    """The momentum of an SGD whose own one the compressor applies: 0, and no number that a user would assign."""
+
 
 _V1_UPDATES = ("_apply_dense", "_resource_apply_dense")
 
@@ -42,7 +42,7 @@ _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
-def family(optimizer: Any) -> str | None:
+def family(optimizer: object) -> str | None:
     """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer."""
     for cls in type(optimizer).__mro__:
         module, name = cls.__module__, cls.__name__
@@ -57,7 +57,7 @@ def family(optimizer: Any) -> str | None:
     return V1 if isinstance(optimizer, tf.compat.v1.train.Optimizer) else None
 
 
-def learning_rate(optimizer: Any) -> Any:
+def learning_rate(optimizer: Optimizer) -> Any:
     """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
     kind = family(optimizer)
     if kind == LEGACY_V2:
@@ -69,12 +69,12 @@ def learning_rate(optimizer: Any) -> Any:
     return optimizer.learning_rate
 
 
-def without_loss_scale(optimizer: Any) -> Any:
+def without_loss_scale(optimizer: Optimizer) -> Any:
     """The optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def clipping(optimizer: Any) -> str | None:
+def clipping(optimizer: Optimizer) -> str | None:
     """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
     for name in _CLIPPING:
         value = getattr(optimizer, name, None)
@@ -89,10 +89,10 @@ def _is_positive(value: Any) -> bool:
         with tf.init_scope():
             return float(value) > 0
     except (TypeError, ValueError):
-        return True  # who knows
+        return True
 
 
-def is_sgd(optimizer: Any) -> bool:
+def is_sgd(optimizer: Optimizer) -> bool:
     """Whether the optimizer's momentum is one that the compressor can apply."""
     names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
     if names & {("keras", "SGD"), ("tf_keras", "SGD")}:
@@ -100,8 +100,8 @@ def is_sgd(optimizer: Any) -> bool:
     return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
 
 
-def own_update(optimizer: Any) -> str | None:
-    """What of the user's own may change gradients before they update variables; None: there is nothing.
+def own_update(optimizer: Optimizer) -> str | None:
+    """Name the user's code that may change gradients before they update variables; None: there is none.
 
     A method of a subclass or of this one optimizer, or ``gradient_transformers``.
     """
@@ -117,7 +117,7 @@ def own_update(optimizer: Any) -> str | None:
     return None
 
 
-def first_moment(optimizer: Any) -> Any:
+def first_moment(optimizer: Optimizer) -> Any:
     """Adam's beta1, and that of its relatives; None where there is none, or none that is known without a graph."""
     if family(optimizer) == V1:
         return getattr(optimizer, "_beta1", None)
@@ -125,66 +125,62 @@ def first_moment(optimizer: Any) -> Any:
     return optimizer._hyper.get("beta_1") if family(optimizer) == LEGACY_V2 else getattr(optimizer, "beta_1", None)
 
 
-def get_momentum(optimizer: Any) -> tuple[float | None, bool | None]:
-    """Momentum and Nesterov that an SGD holds; None where they are as :func:`clear_momentum` left them.
+def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
+    """Momentum and Nesterov that an SGD holds.
 
-    For legacy Keras' older optimizers, which keep both when they are cleared, always the values.
+    Legacy Keras' older optimizers keep their momentum when it is cleared; the others have 0 then, as :class:`Taken`.
     """
-    if family(optimizer) == V1:
-        value, nesterov = optimizer._momentum, optimizer._use_nesterov or None
-    else:
-        value, nesterov = optimizer.momentum, optimizer.nesterov
+    names = ("_momentum", "_use_nesterov") if family(optimizer) == V1 else ("momentum", "nesterov")
+    value, nesterov = (getattr(optimizer, name) for name in names)
     if callable(value) and not isinstance(value, (tf.Variable, tf.Tensor)):
         value = value()
     with tf.init_scope():
         momentum = float(value)
     if family(optimizer) == LEGACY_V2:
         # Its number becomes a float32 variable sooner or later.
-        return float(np.float32(momentum)), bool(nesterov)
-    untouched = momentum == 0.0 and math.copysign(1.0, momentum) < 0
-    nesterov = None if nesterov is None or type(nesterov) is int else bool(nesterov)
-    return None if untouched else momentum, nesterov
+        momentum = float(np.float32(momentum))
+    return momentum, bool(nesterov)
 
 
-def is_cleared(optimizer: Any) -> bool:
-    """Whether :func:`clear_momentum` was called for this SGD, and nothing was assigned since."""
-    momentum = get_momentum(optimizer)[0]
-    if family(optimizer) == LEGACY_V2:
-        return bool(momentum) and not optimizer._momentum
-    return momentum is None
+def is_cleared(optimizer: Optimizer) -> bool:
+    """Whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since."""
+    kind = family(optimizer)
+    if kind == LEGACY_V2:
+        return bool(get_momentum(optimizer)[0]) and not optimizer._momentum
+    return isinstance(optimizer._momentum if kind == V1 else optimizer.momentum, Taken)
 
 
-def clear_momentum(optimizer: Any) -> None:
-    """Make an SGD apply no momentum, in a way that tells it from a momentum of 0 that the user assigns afterwards.
+def clear_momentum(optimizer: Optimizer) -> None:
+    """Make an SGD apply no momentum; its ``nesterov``, which has no effect then, stays.
 
     It no longer writes into its momentum slots either: at a momentum of 0 some go on keeping their last update there,
-    and whoever loaded that with the model would take it for a dense run's momentum.
+    which would be loaded with the model as a dense run's momentum.
     """
     kind = family(optimizer)
     if kind == V1:
-        optimizer._momentum, optimizer._use_nesterov = _TAKEN, False
+        optimizer._momentum = Taken()
         plain = tf.compat.v1.train.GradientDescentOptimizer
         for name in _V1_UPDATES:
             setattr(optimizer, name, functools.partial(getattr(plain, name), optimizer))
     elif kind == LEGACY_V2:
-        # It decides by a flag of its own whether it applies momentum, and saves the number in checkpoints.
+        # A flag decides whether it applies momentum; checkpoints hold the number.
         optimizer._momentum = False
     else:
-        optimizer.momentum, optimizer.nesterov = _TAKEN, _NESTEROV_TAKEN
+        optimizer.momentum = Taken()
         if kind == LEGACY:
             # An instance's method: a class of its own would be saved with the model, and loaded without us.
             optimizer.update_step = functools.partial(_update_without_slots, optimizer)
 
 
-def is_plain_update(optimizer: Any) -> bool:
+def is_plain_update(optimizer: Optimizer) -> bool:
     """Whether an SGD updates a variable by its class's own method."""
     own = vars(optimizer).get("update_step")
     return own is None or getattr(own, "func", None) is _update_without_slots
 
 
-def _update_without_slots(optimizer: Any, gradient: Any, variable: Any) -> None:
+def _update_without_slots(optimizer: Optimizer, gradient: Any, variable: Variable) -> None:
     """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
-    attributes = vars(optimizer)  # TensorFlow must not track the stand-in
+    attributes = vars(optimizer)  # TensorFlow must not track the placeholder
     slots = attributes["momentums"]
     attributes["momentums"] = collections.defaultdict(lambda: None)
     try:
@@ -193,30 +189,30 @@ def _update_without_slots(optimizer: Any, gradient: Any, variable: Any) -> None:
         attributes["momentums"] = slots
 
 
-def restore_momentum(optimizer: Any, momentum: float, nesterov: bool) -> None:
+def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
     """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
     kind = family(optimizer)
     for name in ("update_step", *_V1_UPDATES):
         vars(optimizer).pop(name, None)
     if kind == V1:
-        optimizer._momentum, optimizer._use_nesterov = momentum, nesterov
+        optimizer._momentum = momentum
         return
     if kind == LEGACY_V2:
         optimizer._momentum = bool(momentum)
         return
-    optimizer.momentum, optimizer.nesterov = momentum, nesterov
+    optimizer.momentum = momentum
     if kind == KERAS3 and momentum and optimizer.built:
         make_slots(optimizer)
 
 
-def make_slots(optimizer: Any) -> None:
+def make_slots(optimizer: Optimizer) -> None:
     """Make the momentum slots of a built SGD of Keras 3, which has none where its momentum was taken."""
     if not getattr(optimizer, "momentums", None):
         with tf.init_scope():
             optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
 
 
-def prepare_slots(optimizer: Any, variables: Sequence[Any]) -> None:
+def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Make the slots for which ``tf.train.Checkpoint`` holds values that it has not found a place for yet.
 
     Args:
@@ -224,7 +220,10 @@ def prepare_slots(optimizer: Any, variables: Sequence[Any]) -> None:
         variables: what it will update.
     """
     kind = family(optimizer)
-    if kind not in (KERAS3, LEGACY) or not _awaits_values(optimizer):
+    if kind not in (KERAS3, LEGACY):
+        return
+    awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
+    if not any(name.isdigit() and found for name, found in awaited.items()):
         return
     with tf.init_scope():
         optimizer.build(list(variables))  # does nothing the second time
@@ -232,12 +231,7 @@ def prepare_slots(optimizer: Any, variables: Sequence[Any]) -> None:
         make_slots(optimizer)
 
 
-def _awaits_values(optimizer: Any) -> bool:
-    listed = optimizer._variables
-    return any(name.isdigit() and found for name, found in getattr(listed, "_deferred_dependencies", {}).items())
-
-
-def momentum_slot(optimizer: Any, variable: Any) -> Any:
+def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
     """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
     kind, raw = family(optimizer), raw_variable(variable)
     if kind in (LEGACY_V2, V1):

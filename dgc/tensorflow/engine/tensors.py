@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -20,34 +20,31 @@ from dgc.core.transport import Transport
 from dgc.errors import LayoutError
 from dgc.transport.agreement import gather_if_different, sample_places
 
+Variable: TypeAlias = tf.Variable
+"""A variable of TensorFlow, or one of Keras 3 around it."""
+
 ALIGNMENT = 64
 """Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
 
 
-def raw_variable(variable: Any) -> Any:
+def raw_variable(variable: Variable) -> tf.Variable:
     """The ``tf.Variable`` inside a Keras 3 variable, or the variable itself."""
     # `.value` of a Keras variable may be a cast copy under mixed precision; `_value` is the variable.
     inner = getattr(variable, "_value", None)
     return inner if isinstance(inner, tf.Variable) else variable
 
 
-def variable_name(variable: Any) -> str:
-    """A variable's path or name, without TensorFlow's output number."""
-    name = getattr(variable, "path", None) or variable.name
-    return name.removesuffix(":0")
-
-
-def unique_names(variables: Sequence[Any]) -> list[str]:
+def unique_names(variables: Sequence[Variable]) -> list[str]:
     """A name for each variable; where several share one (plain ``tf.Variable``s), their order tells them apart."""
     names, seen = [], dict[str, int]()
     for variable in variables:
-        name = variable_name(variable)
+        name = (getattr(variable, "path", None) or variable.name).removesuffix(":0")
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
 
 
-def describe(name: str, variable: Any) -> Parameter:
+def describe(name: str, variable: Variable) -> Parameter:
     """A variable as the core lists it.
 
     Raises:
@@ -72,7 +69,7 @@ def as_array(value: Any) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1)
 
 
-def samples(variable: Any) -> np.ndarray:
+def samples(variable: Variable) -> np.ndarray:
     """(at most 8,) float64: a few values of a variable, to compare it between ranks."""
     values = as_array(raw_variable(variable))
     return values[sample_places(values.size)].astype(np.float64)
@@ -105,7 +102,7 @@ class ResultPool:
         return self._dtypes[index]
 
     def take(self, index: int) -> np.ndarray:
-        """An array of result ``index``'s shape that nobody else holds."""
+        """An array of result ``index``'s shape without other references."""
         blocks = self._blocks[index]
         for place in range(len(blocks)):
             # The list's own reference and getrefcount's argument; a view, ours or TensorFlow's, would be a third.
@@ -130,7 +127,7 @@ def common_names(transport: Transport, names: Sequence[str]) -> list[str]:
         This rank's own names where any rank has another number of variables or other names.
 
     Raises:
-        TransportError: the ranks could not be asked.
+        TransportError: Horovod's collective failed.
     """
     gathered = gather_if_different(transport, {"names": list(names)})
     if gathered is None:

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from dgc.tensorflow.engine.optimizers import Optimizer
+from dgc.tensorflow.engine.tensors import Variable
 
-def hand_over(optimizer: Any) -> None:
+
+def hand_over(optimizer: Optimizer) -> None:
     """Let ``optimizer`` take every gradient that it is given for the mean of all passes."""
     # An instance's method: a class of its own would be saved with the model, and loaded without us.
     optimizer._backend_apply_gradients = functools.partial(_apply_mean, optimizer)
 
 
 @contextlib.contextmanager
-def no_accumulators(optimizer: Any) -> Iterator[None]:
+def no_accumulators(optimizer: Optimizer) -> Iterator[None]:
     """Make no variables for sums while ``optimizer`` makes its variables."""
     steps = optimizer.gradient_accumulation_steps
     optimizer.gradient_accumulation_steps = None
@@ -32,8 +35,8 @@ def no_accumulators(optimizer: Any) -> Iterator[None]:
         optimizer.gradient_accumulation_steps = steps
 
 
-def count_pass(optimizer: Any) -> None:
-    """What Keras does in a pass that only adds gradients up, but for the addition."""
+def count_pass(optimizer: Optimizer) -> None:
+    """Do what Keras does in a pass that only adds gradients up, except the addition."""
     if getattr(optimizer, "gradient_accumulation_steps", None):
         _average(optimizer)
         for variable in optimizer._trainable_variables:
@@ -42,7 +45,7 @@ def count_pass(optimizer: Any) -> None:
     optimizer._iterations.assign_add(1)
 
 
-def _apply_mean(optimizer: Any, gradients: Any, variables: Any) -> None:
+def _apply_mean(optimizer: Optimizer, gradients: Any, variables: Sequence[Variable]) -> None:
     """Keras' ``_backend_apply_gradients`` in the pass that updates, after its division by the number of passes."""
     gradients = optimizer._clip_gradients(gradients)
     optimizer._apply_weight_decay(variables)
@@ -50,7 +53,7 @@ def _apply_mean(optimizer: Any, gradients: Any, variables: Any) -> None:
     _average(optimizer)
 
 
-def _average(optimizer: Any) -> None:
+def _average(optimizer: Optimizer) -> None:
     if not optimizer.use_ema:
         return
     variables = optimizer._trainable_variables

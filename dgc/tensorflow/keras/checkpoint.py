@@ -19,12 +19,10 @@ from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce.settings import distributed_in
 from dgc.transport.agreement import agree_or_raise
 
-_Callback: Any = tf.keras.callbacks.Callback
-
 ITERATIONS = "optimizer_iterations"
 
 
-class CompressionCheckpoint(_Callback):
+class CompressionCheckpoint(tf.keras.callbacks.Callback):
     """Writes this rank's residuals at the end of each epoch, and takes them up again when training begins.
 
     A model's checkpoint is the same on all ranks and is written by one; residuals differ and every rank writes its own.
@@ -56,7 +54,7 @@ class CompressionCheckpoint(_Callback):
         self._epoch = 0
         self._saved_at = 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore, if there is something to restore.
 
         Raises:
@@ -72,16 +70,16 @@ class CompressionCheckpoint(_Callback):
             optimizer.bind(self.model.trainable_variables)
             self._load(is_new)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the epoch."""
         self._epoch = epoch
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write this rank's file."""
         if self._save_freq == "epoch":
             self.save()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Write this rank's file when the optimizer has made another ``save_freq`` steps."""
         if self._save_freq == "epoch":
             return

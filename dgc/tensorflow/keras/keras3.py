@@ -6,7 +6,7 @@ Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,15 +17,19 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
+from dgc.tensorflow.engine.optimizers import Optimizer
+from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
+from dgc.tensorflow.reduce.context import Gradient
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
 from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd, update
+from dgc.tensorflow.reduce.step import reduce, scaled
 
 PACKAGE = "dgc"
 
 
-def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
+def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Put ``optimizer`` into the distributed optimizer that fits.
 
     Under the policy mixed_float16 Keras puts every optimizer that is no LossScaleOptimizer into one when it compiles,
@@ -66,29 +70,17 @@ def _users(name: str) -> Any:
         return getattr(self.inner_optimizer, name) if self._complete else None
 
     def set_(self: Any, value: Any) -> None:
-        # Keras' constructor sets options of its own, which nobody asks for.
+        # Keras' constructor sets defaults, which do not count.
         if self._complete:
             setattr(self.inner_optimizer, name, value)
 
     return property(get, set_, doc=f"The user's optimizer's ``{name}``.")
 
 
-def _followed(name: str, how: str) -> Any:
-    """An option of the user's optimizer that the compressor may have taken over."""
+class _Distributed(HasSettings, keras.optimizers.Optimizer):
+    """The common part of both distributed optimizers."""
 
-    def get(self: Any) -> Any:
-        return self._own(name)
-
-    def set_(self: Any, value: Any) -> None:
-        setattr(self.inner_optimizer, name, value)
-
-    return property(get, set_, doc=f"The user's own, wherever it is applied; {how}.")
-
-
-class _Distributed(HasSettings):
-    """What both distributed optimizers share."""
-
-    inner_optimizer: Any
+    inner_optimizer: Optimizer
     built: bool
     _complete = False
 
@@ -98,16 +90,20 @@ class _Distributed(HasSettings):
     global_clipnorm = _users("global_clipnorm")
     ema_momentum = _users("ema_momentum")
     ema_overwrite_frequency = _users("ema_overwrite_frequency")
+    nesterov = _users("nesterov")
 
-    momentum = _followed("momentum", "a new one is followed from the next step on, 0 included")
-    nesterov = _followed("nesterov", "followed like the momentum")
+    @property
+    def momentum(self) -> float:
+        """The user's own, wherever it is applied; a new one is followed from the next step on, 0 included."""
+        adoption = self._dgc_settings.adoption
+        if adoption is None or not adoption.taken:
+            return self.inner_optimizer.momentum
+        adoption.take()
+        return adoption.momentum
 
-    def _own(self, name: str) -> Any:
-        adoption = None if self.compression is None else self.compression.adoption
-        if adoption is not None and adoption.taken:
-            adoption.take()
-            return getattr(adoption, name)
-        return getattr(self.inner_optimizer, name)
+    @momentum.setter
+    def momentum(self, value: float) -> None:
+        self.inner_optimizer.momentum = value
 
     def _hold(self, settings: Settings) -> None:
         """End of the constructors."""
@@ -124,66 +120,58 @@ class _Distributed(HasSettings):
             return
         steps = self.inner_optimizer.gradient_accumulation_steps
         if steps and settings.accumulation_steps is None:
-            # Its own accumulation would follow the exchange: every small step would travel.
+            # Its own accumulation would follow the exchange: every small step would be sent.
             settings.accumulate(steps)
             hand_over(self.inner_optimizer)
         settings.adopt(self.inner_optimizer)
 
-    def bind(self, variables: Sequence[Any]) -> None:
+    def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step; collective.
 
         Raises:
             ConfigError: options of the saved model are missing.
         """
-        self._dgc_settings.require_complete()
         self._prepare()
-        if self.compression is not None:
-            shared = self._dgc_settings.local.without(variables)
-            self.compression.bind(shared, self.inner_optimizer, self._dgc_settings.process_set)
+        self._dgc_settings.bind(variables, self.inner_optimizer)
 
     @property
     def iterations(self) -> Any:
         """Steps that the user's optimizer has made."""
         return self.inner_optimizer.iterations
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Load what one process, several, or a dense run have saved: see :mod:`dgc.tensorflow.keras.layouts`."""
-        adoption = None if self.compression is None else self.compression.adoption
+        adoption = self._dgc_settings.adoption
         taken = adoption is not None and adoption.taken
-        if not load_variables(self.inner_optimizer, self._variables, store, taken):  # type: ignore[attr-defined]
-            super().load_own_variables(store)  # type: ignore[misc]
+        if not load_variables(self.inner_optimizer, self._variables, store, taken):
+            super().load_own_variables(store)
 
     def _config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        adoption = None if self.compression is None else self.compression.adoption
-        inner["config"] = momentum_config(inner["config"], adoption)
-        return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}  # type: ignore[attr-defined]
+        inner["config"] = momentum_config(inner["config"], self._dgc_settings.adoption)
+        return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
         """Build it as it was saved; the compressor begins with empty residuals."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
-        return cls(inner, Settings.from_config(config.pop("settings")), **config)  # type: ignore[call-arg]
+        return cls(inner, Settings.from_config(config.pop("settings")), **config)
 
-    def _variables_to_update(self, trainable_variables: Any) -> list[Any]:
+    def _variables_to_update(self, trainable_variables: Sequence[Variable] | None) -> list[Any]:
         """Those given, or all; the first step makes the optimizer's own."""
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
-            with keras.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
-                self.build(variables)  # type: ignore[attr-defined]
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
             self.built = True
         return variables
 
-    def _obstacle(self, variables: list[Any]) -> str | None:
-        """Why dense results are needed; None if variables are updated by entries, too."""
-        raise NotImplementedError
-
-    def _reduce(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], tf.Tensor]:
-        self._dgc_settings.require_complete()
+    def _reduce(
+        self, grads: Sequence[Gradient], variables: list[Variable], dense_for: str | None, loss_scale: Any
+    ) -> tuple[list[Gradient], tf.Tensor]:
         self._prepare()
-        dense_for = self._obstacle(variables)
-        return self._dgc_settings.reduce(grads, variables, self.inner_optimizer, dense_for=dense_for)
+        return reduce(grads, variables, self._dgc_settings.context(self.inner_optimizer, dense_for, loss_scale))
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
@@ -201,14 +189,14 @@ class _Distributed(HasSettings):
 class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """Exchanges gradients, then lets the user's optimizer apply them."""
 
-    def __init__(self, inner_optimizer: Any, settings: Settings, name: str | None = None) -> None:
+    def __init__(self, inner_optimizer: Optimizer, settings: Settings, name: str | None = None) -> None:
         """Hold ``inner_optimizer``; see :func:`wrap`."""
         super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
         self._hold(settings)
 
     @tracking.no_automatic_dependency_tracking
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Make the user's optimizer's variables."""
         if self.built:
             return
@@ -219,14 +207,14 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
         """Those of the user's optimizer: so a dense run's ``tf.train.Checkpoint`` fits, and ours fits a dense run."""
         if save_type != "checkpoint":
-            return super()._trackable_children(save_type, **options)  # type: ignore[no-any-return]
-        return self.inner_optimizer._trackable_children(save_type, **options)  # type: ignore[no-any-return]
+            return super()._trackable_children(save_type, **options)
+        return self.inner_optimizer._trackable_children(save_type, **options)
 
     def _lookup_dependency(self, name: str, *arguments: Any) -> Any:
         if name == "inner_optimizer" and self._complete:
             raise ConfigError(
-                "this checkpoint's optimizer is a Keras wrapper around another (a LossScaleOptimizer, or a distributed "
-                "one of an earlier version); restore it with tf.train.Checkpoint(model=model, "
+                "this checkpoint's optimizer is a Keras wrapper around another (a LossScaleOptimizer); restore it "
+                "with tf.train.Checkpoint(model=model, "
                 "optimizer=tf.train.Checkpoint(inner_optimizer=optimizer.inner_optimizer))"
             )
         return super()._lookup_dependency(name, *arguments)
@@ -236,11 +224,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Those of the user's optimizer and our own counters; the compressor's state is not among them."""
         return self._variables + self.inner_optimizer.variables
 
-    def _obstacle(self, variables: list[Any]) -> str | None:
-        return obstacle_of_sgd(self.inner_optimizer, variables)
-
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Exchange ``grads`` and update the variables.
 
         Raises:
@@ -249,16 +234,16 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         variables = self._variables_to_update(trainable_variables)
         inner = self.inner_optimizer
         scale = inner.loss_scale_factor
-        grads = _scaled(list(grads), None if scale is None else 1.0 / scale)
-        reduced, verdict = self._reduce(grads, variables)
-        reduced = _scaled(reduced, scale)
-        if self._dgc_settings.reducer.passes == 1:
+        reduced, verdict = self._reduce(grads, variables, obstacle_of_sgd(inner, variables), scale)
+        if scale is not None:
+            reduced = scaled(reduced, scale)
+        if self._dgc_settings.reducer.options.passes == 1:
             update(inner, reduced, variables, verdict, inner.apply, lambda: inner.iterations.assign_add(1))
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
                 self._count_pass,
-                lambda: _nothing(inner.apply(reduced, variables)),
+                lambda: (inner.apply(reduced, variables), 0)[1],
             )
         self._iterations.assign_add(1)
 
@@ -291,7 +276,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
                 "DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
         """As in the user's optimizer (moving averages)."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -308,7 +293,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: Optimizer,
         settings: Settings,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
@@ -325,24 +310,21 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self._hold(settings)
 
     @tracking.no_automatic_dependency_tracking
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Make the user's optimizer's variables, and those of the loss scale."""
         with self._build_inner():
             super().build(variables)
 
-    def _obstacle(self, variables: list[Any]) -> str | None:
-        return "the loss is scaled"
-
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value.
 
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
         variables = self._variables_to_update(trainable_variables)
-        grads = _scaled(list(grads), 1.0 / tf.convert_to_tensor(self.dynamic_scale))
-        reduced, verdict = self._reduce(grads, variables)
+        scale = tf.convert_to_tensor(self.dynamic_scale)
+        reduced, verdict = self._reduce(grads, variables, "the loss is scaled", scale)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)
@@ -366,21 +348,3 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
-
-
-def _scaled(gradients: list[Any], factor: Any) -> list[Any]:
-    if factor is None:
-        return gradients
-
-    def scaled(gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
-        return gradient * tf.cast(factor, gradient.dtype)
-
-    return [scaled(g) for g in gradients]
-
-
-def _nothing(_: Any) -> int:
-    return 0

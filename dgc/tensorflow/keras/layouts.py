@@ -13,16 +13,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.tensorflow.engine.optimizers import is_sgd, make_slots
+from dgc.tensorflow.engine.optimizers import Optimizer, is_sgd, make_slots
+from dgc.tensorflow.engine.tensors import Variable
 
 _Place = tuple[tuple[int, ...], Any]
 """A saved variable's shape, and the variable that takes its value; None where there is none."""
 
 
-def load_variables(inner: Any, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
+def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
     """Give a distributed optimizer the values that were saved by one process, by several or by a dense run.
 
-    What is not saved of momentum and of added gradients begins at 0; momentum that nobody here applies gets slots, of
+    What is not saved of momentum and of added gradients begins at 0; momentum that was saved as slots gets slots, of
     which the compressor makes its buffer in the first step.
 
     Args:
@@ -55,27 +56,27 @@ def load_variables(inner: Any, own: Sequence[Any], store: Mapping[str, Any], mom
     return True
 
 
-def loaded_with_the_wrapper(store: Any) -> None:
-    """What stands for the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
+def loaded_with_the_wrapper(store: Mapping[str, Any]) -> None:
+    """In place of the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
 
 
 def _choices(possible: Any) -> tuple[bool, ...]:
     return (True, False) if possible else (False,)
 
 
-def _places(variables: Sequence[Any]) -> list[_Place]:
+def _places(variables: Sequence[Variable]) -> list[_Place]:
     return [(tuple(v.shape), v) for v in variables]
 
 
-def _sums(inner: Any) -> list[Any]:
+def _sums(inner: Optimizer) -> list[Any]:
     return list(getattr(inner, "_accumulated_gradients", None) or [])
 
 
-def _slots(inner: Any) -> list[Any]:
+def _slots(inner: Optimizer) -> list[Any]:
     return list(getattr(inner, "momentums", None) or []) if is_sgd(inner) else []
 
 
-def _layout(inner: Any, with_sums: bool, with_slots: bool) -> list[_Place]:
+def _layout(inner: Optimizer, with_sums: bool, with_slots: bool) -> list[_Place]:
     """Keras' order: counters, moving averages, sums of gradients, all else."""
     trained = [(tuple(v.shape), None) for v in inner._trainable_variables]
     apart = {id(v) for v in (*_sums(inner), *_slots(inner))}

@@ -7,6 +7,7 @@ included, so that is where they are exchanged.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,14 +17,16 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
-from dgc.tensorflow.engine.optimizers import LEGACY_V2, family
-from dgc.tensorflow.reduce.reducer import RETURNED
+from dgc.tensorflow.engine.optimizers import LEGACY_V2, Optimizer, family
+from dgc.tensorflow.engine.tensors import Variable
+from dgc.tensorflow.reduce.context import RETURNED, Gradient
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
 from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd
 from dgc.tensorflow.reduce.sparse_updates import update as update_variables
+from dgc.tensorflow.reduce.step import reduce
 
 
-def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
+def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Make ``optimizer`` distributed, in place.
 
     Raises:
@@ -34,37 +37,37 @@ def wrap(optimizer: Any, settings: Settings, name: str | None) -> Any:
     is_distributed = isinstance(inner, _Distributed)
     if is_distributed and not inner._dgc_settings.lost:
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
-    if inner is not optimizer and settings.reducer.passes > 1:
+    if inner is not optimizer and settings.reducer.options.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
-    if is_alone(settings.process_set) is False:
-        settings.adopt(inner)
+    settings.adopt(inner)
     if not is_distributed:
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
     inner._dgc_scales_loss = inner is not optimizer
-    inner._dgc_name = name
     return optimizer
 
 
-class _Distributed(HasSettings):
+_Base: Any = object
+
+
+class _Distributed(HasSettings, _Base):
     """Mixed into the class of the user's optimizer."""
 
     _dgc_dense_for: str | None = RETURNED
-    """Why Keras needs dense results when it asks for the exchange."""
+    """The reason for dense results when Keras calls :meth:`aggregate_gradients`."""
 
-    def bind(self, variables: Any) -> None:
+    def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step; collective.
 
         Raises:
             ConfigError: options of the saved model are missing.
         """
-        self._dgc_settings.require_complete()
-        if self.compression is not None:
-            shared = self._dgc_settings.local.without(variables)
-            self.compression.bind(shared, self, self._dgc_settings.process_set)
+        self._dgc_settings.bind(variables, self)
 
     @tf.autograph.experimental.do_not_convert
-    def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    def aggregate_gradients(
+        self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
+    ) -> list[tuple[Gradient, Variable]]:
         """Exchange this rank's gradients (``tf_keras.optimizers``).
 
         Raises:
@@ -72,31 +75,28 @@ class _Distributed(HasSettings):
         """
         return self._exchange(grads_and_vars, self._dgc_dense_for)[0]
 
-    @tf.autograph.experimental.do_not_convert
-    def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        """The same for ``tf_keras.optimizers.legacy``."""
-        return self._exchange(grads_and_vars, self._dgc_dense_for)[0]
+    _aggregate_gradients = aggregate_gradients  # of tf_keras.optimizers.legacy
 
     @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
         """Exchange the gradients and apply them; with ``backward_passes_per_step`` only once in so many calls."""
         grads_and_vars = list(grads_and_vars)
-        apply = functools.partial(super().apply_gradients, **options)  # type: ignore[misc]
+        apply = functools.partial(super().apply_gradients, **options)
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
         if already:
             return apply(grads_and_vars, *args)
-        several = self._dgc_settings.reducer.passes > 1
+        several = self._dgc_settings.reducer.options.passes > 1
         dense_for = None if several else self._obstacle([v for _, v in grads_and_vars], args)
         if dense_for is not None:
             self._dgc_dense_for = dense_for
             try:
-                return apply(grads_and_vars, *args)  # asks for the exchange itself, where Keras would aggregate
+                return apply(grads_and_vars, *args)  # which calls aggregate_gradients()
             finally:
                 self._dgc_dense_for = RETURNED
         skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"
         reduced, verdict = self._exchange(grads_and_vars, None)
         with tf.init_scope():
-            make = self._create_all_weights if family(self) == LEGACY_V2 else self.build  # type: ignore[attr-defined]
+            make = self._create_all_weights if family(self) == LEGACY_V2 else self.build
             make([v for _, v in grads_and_vars])
 
         def apply_reduced(results: list[Any], variables: list[Any]) -> None:
@@ -106,20 +106,20 @@ class _Distributed(HasSettings):
         def update() -> tf.Tensor:
             results, variables = ([pair[i] for pair in reduced] for i in (0, 1))
             update_variables(self, results, variables, verdict, apply_reduced, count_update)
-            return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
+            return tf.convert_to_tensor(self.iterations)
 
         def count_update() -> tf.Tensor:
-            self._compute_current_learning_rate()  # type: ignore[attr-defined]
+            self._compute_current_learning_rate()
             return count()
 
         def count() -> tf.Tensor:
-            self.iterations.assign_add(1)  # type: ignore[attr-defined]
-            return tf.convert_to_tensor(self.iterations)  # type: ignore[attr-defined]
+            self.iterations.assign_add(1)
+            return tf.convert_to_tensor(self.iterations)
 
         return tf.cond(tf.equal(verdict, ACCUMULATED), count, update) if several else update()
 
     def _obstacle(self, variables: list[Any], arguments: tuple[Any, ...]) -> str | None:
-        """Why one exchange's results must be dense in this call of ``apply_gradients``."""
+        """Give the reason for dense results in this call of ``apply_gradients``; None if there is none."""
         settings = self._dgc_settings
         if settings.compression is None or is_alone(settings.process_set) is not False:
             return "there is nobody to exchange with"
@@ -129,49 +129,39 @@ class _Distributed(HasSettings):
             return RETURNED
         return obstacle_of_sgd(self, variables)
 
-    def _exchange(self, grads_and_vars: Any, dense_for: str | None) -> tuple[list[tuple[Any, Any]], tf.Tensor]:
-        self._dgc_settings.require_complete()
+    def _exchange(
+        self, grads_and_vars: Iterable[tuple[Gradient, Variable]], dense_for: str | None
+    ) -> tuple[list[tuple[Gradient, Variable]], tf.Tensor]:
         grads, variables = zip(*list(grads_and_vars), strict=True)
-        if is_alone(self._dgc_settings.process_set) is False:
-            self._dgc_settings.adopt(self)
-        reduced, verdict = self._dgc_settings.reduce(list(grads), list(variables), self, dense_for=dense_for)
+        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self, dense_for))
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:
         """The user's optimizer's, with the adopted momentum where the user had it, and our settings beside it."""
-        config = super().get_config()  # type: ignore[misc]
-        adoption = None if self.compression is None else self.compression.adoption
+        config = super().get_config()
         legacy = bool(config.get("is_legacy_optimizer", family(self) == LEGACY_V2))
-        inner = momentum_config(config, adoption)
+        inner = momentum_config(config, self._dgc_settings.adoption)
         return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": legacy}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
         """Build it as it was saved; the compressor begins with empty residuals."""
-        base = cls.__bases__[-1]
+        base: Any = cls.__bases__[-1]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
-        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)  # type: ignore[attr-defined]
+        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)
 
 
 @functools.cache
 def _distributed_class(base: type) -> type:
     """A class derived from an optimizer's, known to Keras' loading by its name."""
     derived = type(f"Distributed{base.__name__}", (_Distributed, base), {"__module__": __name__})
-    package = "dgc.legacy" if LEGACY_V2 in _families(base) else "dgc"
+    package = "dgc.legacy" if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else "dgc"
     return tf_keras.saving.register_keras_serializable(package=package)(derived)
 
 
-def _families(cls: type) -> set[str]:
-    return {LEGACY_V2} if any(c.__name__ == "OptimizerV2" for c in cls.__mro__) else set()
-
-
-def _register_all() -> None:
-    """A model can be loaded before any optimizer was wrapped, so Keras must know the names from the beginning."""
-    for module in (tf_keras.optimizers, tf_keras.optimizers.legacy):
-        for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
-            if hasattr(module, name):
-                _distributed_class(getattr(module, name))
-
-
-_register_all()
+# A model can be loaded before any optimizer was wrapped, so Keras must know the names from the beginning.
+for _module in (tf_keras.optimizers, tf_keras.optimizers.legacy):
+    for _name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
+        if hasattr(_module, _name):
+            _distributed_class(getattr(_module, _name))

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
-from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD
-from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, family
-from dgc.tensorflow.reduce.options import ReduceOptions
-from dgc.tensorflow.reduce.settings import Settings, check_compression, distributed_in
+from dgc.tensorflow.engine.horovod.horovod import ProcessSet, ReduceOp
+from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
+from dgc.tensorflow.reduce.settings import distributed_in, make_settings
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = None,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = None,
+    op: ReduceOp | None = None,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = None,
+    groups: object = None,
+    process_set: ProcessSet | None = None,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """Make a Keras optimizer exchange gradients before it applies them.
 
     Arguments are those of ``horovod.tensorflow.keras.DistributedOptimizer``. With ``compression=Compression.dgc(...)``
-    gradients travel compressed, and the momentum of an SGD moves into the compressor. ``compression=None`` averages
+    gradients are sent compressed, and the momentum of an SGD moves into the compressor. ``compression=None`` averages
     them with Horovod, also under Keras 3, where Horovod's own optimizer does not.
 
     Returns:
@@ -44,29 +43,13 @@ def DistributedOptimizer(
     Raises:
         ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
     """
-    HOROVOD.module(initialized=False)
-    check_compression(compression, name=name, device_dense=device_dense, device_sparse=device_sparse)
-    refuse_grouping(num_groups, groups)
-    refuse_adasum(op, HOROVOD)
-    check_passes(backward_passes_per_step)
+    settings = make_settings(locals())
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
         raise ConfigError(
             f"{optimizer!r} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
             "tf.compat.v1.train"
         )
-    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
-    check_predivide(gradient_predivide_factor, name_of_op)
-    options = ReduceOptions(
-        op,
-        process_set,
-        sparse_as_dense,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        predivide=gradient_predivide_factor,
-        scale_local=scale_local_gradients,
-    )
-    settings = Settings(compression, options)
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap
     else:
@@ -75,9 +58,9 @@ def DistributedOptimizer(
 
 
 def load_model(
-    filepath: Any,
-    custom_optimizers: Any = None,
-    custom_objects: Any = None,
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type[Optimizer]] | None = None,
+    custom_objects: Mapping[str, object] | None = None,
     compression: Any = None,
     legacy_opts: bool = False,
 ) -> Any:

@@ -1,19 +1,23 @@
-"""What a distributed optimizer was told, in a form that is saved with the model."""
+"""Arguments of a distributed optimizer, in a form that is saved with the model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from dgc.adapter import compression as compression_of
+from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
-from dgc.tensorflow.engine.optimizers import without_loss_scale
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
+from dgc.tensorflow.engine.tensors import Variable
+from dgc.tensorflow.reduce.context import DEFAULTS, RETURNED, Context, GradientReducer, LocalVariables, ReduceOptions
 from dgc.tensorflow.reduce.dense import DenseReducer
-from dgc.tensorflow.reduce.local import LocalVariables
-from dgc.tensorflow.reduce.options import DEFAULTS, ReduceOptions
 from dgc.tensorflow.reduce.reducer import Reducer
 
 _SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_local")
@@ -22,7 +26,7 @@ _SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_loc
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
-def check_compression(compression: Any, **texts: Any) -> None:
+def check_compression(compression: object, **texts: object) -> None:
     """:func:`dgc.adapter.compression.check_compression` for TensorFlow."""
     compression_of.check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
 
@@ -32,54 +36,61 @@ class Settings:
 
     Attributes:
         reducer: reduces the gradients.
+        local: the variables whose gradients stay on their rank.
         process_set: the ranks that exchange; None for all.
         accumulation_steps: Keras' ``gradient_accumulation_steps`` when the reducer does it; else None.
+        lost: names of options that were in use when the model was saved but could not be saved with it.
     """
 
-    def __init__(
-        self,
-        compression: Any = None,
-        options: ReduceOptions = DEFAULTS,
-        *,
-        lost: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, compression: Any = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()) -> None:
         """Build the reducer.
 
         Args:
             compression: ours, Horovod's or None.
             options: how to reduce.
-            lost: names of options that were in use when the model was saved but could not be saved with it.
+            lost: see the class.
 
         Raises:
             ConfigError: arguments that do not fit together.
         """
         check_compression(compression)
-        self._given = compression
+        self._given, self._options = compression, options
         self.process_set = options.process_set
         self.accumulation_steps: int | None = None
-        self._options = options
-        self._lost = tuple(lost)
+        self.lost = tuple(lost)
         self.local = LocalVariables(options.scale_local)
-        self.reducer: Any = self._make_reducer(options)
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """Names of options that could not be saved with the model."""
-        return self._lost
+        self.reducer: GradientReducer = self._make_reducer(options)
 
     @property
     def compression(self) -> DGCCompressor | None:
         """The compressor; None for Horovod's dense exchange."""
         return self.reducer.compression
 
-    def adopt(self, optimizer: Any) -> None:
+    @property
+    def adoption(self) -> Adoption | None:
+        """Momentum that the compressor has adopted, if there is one."""
+        return None if self.compression is None else self.compression.adoption
+
+    def adopt(self, optimizer: Optimizer) -> None:
         """Take the optimizer's momentum out of it, before it makes its variables; not while options are missing.
+
+        Nothing is adopted in a job of one process.
 
         Raises:
             ConfigError: momentum twice.
         """
-        if self.compression is not None and not self._lost:
+        if self.compression is not None and not self.lost and is_alone(self.process_set) is False:
             self.compression.adopt(optimizer, self.process_set)
+
+    def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+        """Attach the compressor to the model before the first step; collective.
+
+        Raises:
+            ConfigError: options of the saved model are missing.
+        """
+        self.require_complete()
+        if self.compression is not None:
+            self.compression.bind(self.local.without(variables), optimizer, self.process_set)
 
     def require_complete(self) -> None:
         """Refuse to exchange for a model that was saved with options that could not be saved with it.
@@ -89,9 +100,9 @@ class Settings:
         Raises:
             ConfigError: it was, and there are others to exchange with.
         """
-        if self._lost and is_alone(self.process_set) is not True:
+        if self.lost and is_alone(self.process_set) is not True:
             raise ConfigError(
-                f"the model was saved with {', '.join(self._lost)}, which cannot be saved; before you train it "
+                f"the model was saved with {', '.join(self.lost)}, which cannot be saved; before you train it "
                 "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
                 "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
             )
@@ -102,20 +113,32 @@ class Settings:
         Raises:
             ConfigError: ``backward_passes_per_step`` accumulates too.
         """
-        if self.reducer.passes != 1:
+        if self.reducer.options.passes != 1:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.accumulation_steps = steps
         self.reducer = self._make_reducer(dataclasses.replace(self._options, passes=steps, average_passes=True))
 
-    def reduce(self, gradients: Any, variables: Any, optimizer: Any, **options: Any) -> tuple[list[Any], Any]:
-        """One step: see :meth:`dgc.tensorflow.reduce.local.LocalVariables.reduce`."""
-        return self.local.reduce(self.reducer, gradients, variables, optimizer, **options)
+    def context(
+        self,
+        optimizer: Optimizer,
+        dense_for: str | None = RETURNED,
+        loss_scale: tf.Tensor | float | None = None,
+    ) -> Context:
+        """The context of one step; before it the momentum is adopted.
 
-    def _make_reducer(self, options: ReduceOptions) -> Any:
-        kind = Reducer if isinstance(self._given, DGCCompressor) else DenseReducer
-        return kind(self._given, options)
+        Raises:
+            ConfigError: options of the saved model are missing, or momentum twice.
+        """
+        self.require_complete()
+        self.adopt(optimizer)
+        return Context(self.reducer, self.local, optimizer, dense_for, loss_scale)
+
+    def _make_reducer(self, options: ReduceOptions) -> GradientReducer:
+        if isinstance(self._given, DGCCompressor):
+            return Reducer(self._given, options)
+        return DenseReducer(self._given, options)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -132,15 +155,15 @@ class Settings:
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
         config: dict[str, Any] = {name: getattr(self._options, name) for name in _SAVED}
-        config.update(op=None, options=None, lost=list(self._lost))
+        config.update(op=None, options=None, lost=list(self.lost))
         if self.process_set is not None:
             config["lost"].append("process_set")
         if self.compression is not None:
-            options = self.compression.given_options
-            config["options"] = {k: v for k, v in options.items() if isinstance(v, _PLAIN) and k != "op"}
+            given = self.compression.given_options
+            config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
             config["options"]["op"] = self.compression.config.op
             config["algorithm"] = self.compression.config.algorithm
-            config["lost"] += [k for k, v in options.items() if not isinstance(v, _PLAIN) and k != "op"]
+            config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
         else:
             config["op"] = HOROVOD.op_name(self._options.op or "average")
             if self._given not in (None, import_horovod().Compression.none):
@@ -148,25 +171,51 @@ class Settings:
         return config
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Settings:
+    def from_config(cls, config: Mapping[str, Any]) -> Settings:
         """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
         options, lost = config["options"], config["lost"]
-        # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
-        algorithm = "dgc" if "members" in lost else config.get("algorithm", "dgc")
-        compression = None if options is None else DGCCompressor(options, algorithm)
-        op = config.get("op") if options is None else None  # a compressor has its own
-        saved = {name: config[name] for name in _SAVED if name in config}
-        return cls(compression, ReduceOptions(op, **saved), lost=lost)
+        compression = None
+        if options is not None:
+            # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
+            compression = DGCCompressor(options, "dgc" if "members" in lost else config["algorithm"])
+        return cls(compression, ReduceOptions(config["op"], **{name: config[name] for name in _SAVED}), lost=lost)
+
+
+def make_settings(arguments: Mapping[str, Any]) -> Settings:
+    """Settings from the arguments of Horovod's ``DistributedOptimizer``, by name.
+
+    Raises:
+        ConfigError: one is out of range, or they do not fit together.
+    """
+    given = arguments.__getitem__
+    compression, op = given("compression"), given("op")
+    HOROVOD.module(initialized=False)
+    check_compression(compression, **{name: given(name) for name in ("name", "device_dense", "device_sparse")})
+    refuse_grouping(given("num_groups"), given("groups"))
+    refuse_adasum(op, HOROVOD)
+    check_passes(given("backward_passes_per_step"))
+    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(given("gradient_predivide_factor"), name_of_op)
+    options = ReduceOptions(
+        op,
+        given("process_set"),
+        given("sparse_as_dense"),
+        passes=given("backward_passes_per_step"),
+        average_passes=given("average_aggregated_gradients"),
+        predivide=given("gradient_predivide_factor"),
+        scale_local=given("scale_local_gradients"),
+    )
+    return Settings(compression, options)
 
 
 class HasSettings:
-    """Mixed into a distributed optimizer: what everybody may ask it about its exchange."""
+    """Mixed into a distributed optimizer: its exchange."""
 
     _dgc_settings: Settings
 
     _dgc_scales_loss = False
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Leave this variable's gradient on its rank.
 
         Raises:
@@ -181,19 +230,19 @@ class HasSettings:
         self._dgc_settings.local.add(var)
 
     @property
-    def compression(self) -> Any:
+    def compression(self) -> DGCCompressor | None:
         """The compressor: statistics, state and residuals of this rank."""
         return self._dgc_settings.compression
 
     @property
-    def process_set(self) -> Any:
+    def process_set(self) -> ProcessSet | None:
         """The ranks that exchange; None for all."""
         return self._dgc_settings.process_set
 
 
-def distributed_in(optimizer: Any) -> Any:
+def distributed_in(optimizer: Optimizer) -> Any:
     """The distributed optimizer of ours that this is or that a LossScaleOptimizer holds; None if there is none.
 
-    Asked by class: a script's own optimizer may have attributes of the same names.
+    By class: a script's own optimizer may have attributes of the same names.
     """
     return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)

@@ -7,7 +7,6 @@ through the operations that SGD calls, in the same order: the variables are the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import tensorflow as tf
 from dgc.tensorflow.engine.numpy_bridge import ENTRIES, Entries
 from dgc.tensorflow.engine.optimizers import (
     LEGACY_V2,
+    Optimizer,
     clipping,
     family,
     get_momentum,
@@ -23,16 +23,17 @@ from dgc.tensorflow.engine.optimizers import (
     learning_rate,
     own_update,
 )
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.tensorflow.reduce.context import Gradient
 
 _OPTIONS = ("weight_decay", "loss_scale_factor", "gradient_accumulation_steps")
 _FLAGS = ("use_ema", "jit_compile", "_mesh")
 
 
-def obstacle_of_sgd(optimizer: Any, variables: Sequence[Any]) -> str | None:
-    """Why a Keras optimizer's own pass over the variables is needed; None if it is not.
+def obstacle_of_sgd(optimizer: Optimizer, variables: Sequence[Variable]) -> str | None:
+    """Give the reason why a Keras optimizer's own pass over the variables is needed; None if it is not.
 
-    What an optimizer is told after a graph was traced does not reach that graph, the dense way's neither.
+    Options that are assigned after a graph was traced do not reach that graph, with dense results neither.
     """
     given = next(c for c in type(optimizer).__mro__ if not c.__module__.startswith("dgc."))
     kind = family(optimizer)
@@ -60,12 +61,7 @@ def obstacle_of_sgd(optimizer: Any, variables: Sequence[Any]) -> str | None:
     return next(filter(None, map(_obstacle_of, variables)), None)
 
 
-def is_rate(rate: float | None) -> bool:
-    """Whether entries can be updated with this learning rate: 0 times another one would not be 0, or -0."""
-    return rate is not None and 0 < rate < math.inf
-
-
-def can_hold(variable: Any) -> bool:
+def can_scatter(variable: Variable) -> bool:
     """Whether entries of a variable can be changed where they are."""
     raw = raw_variable(variable)
     on_cpu = tf.DeviceSpec.from_string(raw.device).device_type in (None, "CPU")
@@ -77,9 +73,9 @@ _MOST_DIMENSIONS = 7
 
 
 def update(
-    optimizer: Any,
-    reduced: Sequence[Any],
-    variables: Sequence[Any],
+    optimizer: Optimizer,
+    reduced: Sequence[Gradient],
+    variables: Sequence[Variable],
     verdict: tf.Tensor,
     apply: Callable[[list[Any], list[Any]], Any],
     count: Callable[[], Any],
@@ -88,22 +84,22 @@ def update(
 
     Args:
         optimizer: whose learning rate counts.
-        reduced: what :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce` has returned.
+        reduced: what :func:`dgc.tensorflow.reduce.step.reduce` has returned.
         variables: in the same order.
         verdict: of the same.
         apply: the optimizer's update: (gradients, variables).
         count: what the optimizer does in a step beside updating variables.
     """
-    held = [i for i, result in enumerate(reduced) if isinstance(result, Entries)]
-    if not held:
+    alone = {i: result for i, result in enumerate(reduced) if isinstance(result, Entries)}
+    if not alone:
         apply(list(reduced), list(variables))
         return
-    others = [i for i in range(len(reduced)) if i not in held]
+    others = [i for i in range(len(reduced)) if i not in alone]
 
     def sparse() -> int:
         rate = learning_rate(optimizer)
-        for i in held:
-            _update(raw_variable(variables[i]), reduced[i], rate)
+        for i, entries in alone.items():
+            _update(raw_variable(variables[i]), entries, rate)
         if all(reduced[i] is None for i in others):
             count()
         else:
@@ -112,16 +108,16 @@ def update(
 
     def dense() -> int:
         # TensorFlow wants all of them to be of this branch's graph.
-        results = [None if result is None or i in held else tf.identity(result) for i, result in enumerate(reduced)]
-        for i in held:
-            results[i] = tf.ensure_shape(reduced[i].dense, raw_variable(variables[i]).shape)
+        results = [None if result is None or i in alone else tf.identity(result) for i, result in enumerate(reduced)]
+        for i, entries in alone.items():
+            results[i] = tf.ensure_shape(entries.dense, raw_variable(variables[i]).shape)
         apply(results, list(variables))
         return 0
 
     tf.cond(tf.equal(verdict, ENTRIES), sparse, dense)
 
 
-def _update(variable: Any, entries: Entries, rate: Any) -> None:
+def _update(variable: tf.Variable, entries: Entries, rate: tf.Tensor | float) -> None:
     # Keras 3 subtracts result * rate, legacy Keras adds -result * rate: the same number either way.
     handle, places = variable.handle, entries.places
     # Gathered first: the scatter alone would wait for the memory of one entry after the other.
@@ -133,7 +129,7 @@ def _update(variable: Any, entries: Entries, rate: Any) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=handle)
 
 
-def _obstacle_of(variable: Any) -> str | None:
+def _obstacle_of(variable: Variable) -> str | None:
     if getattr(variable, "constraint", None) is not None or getattr(variable, "overwrite_with_gradient", False):
         return f"{raw_variable(variable).name!r} has a constraint"
     return None

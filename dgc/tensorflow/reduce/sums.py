@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.adapter.compression import check_passes
-from dgc.errors import ConfigError
-from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, GONE, Step
+from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, Step, still_there
 
 
 class Sums:
@@ -66,20 +65,12 @@ class Sums:
 
 
 def adding_step(sums: Sums) -> Step:
-    """A step that only adds up: ACCUMULATED, or APPLY after the last pass.
-
-    A graph keeps it for ever, so it must not hold the sums.
-
-    Raises:
-        ConfigError: (when it is called) the sums are gone, and with them the optimizer that held them.
-    """
-    alive = weakref.ref(sums)
+    """A step that only adds up: ACCUMULATED, or APPLY after the last pass. It holds no sums: a graph keeps it."""
+    reference = weakref.ref(sums)
 
     def step(arrays: list[np.ndarray], *_: object) -> tuple[list[np.ndarray], int]:
-        held = alive()
-        if held is None:
-            raise ConfigError(GONE)
-        added = held.add(arrays)
-        return added, ACCUMULATED if held.passed else APPLY
+        total = still_there(reference)
+        added = total.add(arrays)
+        return added, ACCUMULATED if total.passed else APPLY
 
     return step

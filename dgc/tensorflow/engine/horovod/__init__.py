@@ -1,1 +1,1 @@
-"""What this adapter takes from Horovod: its collectives and transport."""
+"""Horovod's collectives and transport for TensorFlow."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.horovod import Horovod
 from dgc.errors import TransportError
+
+if TYPE_CHECKING:
+    from horovod.tensorflow import ProcessSet as ProcessSet
+else:
+    ProcessSet = object
+ReduceOp: TypeAlias = "int | str"
+"""A constant of Horovod's, or its name."""
 
 
 class TensorFlowHorovod(Horovod):

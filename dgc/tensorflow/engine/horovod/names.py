@@ -6,17 +6,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, import_horovod
 
 
 class CommonNames:
-    """Numbers variables in the order in which they are first asked for, which is the same on all ranks.
+    """Numbers variables in the order of their first use, which is the same on all ranks.
 
     Keras counts layers as they are made, so that one rank's names differ where it has built another model before.
     """
 
     def __init__(self, kind: str) -> None:
-        """Talk to nobody yet.
+        """Local: no communication.
 
         Args:
             kind: of collective, a part of its name.
@@ -24,7 +24,7 @@ class CommonNames:
         self._kind, self._prefix = kind, ""
         self._known: dict[int, tuple[str, Any]] = {}
 
-    def of(self, variable: Any, process_set: Any) -> str:
+    def of(self, variable: tf.Variable, process_set: ProcessSet) -> str:
         """The name for a variable; the first call is collective over ``process_set``.
 
         Args:
@@ -32,7 +32,7 @@ class CommonNames:
             process_set: the ranks that exchange, always the same.
 
         Raises:
-            TransportError: the ranks could not be asked.
+            TransportError: Horovod's collective failed.
         """
         if not self._prefix:
             self._prefix = HOROVOD.unique_name(f"dgc.{self._kind}", process_set)
@@ -40,10 +40,10 @@ class CommonNames:
         return name
 
 
-def gather_slices(slices: tf.IndexedSlices, name: str, process_set: Any, *, is_sum: bool) -> tf.IndexedSlices:
+def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, *, is_sum: bool) -> tf.IndexedSlices:
     """All ranks' slices, divided by their number unless they are to be summed.
 
-    Horovod's allreduce does the same, under names of its own that differ between ranks where Keras' do.
+    Horovod's allreduce does the same, under names that differ between ranks where Keras' do.
     """
     hvd = import_horovod()
     options = {"process_set": process_set, "ignore_name_scope": True}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
 from dgc.core.transport import Transport
 from dgc.errors import TransportError
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, gather_bytes, import_horovod, member_set
+from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, gather_bytes, import_horovod, member_set
 from dgc.transport.horovod import HorovodTransportBase
 
 
@@ -20,7 +18,7 @@ class HorovodTransport(HorovodTransportBase):
     which may be waiting for this very exchange. One call takes about 3 ms, most of it Horovod's cycle time.
     """
 
-    def __init__(self, process_set: Any = None, name_prefix: str = "dgc") -> None:
+    def __init__(self, process_set: ProcessSet | None = None, name_prefix: str = "dgc") -> None:
         """Agree on names. Collective over the ranks of ``process_set``.
 
         Args:
@@ -57,6 +55,6 @@ class HorovodTransport(HorovodTransportBase):
         return self._hvd.is_initialized()
 
 
-def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:
+def make_transport(choice: str | Transport = "auto", process_set: ProcessSet | None = None) -> Transport:
     """Make the transport for a group of ranks: see :meth:`dgc.adapter.horovod.Horovod.make_transport`."""
     return HOROVOD.make_transport(choice, process_set, HorovodTransport)

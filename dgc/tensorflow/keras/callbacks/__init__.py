@@ -1,12 +1,12 @@
 """Callbacks for both Keras: under Horovod's names, the one that keeps residuals, and the one that shows them."""
 
-from dgc.tensorflow.keras.callbacks.log import LogCompression
-from dgc.tensorflow.keras.callbacks.stock import (
+from dgc.tensorflow.keras.callbacks.horovod import (
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
+from dgc.tensorflow.keras.callbacks.log import LogCompression
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 
 __all__ = [

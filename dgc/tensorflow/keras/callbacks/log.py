@@ -1,4 +1,4 @@
-"""What residuals hold back, in the logs of ``fit()`` and in a writer of ``tf.summary``."""
+"""Norms of residuals in the logs of ``fit()`` and in a writer of ``tf.summary``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from dgc.core.state.inside import FIGURES
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 
-_Callback: Any = tf.keras.callbacks.Callback
-
 OURS = {name: f"compression_{name}" for name in FIGURES}
-"""Figures' names in the logs; each rank has its own, which nobody averages."""
+"""Figures' names in the logs; each rank's own, never averaged."""
 
 
-class LogCompression(_Callback):
+class LogCompression(tf.keras.callbacks.Callback):
     """Looks into the compressor while ``fit()`` runs, every so many steps.
 
     The total over all compressed variables is added to the logs of each epoch, as ``compression_residual_norm``,
@@ -50,7 +48,7 @@ class LogCompression(_Callback):
         self._compression: Any = None
         self._end: Any = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Turn the log on.
 
         Raises:
@@ -81,7 +79,7 @@ class LogCompression(_Callback):
                 stacklevel=2,
             )
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the total of the latest step that was looked at."""
         if logs is None or self._compression is None:
             return
@@ -89,7 +87,7 @@ class LogCompression(_Callback):
         if len(look):
             logs.update({OURS[name]: value for name, value in look.total.as_dict().items()})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Turn the log off; what was seen last stays in ``compression.inside``."""
         self._end_log()
         self._compression = None

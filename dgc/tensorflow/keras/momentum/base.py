@@ -12,7 +12,7 @@ from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay,
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
-from dgc.tensorflow.reduce.options import ReduceOptions
+from dgc.tensorflow.reduce.context import ReduceOptions
 from dgc.tensorflow.reduce.settings import Settings
 
 _PLACE = ("iterations", "learning_rate")

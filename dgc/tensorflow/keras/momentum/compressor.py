@@ -6,6 +6,7 @@ The optimizers in :mod:`dgc.tensorflow.keras` add how each Keras calls them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,9 +33,10 @@ from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
-from dgc.tensorflow.engine.tensors import describe, raw_variable, unique_names
+from dgc.tensorflow.engine.tensors import Variable, describe, raw_variable, unique_names
 from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
-from dgc.tensorflow.reduce.reducer import RETURNED, Gradient, Reducer
+from dgc.tensorflow.reduce.context import Context, Gradient
+from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.transport.agreement import agree_or_raise
 
 
@@ -240,19 +242,16 @@ class MomentumReducer(Reducer):
 
     compression: MomentumCompressor
 
-    @tf.autograph.experimental.do_not_convert
     def reduce(
         self,
-        gradients: Sequence[Gradient],
-        variables: Sequence[Any],
-        optimizer: Any = None,
-        dense_for: str | None = RETURNED,
+        gradients: list[Gradient],
+        variables: list[Variable],
+        context: Context,
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.reducer.Reducer.reduce`."""
-        gradients, variables = list(gradients), list(variables)
-        self.compression.bind(variables, optimizer, self._process_set)
+        """See :func:`dgc.tensorflow.reduce.step.reduce`."""
+        self.compression.bind(variables, context.optimizer, self.options.process_set)
         gradients = self.compression.densified(gradients, variables)
         if self.compression.parameter_learning_rate:
-            dense_for = dense_for or "parameter_learning_rate is given"
-        reduced, verdict = super().reduce(gradients, variables, optimizer, dense_for)
+            context = replace(context, dense_for=context.dense_for or "parameter_learning_rate is given")
+        reduced, verdict = super().reduce(gradients, variables, context)
         return self.compression.in_units_of_the_rate(reduced, variables), verdict

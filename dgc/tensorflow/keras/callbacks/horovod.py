@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
-from dgc.tensorflow.engine.optimizers import without_loss_scale
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine.horovod.horovod import ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.keras.callbacks.log import OURS
 from dgc.tensorflow.reduce.settings import distributed_in
-
-_Callback: Any = tf.keras.callbacks.Callback
 
 _ALL, _OUTSIDE = -1, -2
 """In place of a process set's number: all ranks, or a rank that is not in the one that its optimizer names."""
 
 
-class BroadcastGlobalVariablesCallback(_Callback):
+class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the weights and the optimizer's variables of one rank, before the first step if they exist.
 
     It also turns off XLA where Keras chose it by itself (with a GPU), since no exchange can be compiled.
@@ -45,11 +43,11 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local = {id(raw_variable(v)) for v in locals_}
         self.broadcast_done = False
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Leave ``var`` as it is on each rank."""
         self._local.add(id(raw_variable(var)))
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast at once if the model is built, and again if a rank has loaded another one since the last ``fit``.
 
         In that case residuals and momentum of the compressor are emptied: they belong to the run that was left.
@@ -65,19 +63,22 @@ class BroadcastGlobalVariablesCallback(_Callback):
             self.broadcast_done = False
         if getattr(self.model, "built", False) and self.model.variables:
             self._broadcast(was_loaded)
-        elif not self.broadcast_done and not is_alone() and _steps_per_execution(self.model) > 1:
+            return
+        names = ("steps_per_execution", "_steps_per_execution")
+        steps = next((n for n in (getattr(self.model, name, None) for name in names) if n), 1)
+        if not self.broadcast_done and not is_alone() and int(tf.convert_to_tensor(steps)) > 1:
             raise ConfigError(
                 "the model has no variables yet, so they can be broadcast only after its first batch, but "
                 "steps_per_execution makes that several steps, in which every rank would train its own model; build "
                 "the model before fit(), for example by model.build(input_shape)"
             )
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast after the first step of a model that had no variables before."""
         if not self.broadcast_done:
             self._broadcast()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Note what the model looks like, to see whether it is loaded before the next ``fit``."""
         engine = _engine_of(self.model.optimizer)
         if engine is not None:
@@ -115,12 +116,12 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if engine is not None:
             engine.begin_anew(was_loaded)
 
-    def _to_send(self, variables: Any, known: dict[int, Any]) -> dict[int, Any]:
+    def _to_send(self, variables: Sequence[Variable], known: dict[int, Any]) -> dict[int, Any]:
         chosen = {id(raw_variable(v)): raw_variable(v) for v in variables}
         return {k: v for k, v in chosen.items() if k not in self._local and k not in known}
 
 
-def _optimizer_variables(optimizer: Any) -> list[Any]:
+def _optimizer_variables(optimizer: Optimizer) -> list[Any]:
     """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
     listed = optimizer.variables
     listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
@@ -128,19 +129,19 @@ def _optimizer_variables(optimizer: Any) -> list[Any]:
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
 
 
-def _engine_of(optimizer: Any) -> Any:
-    """What the optimizer's compressor exchanges with; None without one, or before the first step."""
+def _engine_of(optimizer: Optimizer) -> Any:
+    """The engine of the optimizer's compressor; None without one, or before the first step."""
     ours = distributed_in(optimizer)
     return None if ours is None or ours.compression is None else ours.compression.engine
 
 
-def _lacking(optimizer: Any) -> tuple[str, ...]:
+def _lacking(optimizer: Optimizer) -> tuple[str, ...]:
     """Names of options without which a loaded model's optimizer cannot exchange."""
     ours = distributed_in(optimizer)
     return () if ours is None or is_alone(ours.process_set) is not False else ours._dgc_settings.lost
 
 
-def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
+def _refuse_one_sided(optimizer: Optimizer, rows: np.ndarray, set_id: int) -> None:
     """Say on every rank what some have loaded and cannot train, or cannot train with the others.
 
     Args:
@@ -172,7 +173,7 @@ def _refuse_one_sided(optimizer: Any, rows: np.ndarray, set_id: int) -> None:
         )
 
 
-def _process_set_of(optimizer: Any) -> Any:
+def _process_set_of(optimizer: Optimizer) -> Any:
     """The process set that the gradients are exchanged in; None for all ranks."""
     ours = distributed_in(optimizer)
     if ours is None or ours.compression is None:
@@ -181,12 +182,7 @@ def _process_set_of(optimizer: Any) -> Any:
     return None if chosen is import_horovod().global_process_set else chosen
 
 
-def _steps_per_execution(model: Any) -> int:
-    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1
-    return int(tf.convert_to_tensor(steps))
-
-
-def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: Any) -> None:
+def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: ProcessSet | None) -> None:
     """Broadcast by place: Keras numbers its optimizers, so names differ when one rank has made more of them.
 
     Raises:
@@ -211,14 +207,14 @@ def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: Any) 
         variable.assign(tf.cast(sent, value.dtype))
 
 
-class MetricAverageCallback(_Callback):
+class MetricAverageCallback(tf.keras.callbacks.Callback):
     """Replaces each epoch's metrics by their mean over all ranks; place it before callbacks that read them."""
 
     def __init__(self, device: str = "") -> None:
         """``device`` is accepted for Horovod's sake."""
         super().__init__()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average in place."""
         if not logs or is_alone():
             return
@@ -229,7 +225,7 @@ class MetricAverageCallback(_Callback):
         logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
 
 
-class LearningRateScheduleCallback(_Callback):
+class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Multiplies the learning rate by a function of the epoch.
 
     Horovod's ``momentum_correction`` is not needed: the compressor keeps the adopted momentum in step with every
@@ -269,11 +265,11 @@ class LearningRateScheduleCallback(_Callback):
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch = 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the learning rate."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
@@ -283,7 +279,7 @@ class LearningRateScheduleCallback(_Callback):
             return
         self._set(self._epoch + batch / self._steps())
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the learning rate as ``lr``."""
         if logs is not None:
             logs["lr"] = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
@@ -339,7 +335,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self._verbose = verbose and hvd.rank() == 0
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the learning rate."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self._verbose:
@@ -347,7 +343,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             tf.get_logger().info("Epoch %d: the learning-rate warm-up ends at %g.", epoch + 1, rate)
 
 
-def _turn_off_xla(model: Any) -> None:
+def _turn_off_xla(model: tf.keras.Model) -> None:
     if not getattr(model, "jit_compile", False):
         return
     resolve = getattr(model, "_resolve_auto_jit_compile", None)

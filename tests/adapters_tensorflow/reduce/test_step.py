@@ -4,4 +4,4 @@ from pathlib import Path
 
 from rank_jobs import KERAS, each_case
 
-test_local = each_case(Path(__file__).parent / "workers" / "local_cases.py", KERAS)
+test_step = each_case(Path(__file__).parent / "workers" / "step_cases.py", KERAS)

@@ -1,0 +1,261 @@
+"""Horovod's own tape and optimizers with our compressor: all that this needs, and the only look into Python frames.
+
+Horovod calls ``compress``, its own allreduce and ``decompress`` for one variable after the other, each inside a
+``tf.cond``; with ``groups=1`` for all together inside one. Those must run in the same order on all ranks, so each
+waits for the one before, and a ``decompress`` must never wait for a ``compress`` that comes later in the graph. Here
+the first ``decompress`` of a group crosses to the core with the gradients of all variables that were compressed since
+the last one: without groups that is one variable, with ``groups=1`` the whole model.
+
+``compress`` gets a gradient without its variable, so the frames above it are searched for Horovod's two lists.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.adapter.horovod import check_stand_in
+from dgc.core.config.config import DGCConfig
+from dgc.errors import ConfigError, LayoutError
+from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.engine.numpy_bridge import Step, cross, still_there
+from dgc.tensorflow.engine.optimizers import KERAS3, family
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
+
+_PROBED = 16
+"""Values of a variable that are compared in each step: Horovod uses a graph again for another model with variables of
+the same shapes."""
+
+_LOCAL = ("_local_sources", "_local_vars")
+"""Attributes with the local variables, of Horovod's tapes, optimizers and helpers that add up passes."""
+
+
+class Compressor(Protocol):
+    """The shim's view of a compressor."""
+
+    config: DGCConfig
+
+    @property
+    def engine(self) -> Engine | None:
+        """The bound engine."""
+
+    def require_same_set(self, theirs: object) -> None:
+        """Refuse another process set than the engine's."""
+
+    def stand_beside_local(self) -> None:
+        """Refuse a momentum of the compressor, since other variables' gradients stay on their rank."""
+
+
+@dataclass
+class Pending:
+    """A gradient between ``compress`` and ``decompress``."""
+
+    index: int
+    gradient: tf.Tensor
+    variable: tf.Variable
+    group: list[Pending] = field(default_factory=list)
+    result: tf.Tensor | None = None
+
+
+@dataclass
+class _Call:
+    """Horovod's call; variables and gradients are in the same order."""
+
+    variables: list[Variable]
+    gradients: list[Any]
+    optimizer: object
+    process_set: object
+    has_local: bool
+
+
+class HorovodShim:
+    """Turns the calls of Horovod's tracing into crossings of one compressor's engine."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        """Serve ``compressor``."""
+        self._compressor = compressor
+        self._waiting: list[Pending] = []
+        with tf.init_scope():
+            self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="dgc_turn")
+
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending]:
+        """Remember a gradient; Horovod reduces a placeholder of one element.
+
+        Raises:
+            ConfigError: another process set than the compressor's, or the caller is no Horovod class for TensorFlow.
+            LayoutError: a gradient of a variable that the compressor was not built for.
+        """
+        engine, call = self._engine(), _horovods_call()
+        if call.process_set is not None:
+            self._compressor.require_same_set(call.process_set)
+        place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
+        if place is None:
+            raise ConfigError(
+                "Horovod passed a gradient of which the compressor cannot tell the variable (sparse_as_dense, "
+                "op=Adasum or backward_passes_per_step may have copied it); use the wrappers of dgc.tensorflow"
+            )
+        self._agree(engine, call)
+        variable = call.variables[place]
+        index = engine.index_of(variable)
+        assert index is not None, "_agree() has refused foreign variables"
+        self._rate = engine.adoption.learning_rate(call.optimizer)
+        if self._waiting and self._waiting[0].gradient.graph is not tensor.graph:
+            self._waiting = []  # of an earlier trace, which was given up half-way
+        self._waiting.append(Pending(index, tensor, raw_variable(variable)))
+        return tf.ones([1], tf.float32), self._waiting[-1]
+
+    def decompress(self, placeholder: tf.Tensor, ctx: Pending) -> tf.Tensor:
+        """Return the exchanged gradient; the first call of a group builds the crossing for all of it.
+
+        Raises:
+            DGCError: see :meth:`dgc.tensorflow.engine.engine.Engine.group`.
+        """
+        if not ctx.group:
+            members = sorted(self._waiting, key=lambda p: p.index)
+            self._waiting = []
+            for member in members:
+                member.group = members
+            self._cross(members, placeholder)
+        assert ctx.result is not None
+        return ctx.result
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _engine(self) -> Engine:
+        engine = self._compressor.engine
+        assert engine is not None, "the compressor has refused to be called unbound"
+        return engine
+
+    def _agree(self, engine: Engine, call: _Call) -> None:
+        """Fix the kinds of all gradients, and follow the optimizer's momentum. Collective in the first step."""
+        kinds = [NONE] * len(engine.variables)
+        for variable, gradient in zip(call.variables, call.gradients, strict=True):
+            index = engine.index_of(variable)
+            if index is None:
+                name = getattr(variable, "name", "?")
+                raise LayoutError(
+                    f"Horovod passed a gradient of {name!r}, which the compressor was not built for: another model, or "
+                    "a variable that was added later; residuals cannot be shared: build one compressor for each model"
+                )
+            if gradient is not None:
+                kinds[index] = SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
+        engine.adoption.follow(call.optimizer)
+        if call.has_local:
+            self._compressor.stand_beside_local()
+        engine.take_momentum()
+        engine.fix_kinds(kinds)
+
+    def _cross(self, members: Sequence[Pending], placeholder: tf.Tensor) -> None:
+        engine = self._engine()
+        indices = engine.group([m.index for m in members]).indices
+        probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
+        values = [m.variable for m in members] if engine.needs_parameters() else []
+        step = _step_of(self._compressor, indices)
+        given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
+        # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
+        # variables in different orders. Horovod's placeholders wait in line as well.
+        with tf.control_dependencies([self._turn.assign_add(1)]):
+            results, _ = cross(step, given, self._rate, values)
+        for member, result in zip(members, results[: len(members)], strict=True):
+            member.result = result
+
+
+def _step_of(compressor: Compressor, indices: Sequence[int]) -> Step:
+    """The function that the graph calls in each step; it must not hold the compressor: TensorFlow never drops it."""
+    reference, count = weakref.ref(compressor), len(indices)
+
+    def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        alive = still_there(reference)
+        engine = alive.engine
+        assert engine is not None
+        *gradients, sum_of_ones, probed = arrays[: count + 2]
+        # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
+        check_stand_in(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
+        group = engine.group(indices)
+        own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
+        if not np.array_equal(own, probed, equal_nan=True):
+            group.fail(
+                ConfigError(
+                    "Horovod runs this compressor for another model, whose variables have the same shapes; residuals "
+                    "cannot be shared: build one compressor for each model and optimizer"
+                )
+            )
+        dense_for = "Horovod's own classes hand the results over"
+        results, verdict = engine.exchange(indices, gradients, rate, values, dense_for)
+        group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
+        # Horovod's allreduce of a variable has no second output: the placeholders go back as they came.
+        return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], verdict
+
+    return step
+
+
+# -- Python frames -------------------------------------------------------------------------------------------------
+
+
+def refuse_horovods_keras3() -> None:
+    """Refuse Horovod's optimizer for Keras 3, which never exchanges anything, and says nothing about it.
+
+    Horovod hashes the compressor when it builds an optimizer; there is no later call.
+
+    Raises:
+        ConfigError: that is what happens here.
+    """
+    for frame in _frames(10):
+        owner = frame.f_locals.get("self")
+        if owner is not None and _module(frame) == "horovod._keras" and family(owner) == KERAS3:
+            raise ConfigError(
+                "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
+                "rank would train a model of its own. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
+                "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
+            )
+
+
+def _horovods_call() -> _Call:
+    """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    call: _Call | None = None
+    process_set = owner = None
+    has_local = False
+    for frame in _frames(63):
+        found = frame.f_locals
+        candidate = found.get("self")
+        if process_set is None and _module(frame) == "horovod.tensorflow":
+            process_set = found.get("process_set")
+        if call is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
+            call = _Call(list(found["vars"]), list(found["grads"]), None, None, False)
+        if call is not None and owner is None and family(candidate) is not None:
+            owner = candidate
+        # Only in Horovod's own code: a script's objects may have attributes of these names.
+        if _module(frame).partition(".")[0] == "horovod":
+            attributes = getattr(candidate, "__dict__", {})
+            has_local = has_local or any(attributes.get(name) for name in _LOCAL)
+    if call is None:
+        raise ConfigError(
+            "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
+            "those, or the wrappers of dgc.tensorflow"
+        )
+    call.optimizer, call.process_set, call.has_local = owner, process_set, has_local
+    return call
+
+
+def _frames(most: int) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
