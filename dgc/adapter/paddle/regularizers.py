@@ -59,7 +59,8 @@ def check_regularizer(value: Any, what: str) -> Regularizer:
             number and math.isfinite(coefficient) and coefficient >= 0,
             f"{what} has the coefficient {coefficient!r}; allowed: a number >= 0",
         )
-    return value
+    checked: Regularizer = value
+    return checked
 
 
 def coefficients(regularizer: Regularizer) -> tuple[float, float]:

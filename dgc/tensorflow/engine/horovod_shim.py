@@ -46,7 +46,7 @@ class Compressor(Protocol):
     def engine(self) -> Engine | None:
         """The bound engine."""
 
-    def require_same_set(self, theirs: object) -> None:
+    def require_same_set(self, theirs: Any) -> None:
         """Refuse another process set than the engine's."""
 
     def stand_beside_local(self) -> None:

@@ -58,7 +58,7 @@ class FixedMomentum(Adoption):
         """
         self._regularizers = list(regularizers)
         super().__init__(optimizer, options.to_config([]))
-        self._fill(len(self._regularizers))
+        self.cover(len(self._regularizers))
 
     def take(self) -> None:
         """Look whether the optimizer was given what the compressor applies.
@@ -81,8 +81,8 @@ class FixedMomentum(Adoption):
                 "and give DGCMomentum local_grad_clip_norm= (and num_trainers=) instead"
             )
 
-    def _fill(self, count: int) -> None:
-        super()._fill(count)
+    def cover(self, count: int) -> None:  # noqa: D102
+        super().cover(count)
         if count == len(self._regularizers):
             self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
 
