@@ -1,4 +1,4 @@
-"""What a compressor is in every framework: options, binding, the bound engine's state and statistics."""
+"""Compressors of every framework: options, binding, the bound engine's state and statistics."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
     works_alone: ClassVar[bool] = False
     """Whether it has an engine in a job of one process too, because nobody else would apply its momentum."""
 
-    _horovod: Horovod | None = None
-    """The framework's; None for a compressor that is never bound, and whose ``op`` is a name."""
+    _horovod: Horovod | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
         """Check the options; what is compressed comes with ``bind``.
@@ -289,7 +288,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
                 another, or the ranks' states are of different steps; no rank's state is changed then.
 
         Warns:
-            RuntimeWarning: this process has nobody to exchange with, so residuals and momentum are dropped.
+            RuntimeWarning: this process exchanges nothing, so residuals and momentum are dropped.
         """
         if self._engine is not None:
             self._engine.require_open("load_state_dict()")

@@ -161,7 +161,7 @@ class Steps:
         engine.finish()
         for i, result in self._results.items():
             _deliver(self._parameters[i], result)
-        engine.join_sparse()
+        engine.sparse.join(engine.transport)
         self._begin_anew()
         self._synchronized = True
 
@@ -197,7 +197,7 @@ class Steps:
         if optimizer is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
         if self._engine is not None:
-            self._engine.results_cleared()
+            self._engine.results.cleared()
 
     # -- the engine's driver ---------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class Engine(EngineBase):
     Attributes:
         parameters: the compressed tensors in registration order.
         watch: follows the steps of that optimizer.
+        results: of the latest step.
+        sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called now and then while waiting for other ranks, if set, and with True once they all came; raises
@@ -79,7 +81,7 @@ class Engine(EngineBase):
         self.check_peers: Callable[[bool], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
-        self._results: dict[int, Result | None] = {}  # of what was submitted; None where nothing is to be copied
+        self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self._error: DGCError | None = None
         self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
@@ -88,7 +90,7 @@ class Engine(EngineBase):
             pairs = named() if callable(named) else named
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
-            self._sparse = SparseGradients(self.names, self.parameters)
+            self.sparse = SparseGradients(self.names, self.parameters, config.op)
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
             self._exchanges[:] = [self._new_exchange()]
@@ -98,13 +100,11 @@ class Engine(EngineBase):
         self._agree_on_options()
         self._agree_on_tensors(build)
         use_devices(transport, self._tensors.device)
-        self._step_results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
-        self.watch = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self._step_results)
+        self.results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
+        self.watch = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self.results)
         self.watch.scale_is_known = callable(loss_scale) or loss_scale != 1.0
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
         self.watch.on_step, self.watch.on_stepped = self.update, self._tell_of_log
-
-    # -- one step ------------------------------------------------------------------------------------------------
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
         """The parameter's index, or None if the compressor was not built for it."""
@@ -125,9 +125,10 @@ class Engine(EngineBase):
             LayoutError: another shape, type or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
-        self._begin(index)
-        if index in self._sparse:
-            refused = self._sparse.refusal(index, gradient)
+        if (error := self._open_step(index) or self._tensors.refusal()) is not None:
+            self._raise_on_all_ranks(error)
+        if index in self.sparse:
+            refused = self.sparse.refusal(index, gradient)
             if refused is not None:
                 self.fail(refused)
             return gradient.zero_()
@@ -135,7 +136,7 @@ class Engine(EngineBase):
         if isinstance(result, LayoutError):
             self.fail(result, index)
         place = self._tensors.result(result)
-        self._results[index] = None if place.is_view else place
+        self._pending[index] = None if place.is_view else place
         values = place.array if place.is_view and result is gradient else self._tensors.array(gradient)
         decay = self.adoption.hyper.weight_decay[index]
         try:
@@ -163,7 +164,7 @@ class Engine(EngineBase):
         if not self.exchange.in_step:
             self._opened = False
             return
-        stand_ins = self._fill_in_sparse()
+        zeros = self._fill_in_sparse()
         try:
             self.exchange.require_complete()
             # While the others keep this rank waiting, look whether one of them will never come.
@@ -182,7 +183,7 @@ class Engine(EngineBase):
             self.watch.plain_step = False
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
-            del stand_ins
+            del zeros
         self._conclude()
 
     @property
@@ -204,7 +205,7 @@ class Engine(EngineBase):
 
     def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> NoReturn:
         try:
-            self.exchange.fail(error, None if index is None or index in self._sparse else self._places[index])
+            self.exchange.fail(error, None if index is None or index in self.sparse else self._places[index])
         except DGCError as raised:
             self._fail_with(raised)
             raise
@@ -220,28 +221,17 @@ class Engine(EngineBase):
 
     def is_done(self) -> bool:
         """Whether the results of the latest step are there and were not cleared, and no other step has begun."""
-        return self._error is None and not (self._opened or self.exchange.in_step) and self._step_results.stand
+        return self._error is None and not (self._opened or self.exchange.in_step) and self.results.stand
 
     def require_same_results(self) -> None:
-        """Before results are handed back by another ``synchronize()``; collective the first time, then nothing.
+        """Compare the results on all ranks before another ``synchronize()`` hands them back; once, collective.
 
         Raises:
             ConfigError: the ranks changed them in different ways.
         """
-        if self._results_compared:
-            return
-        self._results_compared = True
-        require_same_results(self.transport, self.names, self.parameters)
-
-    def results_cleared(self) -> None:
-        """The owner's ``zero_grad()`` has run."""
-        self._step_results.cleared()
-
-    def join_sparse(self) -> None:
-        """Average the sparse gradients of all ranks, after :meth:`finish`. Collective where there are any."""
-        self._sparse.join(self.transport, self._config.op)
-
-    # -- saving, ending ------------------------------------------------------------------------------------------
+        if not self._results_compared:
+            self._results_compared = True
+            require_same_results(self.transport, self.names, self.parameters)
 
     @property
     def exchange(self) -> Exchange:
@@ -249,35 +239,35 @@ class Engine(EngineBase):
         return self._exchanges[0]
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"sparse_gradients": self._sparse.names}
+        return {"sparse_gradients": self.sparse.names}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
-        sparse = self._sparse.indices_of(set(saved.get("sparse_gradients", ())))
-        if self._choice.follow(saved["parameters"]) or sparse != self._sparse.found:
+        sparse = self.sparse.indices_of(set(saved.get("sparse_gradients", ())))
+        if self._choice.follow(saved["parameters"]) or sparse != self.sparse.found:
             self._rebuild(sparse)
-        self._sparse.settled = bool(sparse)
+        self.sparse.settled = bool(sparse)
         self.exchange.load_state_dict(saved)
         self._clear()
         self.watch.saved.compressor_loaded()
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        self._step_results.settle()
+        self.results.settle()
         return super().state_dict()
 
     def residual_norm(self) -> float:  # noqa: D102
-        self._step_results.settle()
+        self.results.settle()
         return super().residual_norm()
 
     def _describe(self) -> dict[str, Any]:
-        self._step_results.settle()
+        self.results.settle()
         return super()._describe()
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return self._step_results.discard()
+        return self.results.discard()
 
     def _leave_step(self) -> None:
-        self._results.clear()
+        self._pending.clear()
         self._tensors.release()
         self._opened = False
 
@@ -285,10 +275,8 @@ class Engine(EngineBase):
         self.watch.end()
         super().close(keep_transport)
 
-    # -- inside --------------------------------------------------------------------------------------------------
-
     def _new_exchange(self) -> Exchange:
-        members, kernels = self._sparse.others, self._tensors.kernels
+        members, kernels = self.sparse.others, self._tensors.kernels
         self._places = {i: place for place, i in enumerate(members)}
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
@@ -301,21 +289,14 @@ class Engine(EngineBase):
         self._replicas_compared = self._results_compared = False
 
     def _leave_failure(self) -> None:
-        self._results.clear()
+        self._pending.clear()
         self._error, self._untold, self._opened = None, False, False
 
-    def _begin(self, index: int) -> None:
-        if (error := self._open_step(index) or self._tensors.refusal()) is not None:
-            self._raise_on_all_ranks(error)
-
     def _open_step(self, index: int | None = None) -> DGCError | None:
-        """Do what every rank does before its first gradient of a step; within a step, nothing.
-
-        Args:
-            index: the parameter whose gradient it is.
+        """Prepare for the first gradient of a step, that of parameter ``index``; within a step, do nothing.
 
         Returns:
-            What this rank has to tell the others in this step, if it cannot take part.
+            The error for which this rank cannot take part in the step.
 
         Raises:
             DGCError: an earlier step failed.
@@ -334,12 +315,12 @@ class Engine(EngineBase):
         stepping, self.watch.plain_step = idle and self.watch.plain_step, False
         unwritten = self.updates.applied
         first_pass = idle or (driver is not None and driver.first_pass)
-        carried = self._step_results.next_begins(None if idle else index, first_pass)
+        carried = self.results.next_begins(None if idle else index, first_pass)
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.holds = self.updates.begin(owner) and self._sparse.settled
+        self.exchange.holds = self.updates.begin(owner) and self.sparse.settled
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update = owner is not None
         change = self.watch.saved.change(self.transport)
@@ -348,12 +329,12 @@ class Engine(EngineBase):
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
                 velocity = any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay)
-                self._step_results.mixed = velocity and carried is Carried.AGAIN
+                self.results.mixed = velocity and carried is Carried.AGAIN
                 refuse_results(carried, stepping=stepping, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)
-        self.exchange.hyper = self.adoption.hyper.chosen(self._sparse.others, rates, change.restored)
+        self.exchange.hyper = self.adoption.hyper.chosen(self.sparse.others, rates, change.restored)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
@@ -374,31 +355,31 @@ class Engine(EngineBase):
         """What is left to do when the exchange has finished a step; collective after the first one."""
         self._opened = False
         self._count_extra()
-        for result in self._results.values():
+        for result in self._pending.values():
             if result is not None:
                 result.deliver()
-        submitted = set(self._results)
-        self._results.clear()
-        if not self._sparse.settled:
-            if found := self._sparse.settle(self.transport, submitted):
-                carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self._sparse.others})
+        submitted = set(self._pending)
+        self._pending.clear()
+        if not self.sparse.settled:
+            if found := self.sparse.settle(self.transport, submitted):
+                carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self.sparse.others})
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
-        self._step_results.written()
+        self.results.written()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
-        if index in self._sparse:
+        if index in self.sparse:
             return
         share = self._config.own_share(self.between.size)
         self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
-        """Submit a zero for every parameter that got a sparse gradient; the zeros must stay until the step is over."""
+        """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""
         zeros = []
-        for index, zero in self._sparse.without_result(self._results):
+        for index, zero in self.sparse.without_result(self._pending):
             self.require_own_momentum(index)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)
@@ -406,17 +387,13 @@ class Engine(EngineBase):
         return zeros
 
     def require_own_momentum(self, index: int) -> None:
-        """Refuse a sparse gradient whose momentum was adopted: nobody would apply it.
-
-        Raises:
-            ConfigError: on every rank.
-        """
+        """Refuse a sparse gradient whose momentum was adopted, with a ConfigError on every rank."""
         if self.adoption.took_from(index):
-            self.fail(self._sparse.momentum_refusal(index), index)
+            self.fail(self.sparse.momentum_refusal(index), index)
 
     def _rebuild(self, sparse: set[int]) -> Exchange:
-        """A new exchange without those that have sparse gradients and without state; returns the one before it."""
-        before, self._sparse.found = self.exchange, sparse
+        """Open an exchange without sparse gradients and without state; returns the one before it."""
+        before, self.sparse.found = self.exchange, sparse
         before.close()
         self._exchanges[:] = [self._new_exchange()]
         self._watch()

@@ -23,14 +23,15 @@ class SparseGradients:
         settled: whether all ranks have agreed on them.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], op: str = "average") -> None:
         """Begin with none.
 
         Args:
             names: of the parameters.
             parameters: in registration order.
+            op: "average" or "sum".
         """
-        self._names, self._parameters = names, parameters
+        self._names, self._parameters, self._op = names, parameters, op
         self.found: set[int] = set()
         self.settled = False
 
@@ -76,20 +77,15 @@ class SparseGradients:
             "and weight_decay 0"
         )
 
-    def join(self, transport: Transport, op: str) -> None:
-        """Put the sparse gradients of all ranks in the place of this rank's. Collective.
-
-        Args:
-            transport: connects the ranks.
-            op: "average" or "sum".
-        """
+    def join(self, transport: Transport) -> None:
+        """Replace this rank's sparse gradients by all ranks' average or sum. Collective where there are any."""
         for index in sorted(self.found):
             p = self._parameters[index]
             own = p.grad if p.grad is not None and p.grad.is_sparse else torch.zeros_like(p).to_sparse(1)
             own = own.coalesce()
             places = [i.view(own.indices().shape[0], -1) for i in _gather(transport, own.indices())]
             values = torch.cat([v.view(-1, *own.values().shape[1:]) for v in _gather(transport, own.values())])
-            if op == "average":
+            if self._op == "average":
                 values /= transport.size
             joined = torch.sparse_coo_tensor(torch.cat(places, 1), values, p.shape, device=p.device).coalesce()
             if p.grad is not None and p.grad.is_sparse:

@@ -28,7 +28,7 @@ def fuse_optimizer(
 
     Parameters of a group with the same type and device are moved next to each other (``param.data`` is re-pointed, the
     Parameter objects stay). ``fuse_step`` then shows the optimizer one 1-D parameter instead of many. Frozen,
-    0-dimensional, shared-memory and pinned parameters, and views of another buffer, stay where they are.
+    0-dimensional, shared-memory and pinned parameters, and views of somebody else's buffer, stay where they are.
 
     Call it last: after ``model.to(...)`` and after wrapping in a DistributedOptimizer.
 
@@ -89,7 +89,7 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
     Args:
         optimizer: a fused optimizer.
         closure: clears the gradients, recomputes them and returns the loss. Called once, before the update, with
-            gradients enabled; an optimizer that calls it gets the loss.
+            gradients enabled; an optimizer that asks for the loss gets it.
 
     Returns:
         What ``step(closure)`` returns: of torch's optimizers the loss, or None without a closure.

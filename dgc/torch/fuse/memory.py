@@ -7,24 +7,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-# Cache lines and the widest vector loads are 64 bytes; no kernel needs a better alignment of a weight.
+# Cache lines and the widest vector loads are 64 bytes; no kernel asks for more than that of a weight.
 _ALIGNMENT = 64
 
 
-def alias(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A tensor on ``tensor``'s memory, from its first element on, that autograd does not know as its view.
+def alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A tensor on part of ``flat``'s memory that autograd does not know as its view.
 
     A plain view shares its version counter and its "is a view" flag with its base, and some in-place calls refuse
     views. Gradients and weights handed to the user must behave like ordinary tensors.
+
+    Args:
+        flat: (n,) contiguous.
+        offset: first element, counted from the start of ``flat``.
+        shape: of the result.
+        stride: of the result.
     """
-    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return out.set_(tensor.untyped_storage(), tensor.storage_offset(), tuple(shape), tuple(stride))
+    out = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return out.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(stride))
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
@@ -57,7 +61,7 @@ def is_fusable_weight(param: Tensor) -> bool:
     """Whether ``param`` could be part of a flat 1-D parameter.
 
     Exact types only: what a tensor subclass stores is its own affair. A 0-dimensional parameter is left out because
-    its per-element state cannot be distinguished from a per-tensor scalar such as Adam's ``step``.
+    its per-element state cannot be told from a per-tensor scalar such as Adam's ``step``.
     """
     if type(param) not in (torch.nn.Parameter, Tensor) or param.dim() == 0 or param.is_conj() or param.is_neg():
         return False
@@ -74,48 +78,23 @@ def storage_end(tensor: Tensor) -> int:
     return storage.data_ptr() + storage.nbytes()
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where m tensors lie in a flat buffer of n elements.
+def are_parallel(tensors: Sequence[Tensor], weights: Sequence[Tensor], offsets: Sequence[int]) -> bool:
+    """Whether ``tensors`` lie in one storage at the same offsets, and in the same element order, as their weights.
 
-    Attributes:
-        shapes: of the tensors.
-        strides: of the tensors.
-        offsets: m + 1 ints: of their first elements, and n.
+    Args:
+        tensors: m tensors, shaped like the weights.
+        weights: m weights.
+        offsets: m + 1 positions of the weights, with the end of the last one.
     """
-
-    shapes: list[torch.Size]
-    strides: list[tuple[int, ...]]
-    offsets: list[int]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Places:
-        """Places without gaps."""
-        offsets = list(accumulate((t.numel() for t in tensors), initial=0))
-        return cls([t.shape for t in tensors], [t.stride() for t in tensors], offsets)
-
-    def part(self, start: int, stop: int) -> Places:
-        """The places of some neighbours, counted from the first of them."""
-        offsets = [offset - self.offsets[start] for offset in self.offsets[start : stop + 1]]
-        return Places(self.shapes[start:stop], self.strides[start:stop], offsets)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors that lie in ``flat`` (n,)."""
-        begin = flat.storage_offset()
-        forms = zip(self.shapes, self.strides, self.offsets[:-1], strict=True)
-        return [flat.as_strided(shape, stride, begin + offset) for shape, stride, offset in forms]
-
-    def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether strided ``tensors``, of these shapes and one type, lie in one storage at these places."""
-        first = tensors[0]
-        begin, size = first.data_ptr(), first.itemsize
-        return (
-            list(map(Tensor.data_ptr, tensors)) == [begin + offset * size for offset in self.offsets[:-1]]
-            and begin + self.offsets[-1] * size <= storage_end(first)
-            and list(map(Tensor.stride, tensors)) == self.strides
-            and not (first.is_complex() and any(map(Tensor.is_conj, tensors)))
-            and not any(map(Tensor.is_neg, tensors))
-        )
+    first = tensors[0]
+    begin, size = first.data_ptr() - offsets[0] * first.itemsize, first.itemsize
+    return (
+        [t.data_ptr() for t in tensors] == [begin + offset * size for offset in offsets[:-1]]
+        and begin + offsets[-1] * size <= storage_end(first)
+        and [t.stride() for t in tensors] == [w.stride() for w in weights]
+        and all(t.dtype == first.dtype for t in tensors)
+        and not any(t.is_conj() or t.is_neg() for t in tensors)
+    )
 
 
 def adjacent_runs(params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -159,7 +138,7 @@ def _without_overlaps(members: list[Tensor]) -> list[Tensor]:
 def flatten_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> None:
     """Move weights that own their memory into one new buffer per type and device; values and strides stay.
 
-    A weight stays where it is if other code may rely on its place: its storage is larger than itself, shared with
+    A weight stays where it is if somebody else may rely on its place: its storage is larger than itself, shared with
     another parameter or with another process, or pinned. Nothing moves if the weights of a kind already lie side by
     side.
 
@@ -188,7 +167,7 @@ def flatten_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> N
         flat = torch.empty(sum(p.numel() for p in movable), dtype=dtype, device=device)
         offset = 0
         for param in movable:
-            moved = alias(flat[offset:], param.shape, param.stride())
+            moved = alias(flat, offset, param.shape, param.stride())
             moved.copy_(param.detach())
             param.data = moved
             offset += param.numel()

@@ -1,4 +1,4 @@
-"""Which parameters of a group are stepped as one."""
+"""Which parameters of a group are stepped as one: decided once, checked every step, decided anew when it fails."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.torch.fuse.fused_set import FlatBlock, FusedSet
-from dgc.torch.fuse.memory import adjacent_runs, flatten_weights, is_fusable_weight
+from dgc.torch.fuse.fused_set import FlatBlock, FusedSet, state_signature
+from dgc.torch.fuse.memory import adjacent_runs, are_parallel, flatten_weights, is_fusable_weight
 
 
 class GroupPlan:
-    """The blocks of flat memory of one parameter group, found anew when a parameter has moved.
+    """The fused sets of one parameter group.
 
     Attributes:
-        sets: fused sets of at least two parameters, of this step.
+        sets: fused sets of at least two parameters.
         unfused: all other parameters in the order of the group, for the optimizer to treat as in a plain step.
     """
 
     def __init__(self, *, do_flatten: bool, check_flatten: bool) -> None:
-        """Plan nothing yet; the arguments are those of ``fuse_optimizer``."""
+        """Nothing is planned yet; the arguments are those of ``fuse_optimizer``."""
         self._do_flatten = do_flatten
         self._check_flatten = check_flatten
         self._params: list[Tensor] = []
         self._blocks: list[FlatBlock] = []
         self._flattened: dict[int, Tensor] = {}
         self._frozen: list[Tensor] = []
+        self._without_grad: list[Tensor] = []
+        self._single: list[tuple[Tensor, int]] = []
+        self._stale = True
+        self._differentiable = False
         self.sets: list[FusedSet] = []
         self.unfused: list[Tensor] = []
 
@@ -54,13 +59,15 @@ class GroupPlan:
 
     def prepare(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Make ``sets`` and ``unfused`` right for the gradients, state and memory as they are now."""
+        state = optimizer.state
         if not self._blocks_valid(group["params"]):
             self.flatten(group, optimizer)
-        # A differentiable step must see the user's own tensors.
-        blocks = [] if group.get("differentiable") else self._blocks
-        self.sets = [found for b in blocks for found in b.sets(optimizer.state, move_grads=self._do_flatten)]
-        fused = {id(p) for found in self.sets for p in found.members}
-        self.unfused = [p for p in group["params"] if id(p) not in fused]
+            self._stale = True
+        differentiable = bool(group.get("differentiable"))
+        if self._stale or differentiable != self._differentiable or not self._sets_valid(state):
+            self._differentiable = differentiable
+            self._form_sets(group, state)
+            self._stale = False
 
     def _blocks_valid(self, params: list[Tensor]) -> bool:
         return (
@@ -68,6 +75,13 @@ class GroupPlan:
             and all(map(is_, params, self._params))
             and all(block.is_in_place() for block in self._blocks)
             and not any(p.requires_grad for p in self._frozen)
+        )
+
+    def _sets_valid(self, state: Mapping[Tensor, dict]) -> bool:
+        return (
+            all(p.grad is None for p in self._without_grad)
+            and all(p.grad is not None and len(state.get(p, ())) == known for p, known in self._single)
+            and all(fused.prepare(state) for fused in self.sets)
         )
 
     def _form_blocks(self, params: list[Tensor]) -> None:
@@ -97,3 +111,47 @@ class GroupPlan:
                 UserWarning,
                 stacklevel=2,
             )
+
+    def _form_sets(self, group: Mapping[str, Any], state: Mapping[Tensor, dict]) -> None:
+        self.sets, self._without_grad = [], []
+        single: list[Tensor] = []
+        # A differentiable step must see the user's own tensors.
+        blocks = [] if self._differentiable else self._blocks
+        for block in blocks:
+            start = 0
+            signatures = [self._signature(p, state) for p in block.members]
+            while start < len(block.members):
+                stop = start + 1
+                while stop < len(block.members) and self._joins(block, start, stop, signatures):
+                    stop += 1
+                if stop - start > 1:
+                    self.sets.append(FusedSet(block, start, stop, state, move_grads=self._do_flatten))
+                else:
+                    (self._without_grad if block.members[start].grad is None else single).append(block.members[start])
+                start = stop
+        self._single = [(p, len(state.get(p, ()))) for p in single]
+        fused = {id(p) for fused_set in self.sets for p in fused_set.members}
+        self.unfused = [p for p in group["params"] if id(p) not in fused]
+
+    def _signature(self, param: Tensor, state: Mapping[Tensor, dict]) -> frozenset | None:
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided or grad.requires_grad or grad.dtype != param.dtype:
+            return None
+        return state_signature(param, state.get(param, {}))
+
+    def _joins(self, block: FlatBlock, start: int, i: int, signatures: list[frozenset | None]) -> bool:
+        """Whether member ``i`` can extend the set that begins at ``start``."""
+        if signatures[i] is None or signatures[i] != signatures[start]:
+            return False
+        if self._do_flatten:
+            return True
+        weights = block.members[i - 1 : i + 1]
+        return are_parallel([p.grad for p in weights], weights, block.offsets[i - 1 : i + 2])
+
+    def write_back(self, state: Mapping[Tensor, dict]) -> None:
+        """Write the fused state back to the parameters, after the step."""
+        changed = [fused.write_back(state) for fused in self.sets]
+        for fused in self.sets:
+            fused.remember_versions()
+        # Pieces that were kept apart by what their state lacked may be one from now on.
+        self._stale = any(changed) and len(self.sets) + len(self._single) > 1

@@ -74,7 +74,7 @@ class FuseRecord:
             plan.flatten(group, seam.local)
 
     def update(self, seam: StepSeam, closure: Callable[[], Any] | None = None) -> Any:
-        """The local update with fused parameters instead of their members.
+        """The local update with fused parameters in the place of their members.
 
         Args:
             seam: the step; its class can be fused.
@@ -130,15 +130,15 @@ class FuseRecord:
             local._optimizer_step_pre_hooks, local._optimizer_step_post_hooks = hooks
             for fused in sets:
                 fused.state = state.pop(fused.weight, {})
-            for fused in sets:
-                fused.write_back(state)
+            for plan in self._plans:
+                plan.write_back(state)
             for group, seen in zip(groups, shown, strict=True):
                 # Some optimizers keep counters among the options.
                 group.update((key, value) for key, value in seen.items() if key != "params")
 
 
 class _EvaluatedClosure:
-    """Placeholder for the user's closure: it returns the loss, and evaluates nothing.
+    """What the optimizer gets in the place of the user's closure: it returns the loss, and evaluates nothing.
 
     Gradients are gathered before the step, so the closure has run by then. That is the same as long as the optimizer
     calls its closure once, before it writes to a parameter; whatever else it does would silently give other results.

@@ -68,12 +68,12 @@ def on_two_ranks(function):
 
 def optimizer_clears(t):
     t.optimizer.zero_grad()
-    t.engine.results_cleared()
+    t.engine.results.cleared()
 
 
 def optimizer_clears_in_place(t):
     t.optimizer.zero_grad(set_to_none=False)
-    t.engine.results_cleared()
+    t.engine.results.cleared()
 
 
 def grads_are_removed(t):
