@@ -125,8 +125,8 @@ class Engine(EngineBase):
             LayoutError: another shape, type or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
-        if (error := self._open_step(index) or self._tensors.refusal()) is not None:
-            self._raise_on_all_ranks(error)
+        if (failed := self._open_step(index) or self._tensors.refusal()) is not None:
+            self._raise_on_all_ranks(failed)
         if index in self.sparse:
             refused = self.sparse.refusal(index, gradient)
             if refused is not None:
@@ -303,8 +303,7 @@ class Engine(EngineBase):
         """
         error: DGCError | None = None
         if self._untold:
-            # The others do not know yet, and begin this step.
-            error = self._error
+            error = self._error  # the other ranks begin this step without it
             self._leave_failure()
         if self._error is not None:
             raise self._error
