@@ -166,7 +166,6 @@ class ZeroRedundancyOptimizer(ShardedState):
         else:  # keep what was loaded, or left undone by a step that failed, before Horovod rebuilt the optimizer
             self.optim.state.update(origin.optim.state)
             self._state_loaded, self._unfinished = origin._state_loaded, origin._unfinished
-        self.optim._is_shard = True  # type: ignore[attr-defined]
         self.defaults = {**self.optim.defaults, **self.defaults}
         self._pull_options()
         owned = OwnedGroups(self.param_groups)

@@ -7,7 +7,6 @@ zero gradients, on those ranks alone that have no state yet. ``GradScaler.step``
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,9 +77,7 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
 
 def broadcasting() -> bool:
     """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    return "horovod.torch" in sys.modules and any(
-        frame.f_code.co_name == "broadcast_optimizer_state" for frame in _frames(_FAR)
-    )
+    return "broadcast_optimizer_state" in [frame.f_code.co_name for frame in _frames(_FAR)]
 
 
 def stepping_scaler(kind: type) -> Any:
@@ -91,15 +88,14 @@ def stepping_scaler(kind: type) -> Any:
     return None
 
 
-def _frames(limit: int) -> Iterator[FrameType]:
+def _frames(limit: int) -> list[FrameType]:
     """Frames of the callers, from the caller's caller outwards, at most ``limit`` of them."""
-
-    def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
-
-    return itertools.islice(outwards(sys._getframe(2)), limit)
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(found) < limit:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -> bool:
@@ -113,7 +109,7 @@ def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -
 
 
 def _optimizer_among(
-    callers: Iterator[FrameType], wanted: Callable[[torch.optim.Optimizer], bool]
+    callers: list[FrameType], wanted: Callable[[torch.optim.Optimizer], bool]
 ) -> torch.optim.Optimizer | None:
     for frame in callers:
         candidate = frame.f_locals.get("self")

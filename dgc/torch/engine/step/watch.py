@@ -99,7 +99,7 @@ class StepWatch:
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_stepped: Callable[[], None] | None = None
-        self.in_closure = self.plain_step = self.scale_is_known = False
+        self.in_closure = self.plain_step = self.scale_is_known = self._broadcasts = False
         self.results = results
         self.saved = SavedState(adoption, self._state_loaded)
         self._owner: weakref.ref[torch.optim.Optimizer] | None = None
@@ -143,15 +143,12 @@ class StepWatch:
         Raises:
             LayoutError: it has a gradient that was not exchanged.
         """
-        if getattr(optimizer, "_is_shard", False):
-            return None  # the sharded optimizer that it belongs to has been here, and its options are the same
-        if not self._concerns(optimizer):
-            return None
         if not self._owns(optimizer):
-            if not broadcasting():
+            if self._concerns(optimizer) and not broadcasting():
                 self.results.applied()
             return None
-        if broadcasting():
+        self._broadcasts = broadcasting()
+        if self._broadcasts:
             # It needs the momentum, which makes the buffers that it is going to overwrite with the root's, but no
             # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
             self._adoption.hide(optimizer, ("weight_decay",))
@@ -178,12 +175,12 @@ class StepWatch:
             self.results.stepped()
             if (driver := self.driver) is not None:
                 driver.updated()
-        if self.results.undecided and self._concerns(optimizer) and not broadcasting():
+        if self.results.undecided and self._updates(optimizer):
             self.results.applied()
 
     def tell(self, optimizer: torch.optim.Optimizer) -> None:
         """After all that: the step is whole, and an exception would leave nothing half done."""
-        if self.on_stepped is not None and self._concerns(optimizer) and not broadcasting():
+        if self.on_stepped is not None and self._updates(optimizer):
             self.on_stepped()
 
     def _state_loaded(self) -> None:
@@ -204,6 +201,12 @@ class StepWatch:
                 self.in_closure = False
 
         return followed
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step of an optimizer has updated our parameters."""
+        if optimizer is self.owner:
+            return not self._broadcasts
+        return self._concerns(optimizer) and not broadcasting()
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
