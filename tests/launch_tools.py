@@ -41,7 +41,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
 BIN = Path(sys.executable).parent
-LAUNCHERS = ("mpirun", "horovodrun", "gloo", "single")
+LAUNCHERS = ("mpirun", "horovodrun", "gloo", "torchrun", "single")
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which a job counts as hung: many times what any takes, since a loaded machine is no failure."""
@@ -85,7 +85,7 @@ def missing(launcher: str) -> str | None:
     program = programs.get(launcher)
     if program is not None and shutil.which(program, path=_search_path()) is None:
         return f"{program} is not installed"
-    if launcher != "mpirun" and importlib.util.find_spec("horovod") is None:
+    if launcher not in ("mpirun", "torchrun") and importlib.util.find_spec("horovod") is None:
         return "horovod is not installed"
     return None
 
@@ -114,7 +114,7 @@ def run_mpi(
         np: number of ranks.
         script: path of a script, or its source.
         args: command line of the script.
-        launcher: "mpirun", "horovodrun" (MPI), "gloo" (horovodrun --gloo) or "single" (one process, no launcher).
+        launcher: "mpirun", "horovodrun" (MPI), "gloo" (horovodrun --gloo), "torchrun" or "single" (one process).
         timeout: seconds until the job is killed with everything it started.
         env: added to the environment.
         check: raise unless the job ended with status 0.
@@ -212,6 +212,8 @@ def launch_command(launcher: str, np: int) -> list[str]:
     if launcher == "mpirun":
         # Bound to a core each, a rank's threads could not run beside each other.
         return [_program("mpirun"), "-np", str(np), "--bind-to", "none", "--oversubscribe"]
+    if launcher == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", f"--nproc-per-node={np}"]
     return [_program("horovodrun"), *(["--gloo"] if launcher == "gloo" else []), "-np", str(np)]
 
 

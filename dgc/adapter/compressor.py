@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
-from dgc.adapter.horovod import Horovod, same_set
+from dgc.adapter.horovod import Ranks, same_set
 from dgc.adapter.inside import ALONE, UNBOUND, SeesInside
 from dgc.adapter.states import (
     CONNECTED,
@@ -50,7 +50,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
     works_alone: ClassVar[bool] = False
     """Whether it has an engine in a job of one process too, because nobody else would apply its momentum."""
 
-    _horovod: Horovod | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
+    _horovod: Ranks | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
         """Check the options; what is compressed comes with ``bind``.

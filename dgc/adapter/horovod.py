@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -31,6 +31,18 @@ SHUT_DOWN = (
 
 _instances = itertools.count()
 """Numbers what uses tensor names in this process, so that two of them never use the same one at the same time."""
+
+
+class Ranks(Protocol):
+    """Who exchanges: Horovod's process sets, or another library's groups of ranks."""
+
+    def require_ready(self) -> object: ...  # noqa: D102
+
+    def op_name(self, op: object) -> str: ...  # noqa: D102
+
+    def chosen_set(self, own: Any = None, other: Any = None) -> Any: ...  # noqa: D102
+
+    def member_set(self, process_set: Any = None) -> Any: ...  # noqa: D102
 
 
 class Horovod(abc.ABC):

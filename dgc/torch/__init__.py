@@ -12,6 +12,7 @@ from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
+from dgc.torch.engine.distributed import broadcast_parameters
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
@@ -23,6 +24,7 @@ __all__ = [
     "DGCMomentum",
     "DistributedOptimizer",
     "ZeroRedundancyOptimizer",
+    "broadcast_parameters",
     "fuse_optimizer",
     "fuse_step",
     "is_fused_optimizer",

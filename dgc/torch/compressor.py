@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
+from dgc.adapter.horovod import Ranks
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.engine.distributed import DistributedTransport, ProcessGroup
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.horovod import HOROVOD
@@ -36,7 +38,15 @@ class DGCCompressor(HorovodCompressor):
     momentum.
     """
 
-    _horovod = HOROVOD
+    _horovod: Ranks = HOROVOD
+
+    def use_group(self, group: Any = None) -> None:
+        """Exchange among the ranks of a torch.distributed process group (all ranks if None) instead of Horovod's.
+
+        Raises:
+            ConfigError: torch.distributed is not initialised.
+        """
+        self._horovod = ProcessGroup(group)
 
     def bind(
         self,
@@ -73,12 +83,13 @@ class DGCCompressor(HorovodCompressor):
                 optimizer=optimizer,
                 loss_scale=self._loss_scale,
             )
-            try:
-                stand_in = StandIn(HOROVOD.module(), transport, members, engine.count_bytes)
-            except BaseException:
-                engine.close(keep_transport=True)
-                raise
-            engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
+            if self._horovod is HOROVOD:  # in which a rank may have joined
+                try:
+                    stand_in = StandIn(HOROVOD.module(), transport, members, engine.count_bytes)
+                except BaseException:
+                    engine.close(keep_transport=True)
+                    raise
+                engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
             engine.updates.obstacle = obstacle_of_sgd(
                 engine.parameters, engine.adoption.options, engine.watch.scale_is_known
             )
@@ -97,7 +108,13 @@ class DGCCompressor(HorovodCompressor):
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
     def _make_transport(self, choice: Any, members: Any) -> Transport:
-        return make_transport(choice, members)
+        if not isinstance(members, ProcessGroup):
+            return make_transport(choice, members)
+        if isinstance(choice, Collectives):
+            return as_transport(choice)
+        if choice not in ("auto", DistributedTransport.name):
+            raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
+        return DistributedTransport(members.group)
 
 
 class TorchCompression(CompressionBase):

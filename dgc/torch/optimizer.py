@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,12 +42,16 @@ def DistributedOptimizer(
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
+    group: Any = None,
 ) -> torch.optim.Optimizer:
     """Let an optimizer average its gradients, compressed, while the backward pass goes on.
 
-    Arguments are those of ``horovod.torch.DistributedOptimizer``. With ``compression=dgc.Compression.dgc(...)`` the
-    compressor is bound to the optimizer's parameters here (collective); any other compression is handed to Horovod
-    as it is.
+    Arguments are those of ``horovod.torch.DistributedOptimizer``, and ``group``: a ``torch.distributed`` process group
+    whose ranks exchange. Without it, these are Horovod's where ``hvd.init()`` was called, else all of
+    ``torch.distributed``, for which neither Horovod nor MPI is needed.
+
+    With ``compression=dgc.Compression.dgc(...)`` the compressor is bound to the optimizer's parameters here
+    (collective); any other compression is handed to Horovod as it is.
 
     Returns:
         The optimizer itself, with Horovod's ``synchronize()``, ``skip_synchronize()``, ``zero_grad()`` and
@@ -57,11 +62,11 @@ def DistributedOptimizer(
         ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
         LayoutError: ranks disagree about the parameters.
     """
-    hvd = HOROVOD.module()
     check_compression(compression, DGCCompressor, "dgc.torch")
     _check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     if not isinstance(compression, DGCCompressor):
+        hvd = HOROVOD.module()
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -74,7 +79,11 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    refuse_adasum(op, HOROVOD)
+    if group is not None or _only_torch_distributed():
+        compression.use_group(group)
+    else:
+        HOROVOD.module()
+        refuse_adasum(op, HOROVOD)
     refuse_grouping(num_groups, groups)
     op = compression.op_of(op)
     check_predivide(gradient_predivide_factor, op)
@@ -86,7 +95,7 @@ def DistributedOptimizer(
     attributes = {
         "compression": compression,
         "discard_step": compression.discard_step,
-        "op": HOROVOD.reduce_op(op),
+        "op": op,
         "process_set": members,
         "sparse_as_dense": sparse_as_dense,
         "gradient_predivide_factor": gradient_predivide_factor,
@@ -340,6 +349,14 @@ def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tupl
             "can be used once only)"
         )
     return pairs
+
+
+def _only_torch_distributed() -> bool:
+    """Whether torch.distributed is initialised and Horovod is not."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    hvd = sys.modules.get("horovod.torch")
+    return hvd is None or not hvd.is_initialized()
 
 
 def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:

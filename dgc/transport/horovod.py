@@ -46,7 +46,7 @@ class HorovodTransportBase(Transport):
 
     @abc.abstractmethod
     def _is_running(self) -> bool:
-        """Whether Horovod is initialised."""
+        """Whether the library is initialised."""
 
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
         self._require_open()
@@ -81,9 +81,9 @@ class HorovodTransportBase(Transport):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise TransportError("this horovod transport is closed")
+            raise TransportError(f"this {self.name} transport is closed")
         if not self._is_running():
-            raise TransportError("Horovod is shut down: stop exchanging before hvd.shutdown()")
+            raise TransportError(f"{self.name} is shut down: train before that")
 
     def _gather_and_fold(self, array: np.ndarray, op: str) -> None:
         parts = np.empty((self.size, array.nbytes), np.uint8)

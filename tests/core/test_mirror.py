@@ -32,7 +32,7 @@ ELSEWHERE = {
     "torch/stock.py": "adapters_torch/test_binding.py",
     "torch/optimizer.py": "adapters_torch/test_equality.py",
     "torch/engine/adoption.py": "adapters_torch/test_equality.py",
-    "torch/engine/replicas.py": "adapters_torch/test_bad_input.py",
+    "torch/engine/step/replicas.py": "adapters_torch/test_bad_input.py",
     "torch/engine/sparse_gradients.py": "adapters_torch/test_unusual_use.py",
     "torch/engine/step/watch.py": "adapters_torch/test_unapplied.py",
     "torch/engine/horovod/owner.py": "adapters_torch/test_unapplied.py",

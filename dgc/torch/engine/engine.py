@@ -21,8 +21,8 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
 from dgc.torch.engine.horovod.device_sums import use_devices
-from dgc.torch.engine.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
+from dgc.torch.engine.step.replicas import require_same_parameters, require_same_results
 from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates

@@ -22,7 +22,8 @@ def require_same_parameters(transport: Transport, names: Sequence[str], paramete
         {n: samples(p) for n, p in zip(names, parameters, strict=True)},
         "before the first step, and after loading a checkpoint on one rank, call "
         "hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which some optimizers move parameters, and then "
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0); without Horovod load the optimizer's state on "
+        "every rank, and call dgc.torch.broadcast_parameters(model.state_dict())",
     )
 
 

@@ -1,0 +1,296 @@
+"""torch.distributed carries the bytes, on 2 real ranks; Horovod and mpi4py cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Missing:
+    """Finds no module of these names."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("horovod", "mpi4py"):
+            raise ImportError(f"{name} is not installed")
+
+
+sys.meta_path.insert(0, Missing())
+
+import hashlib  # noqa: E402
+import io  # noqa: E402
+import re  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from worker_tools import case, run_cases  # noqa: E402
+
+import dgc.torch as dgc  # noqa: E402
+
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
+SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+def loss_of(model, step):
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    return nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
+
+
+def wrap(model, optimizer=None, passes=1, group=None, **options):
+    compression = dgc.Compression.dgc(**options)
+    optimizer = dgc.DistributedOptimizer(
+        optimizer or torch.optim.SGD(model.parameters(), **SGD),
+        model.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=passes,
+        group=group,
+    )
+    return optimizer, compression
+
+
+def train(optimizer, model, steps, start=0, passes=1, after=None):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for i in range(passes):
+            loss_of(model, passes * step + i).backward()
+        optimizer.step()
+        if after is not None:
+            after()
+
+
+def dense(steps, passes=1, schedule=None):
+    """SGD on gradients that are averaged by hand."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    scheduler = schedule(optimizer) if schedule else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        for i in range(passes):
+            loss_of(model, passes * step + i).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return model
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def assert_identical(model):
+    assert len(set(gathered(digest(model)))) == 1, "replicas differ"
+
+
+def assert_close(model, expected):
+    for a, e in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (a - e).abs().max() <= 1e-5 * e.abs().max()
+
+
+def on_every_rank(error, match, function):
+    try:
+        function()
+        outcome = "nothing was raised"
+    except error as raised:
+        outcome = None if re.search(match, str(raised)) else str(raised)
+    assert gathered(outcome) == [None] * dist.get_world_size(), outcome
+
+
+@case
+def neither_horovod_nor_mpi_is_loaded():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.9)
+    train(optimizer, model, 2)
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
+    assert compression.describe()["transport"] == "torch.distributed"
+    compression.close()
+
+
+@case
+def training_equals_dense_at_sparsity_0():
+    for passes in (1, 2):
+        model = make_model()
+        optimizer, compression = wrap(model, passes=passes, **EXACT)
+        train(optimizer, model, 20, passes=passes)
+        assert_close(model, dense(20, passes))
+        assert_identical(model)
+        compression.close()
+
+
+@case
+def schedules_are_followed():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=30)
+
+    model = make_model()
+    optimizer, compression = wrap(model, **EXACT)
+    train(optimizer, model, 20, after=schedule(optimizer).step)
+    assert_close(model, dense(20, schedule=schedule))
+    compression.close()
+
+
+@case
+def replicas_are_identical_after_200_sparse_steps():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.99)
+    before = loss_of(model, 999).item()
+    train(optimizer, model, 200)
+    assert_identical(model)
+    assert loss_of(model, 999).item() < before
+    assert compression.stats.last.bytes_sent < 0.1 * compression.stats.last.dense_bytes
+    compression.close()
+
+
+@case
+def clipping_after_synchronize_and_closures():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.9)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 10)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def a_scaler_that_overflows_on_one_rank():
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer, compression = wrap(model, sparsity=0.9, loss_scale=scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, step))
+        (loss * float("inf") if step == 3 and dist.get_rank() == 1 else loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert compression.stats.refused_steps == 1
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def a_resumed_run_continues_bit_for_bit():
+    straight, resumed = make_model(), make_model(seed=1)
+    optimizer, compression = wrap(straight, sparsity=0.9)
+    train(optimizer, straight, 5)
+    buffer = io.BytesIO()
+    torch.save((straight.state_dict(), optimizer.state_dict(), compression.state_dict()), buffer)
+    train(optimizer, straight, 5, start=5)
+    compression.close()
+    buffer.seek(0)
+    weights, state, own = torch.load(buffer, weights_only=False)
+    resumed.load_state_dict(weights)
+    optimizer, compression = wrap(resumed, sparsity=0.9)
+    optimizer.load_state_dict(state)
+    compression.load_state_dict(own)
+    train(optimizer, resumed, 5, start=5)
+    assert digest(resumed) == digest(straight)
+    compression.close()
+
+
+@case
+def models_are_broadcast_or_refused():
+    model = make_model(seed=dist.get_rank())
+    optimizer, compression = wrap(model)
+    on_every_rank(dgc.ConfigError, r"dgc\.torch\.broadcast_parameters", lambda: train(optimizer, model, 1))
+    compression.close()
+    model = make_model(seed=dist.get_rank())
+    optimizer, compression = wrap(model)
+    dgc.broadcast_parameters(model.state_dict())
+    train(optimizer, model, 2)
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def sparse_gradients_are_joined():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 20, sparse=True), nn.Linear(20, 60))
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "momentum": 0.0}, {"params": model[1].parameters(), "momentum": 0.9}], lr=0.1
+    )
+    optimizer, compression = wrap(model, optimizer, sparsity=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        words = torch.arange(5) + step + 3 * dist.get_rank()
+        model(words).square().mean().backward()
+        optimizer.step()
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def groups_of_ranks():
+    both, alone = dist.new_group([0, 1]), dist.new_group([0])
+    model = make_model()
+    optimizer, compression = wrap(model, group=both, **EXACT)
+    train(optimizer, model, 3)
+    assert_close(model, dense(3))
+    compression.close()
+    model = make_model()
+    optimizer, compression = wrap(model, group=alone)
+    train(optimizer, model, 3)  # each rank by itself: rank 0 is alone in the group, rank 1 outside
+    assert compression.engine is None
+    assert len(set(gathered(digest(model)))) == 2
+
+
+@case
+def bad_input():
+    def wrapped(**arguments):
+        model = make_model()
+        options = {"compression": dgc.Compression.dgc(), **arguments}
+        dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+    on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(compression=dgc.Compression.dgc(transport="mpi")))
+    on_every_rank(dgc.ConfigError, "process group as group=", lambda: wrapped(process_set="all"))
+    on_every_rank(dgc.ConfigError, '"average" and "sum"', lambda: wrapped(op="max"))
+    on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(compression=None))
+    on_every_rank(
+        dgc.ConfigError,
+        "sparsity",
+        lambda: wrapped(compression=dgc.Compression.dgc(sparsity=0.9 + dist.get_rank() / 20)),
+    )
+
+
+@case
+def an_error_of_one_rank_is_raised_on_all():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.9)
+    train(optimizer, model, 2)
+    optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * dist.get_rank()
+    on_every_rank(dgc.ConfigError, "disagree in step 2", lambda: train(optimizer, model, 1))
+    compression.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    run_cases()
+    dist.destroy_process_group()
