@@ -149,7 +149,7 @@ class Rank:
             SegmentWork(g, p, s.offset, s.length, k, MOMENTUM, nesterov, decay, scale)
             for s, k, g, p, scale in zip(b.bucket.sparse, b.ks, b.gradients, b.parameters, scales, strict=True)
         ]
-        return kernels.begin_selection(work, b.u, b.v, b.control)
+        return kernels.begin_selection(work, b.u, b.v, b.thresholds)
 
     def count(self) -> None:
         """Count the tensors that sent exactly k entries (not timed)."""
@@ -171,7 +171,7 @@ class _BucketState:
     def __post_init__(self) -> None:
         self.u = np.zeros(self.bucket.size, np.float32)
         self.v = np.zeros(self.bucket.sparse_size, np.float32)
-        self.control = self.kernels.new_control(len(self.ks))
+        self.thresholds = self.kernels.new_thresholds(len(self.ks))
         self.codec = SparseCodec(self.bucket, sum(self.ks), "uint16", "float16")
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
 

@@ -74,7 +74,7 @@ class BucketState:
         self.work, self.ks = work, ks
         self.u = kernels.memory.zeros(bucket.size, np.float32)
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
-        self.control = kernels.new_control(len(ks))
+        self.thresholds = kernels.new_thresholds(len(ks))
         self.scratch = kernels.new_scratch()
         codec = SparseCodec(bucket, sum(ks), "uint16", "float16")
         form = device_format(codec.indices, codec.values)
@@ -128,7 +128,8 @@ class Rank:
     def step(self) -> None:
         """Accumulate, select, encode, mask, and the message is on the host."""
         begun = [
-            self._kernels.begin(b.work, b.u, b.v, b.control, b.form, b.payload, scratch=b.scratch) for b in self.buckets
+            self._kernels.begin(b.work, b.u, b.v, b.thresholds, b.form, b.payload, scratch=b.scratch)
+            for b in self.buckets
         ]
         for b, each in zip(self.buckets, begun, strict=True):
             b.sent = each.finish().count

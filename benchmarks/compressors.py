@@ -108,7 +108,7 @@ def measure(case: Case, gradients: list[dict[str, np.ndarray]], warm: int, repea
         x = residual + increment
         message, count, used = alone.encode(x, step=step, increment=increment)
         decoded = alone.decode(message, count).astype(np.float32)
-        alone.algorithm.finish(alone.spec, alone.control, refused=False)
+        alone.algorithm.finish(alone.spec, alone.thresholds, refused=False)
         if case.row.error_feedback:
             residual = x - decoded
         size = HEADER_BYTES + (used if alone.algorithm.varying else message.size)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The second part, where Horovod can be built: training on CUDA tensors on real ranks. bash benchmarks/gpu_horovod.sh
 #
-# Ways A and B, DGCMomentum, GradScaler and sharded optimizers, each against the same training on the CPU. Builds
+# Horovod's and dgc's optimizer, DGCMomentum, GradScaler and sharded optimizers, each against the same training on the CPU. Builds
 # Horovod if it is missing (`python -m dgc build-horovod`, which needs its sources, cffi, pycparser, a C++ compiler and,
 # with a torch that has CUDA, nvcc). $RANKS ranks (2) share the devices; $DEVICE is "cuda", or "cpu" to try the script.
 # Results go to $OUT if that is set, else to benchmarks/results: gpu-horovod.txt. Ends with 0 only if all cases passed.

@@ -18,12 +18,12 @@ import numpy as np
 from compress import resnet50
 from machine import facts
 
-from dgc.adapter.inside import Log
+from dgc.adapter.metrics import Log
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.state.probe import Probe
 from dgc.transport.local import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +45,7 @@ def make(transport: Any, sparsity: float, log: Log | None) -> Exchange:
     config = make_config({"sparsity": sparsity, "momentum": 0.9})
     layout = make_layout([Parameter(f"p{i}", s, "float32") for i, s in enumerate(resnet50())], config)
     exchange = Exchange(layout, config, transport, choose_kernels("cpu"))
-    exchange.inside = None if log is None else Inside(layout, log)
+    exchange.probe = None if log is None else Probe(layout, log)
     return exchange
 
 

@@ -70,17 +70,17 @@ def select(layout: Layout, steps: Steps) -> dict[str, float]:
     states = []
     for bucket in layout.buckets:
         u, v = np.zeros(bucket.size, np.float32), np.zeros(bucket.sparse_size, np.float32)
-        states.append((bucket, u, v, kernels.new_control(len(bucket.sparse))))
+        states.append((bucket, u, v, kernels.new_thresholds(len(bucket.sparse))))
     for density, gradients in steps:
         given = iter(gradients)
-        for bucket, u, v, control in states:
+        for bucket, u, v, thresholds in states:
             work = [
                 SegmentWork(next(given), None, s.offset, s.length, entries_to_send(s.length, density), 0.9)
                 for s in bucket.sparse
             ]
             if not work:
                 continue
-            chosen = kernels.accumulate_and_select(work, u, v, control)
+            chosen = kernels.accumulate_and_select(work, u, v, thresholds)
             for w, s in zip(work, bucket.sparse, strict=True):
                 inside = (chosen.positions >= w.offset) & (chosen.positions < w.offset + w.length)
                 expected = w.offset + top_k(v[w.offset : w.offset + w.length], w.k)
@@ -143,9 +143,9 @@ def flat_memory() -> dict[str, float]:
     kernels = NumbaKernels(2)
     kernels.warm_up()
     before = _peak()
-    u, v, control = np.zeros(FLAT, np.float32), np.zeros(FLAT, np.float32), kernels.new_control(1)
+    u, v, thresholds = np.zeros(FLAT, np.float32), np.zeros(FLAT, np.float32), kernels.new_thresholds(1)
     for _ in range(3):
-        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, FLAT, FLAT // 1000, 0.9)], u, v, control)
+        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, FLAT, FLAT // 1000, 0.9)], u, v, thresholds)
         kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
     extra = _peak() - before
     return {"elements": FLAT, "u_and_v_MiB": 8 * FLAT / MIB, "u_v_and_workspaces_MiB": extra / MIB}

@@ -3,7 +3,7 @@
     python benchmarks/small_tensors.py [--tensors 10000] [--elements 64] [--rounds 10] [--ranks 2]
 
 Starts its own ranks by ``mpirun``. In each round every way takes a step in turn, so that only their ratio counts: dense
-Horovod, ``dgc.torch.DistributedOptimizer`` (way B) and stock Horovod's optimizer with our ``compression=`` (way A), all
+Horovod, ``dgc.torch.DistributedOptimizer`` and stock Horovod's optimizer with our ``compression=``, all
 with momentum SGD. Seconds of the process's CPU in all its threads stand beside those of the clock. ``--profile A``
 prints where Python spends the time of one way's steps on rank 0.
 """

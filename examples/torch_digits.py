@@ -4,7 +4,7 @@
     horovodrun -np 2 python examples/torch_digits.py --compression none    # plain Horovod
     horovodrun -np 2 python examples/torch_digits.py --compression qsgd --option bits=8    # or another compressor
 
-It is an ordinary Horovod script. This is all that turns DGC on (way a; the optimizer's own line stays as it is):
+It is an ordinary Horovod script. This is all that turns DGC on (the optimizer's own line stays as it is):
 
      import horovod.torch as hvd
     +import dgc.torch as dgc
@@ -170,7 +170,7 @@ def traffic(compression: object, args: argparse.Namespace, model: nn.Module, ste
     if hvd.size() == 1:
         last = total = dense = 0
     elif isinstance(compression, dgc.DGCCompressor):
-        # Beside our messages, Horovod's own wrapper (way a) reduces one float32 in the place of each gradient.
+        # Beside our messages, Horovod's own wrapper reduces one float32 in the place of each gradient.
         last = compression.stats.last.bytes_sent
         total = compression.stats.total.bytes_sent
         compressed = compression.stats.last.sparse_elements

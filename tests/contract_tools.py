@@ -14,7 +14,7 @@ from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, com
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.kernels.threshold import new_control
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.state.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
 
@@ -153,7 +153,7 @@ class Alone:
         self.algorithm = case.row(config)
         sparsity = config.sparsity[0]
         self.spec = BucketSpec(self.bucket, self.tensors, 1.0 - sparsity, layout.sparse_numel)
-        self.control = new_control(len(self.tensors))
+        self.thresholds = new_thresholds(len(self.tensors))
         self.seed = seed
 
     def flat(self, values):
@@ -169,7 +169,7 @@ class Alone:
 
     def encode(self, x, *, step=0, rank=0, increment=None, shared=None):
         """Returns (message, count, used)."""
-        info = StepInfo(step, rank, self.seed, self.control)
+        info = StepInfo(step, rank, self.seed, self.thresholds)
         info.increment = x if increment is None else increment
         if self.algorithm.shares:
             info.shared = self.algorithm.prepare(x, self.spec) if shared is None else shared

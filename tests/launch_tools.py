@@ -94,9 +94,9 @@ def require(launcher: str) -> None:
     """Skip the calling test unless ``launcher`` is installed."""
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
-    lacking = missing(launcher)
-    if lacking is not None:
-        pytest.skip(lacking)
+    problem = missing(launcher)
+    if problem is not None:
+        pytest.skip(problem)
 
 
 def run_mpi(

@@ -72,20 +72,10 @@ def compile_compressors() -> None:
     run_ranks(1, one_rank, timeout=600)
 
 
-def compile_inside() -> None:
-    import numpy as np
-
-    from dgc.core.state.inside_loops import look
-
-    for dtype in ("float32", "float64"):
-        look(np.ones(8, dtype), np.zeros(8, np.int32), np.int64(1))
-
-
 JOBS = [
     *((compile_kernels, dtype) for dtype in ("float32", "float64")),
     (compile_codecs,),
     (compile_compressors,),
-    (compile_inside,),
 ]
 
 

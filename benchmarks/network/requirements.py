@@ -80,6 +80,6 @@ def require(launcher: str = "mpirun") -> None:
     Raises:
         LabError: in one line, with what to do.
     """
-    lacking = missing(launcher)
-    if lacking is not None:
-        raise LabError(lacking)
+    problem = missing(launcher)
+    if problem is not None:
+        raise LabError(problem)

@@ -40,8 +40,8 @@ class CompressionBase(abc.ABC):
     def dgc(self, parameters: Any = None, /, optimizer: Any = None, **options: Any) -> Any:
         """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
-        With options alone a wrapper binds the rest (way B); for stock Horovod's wrappers give the tensors and the
-        optimizer (way A, all ranks together).
+        With options alone a wrapper binds the rest; for stock Horovod's wrappers give the tensors and the
+        optimizer (all ranks together).
 
         Args:
             parameters: the tensors to compress.
@@ -251,7 +251,7 @@ _WRAPPER_TEXTS = {
     "by_name": """Choose a compressor by the name of a tensor.
 
     ``Compression.by_name({"*embedding*": Compression.topk(), "*": Compression.qsgd()}, ...)``: the first pattern that
-    fits (as in ``fnmatch``) counts; a tensor that none fits travels dense.
+    fits (as in ``fnmatch``) counts; a tensor that none fits is sent dense.
 
     Options that concern all tensors (momentum, clipping, warm-up, transport, ...) belong to this wrapper, the others to
     its members.

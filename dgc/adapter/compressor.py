@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Ranks, same_set
-from dgc.adapter.inside import ALONE, UNBOUND, SeesInside
+from dgc.adapter.metrics import ALONE, UNBOUND, CompressorMetrics
 from dgc.adapter.states import (
     CONNECTED,
     EMPTY,
@@ -39,7 +39,7 @@ ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase(SeesInside, Generic[EngineT]):
+class CompressorBase(CompressorMetrics, Generic[EngineT]):
     """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
@@ -245,7 +245,7 @@ class CompressorBase(SeesInside, Generic[EngineT]):
             raise TypeError(CONNECTED)
         return {**self.__dict__, "_log": None}
 
-    def _looked_into(self) -> EngineT | None:
+    def _probed_engine(self) -> EngineT | None:
         return self._engine
 
     def _unseen(self) -> str:

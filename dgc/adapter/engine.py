@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 
-from dgc.adapter.inside import LooksInside
+from dgc.adapter.metrics import EngineMetrics
 from dgc.adapter.speed.choice import Choice
 from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
@@ -33,7 +33,7 @@ class Adopted(Protocol):
     active: bool
 
 
-class EngineBase(LooksInside, abc.ABC):
+class EngineBase(EngineMetrics, abc.ABC):
     """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
 
     Attributes:
@@ -134,7 +134,7 @@ class EngineBase(LooksInside, abc.ABC):
             self.layout = build()
             hyper = self.adoption.hyper
             options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
-            ways = (" travels dense" * (i in self.layout.chosen) for i in range(len(self.layout.parameters)))
+            ways = (" sent dense" * (i in self.layout.chosen) for i in range(len(self.layout.parameters)))
             return {
                 name: f"{text} momentum={m} nesterov={n} weight_decay={w}{way}"
                 for (name, text), (m, n, w), way in zip(self.layout.describe().items(), options, ways, strict=True)

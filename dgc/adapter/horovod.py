@@ -305,11 +305,11 @@ def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
     return one is other or (one.process_set_id is not None and one.process_set_id == other.process_set_id)
 
 
-def check_stand_in(value: float, *, op: str, size: int) -> None:
+def check_placeholder(value: float, *, op: str, size: int) -> None:
     """Look at what Horovod made of a 1.0 from every rank: it betrays another op, and ranks that have joined.
 
     Args:
-        value: the reduced stand-in.
+        value: the reduced placeholder.
         op: "average" or "sum", what the compressor was told.
         size: number of ranks.
 
@@ -327,7 +327,7 @@ def check_stand_in(value: float, *, op: str, size: int) -> None:
     if op == "sum" and abs(value - 1.0) < 1e-3:
         raise ConfigError("the compressor was told op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
     raise ConfigError(
-        f"the ranks' stand-ins reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the op "
-        "is not one the compressor supports; give every rank the same number of batches (repeat or drop some) instead "
-        "of hvd.join()"
+        f"the ranks' placeholders reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the "
+        "op is not one the compressor supports; give every rank the same number of batches (repeat or drop some) "
+        "instead of hvd.join()"
     )

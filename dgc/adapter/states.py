@@ -34,7 +34,7 @@ def holds_nothing(state: Mapping[str, Any]) -> bool:
 
 
 def dense_by_choice(state: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that a sound state says to have travelled dense though the options sparsify them."""
+    """Names of the tensors that a sound state says to have been sent dense though the options sparsify them."""
     return [name for name, entry in state.get("parameters", {}).items() if entry.get("exchange") == "dense"]
 
 

@@ -17,9 +17,9 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.distributed import DistributedTransport, ProcessGroup
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.heartbeat import Heartbeat
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.horovod.owner import announce_owner
-from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.scaler import read_scale
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 from dgc.torch.engine.step.untraced import leave_hooks_untraced
@@ -85,11 +85,11 @@ class DGCCompressor(HorovodCompressor):
             )
             if self._horovod is HOROVOD:  # in which a rank may have joined
                 try:
-                    stand_in = StandIn(HOROVOD.module(), transport, members, engine.count_bytes)
+                    heartbeat = Heartbeat(HOROVOD.module(), transport, members, engine.count_bytes)
                 except BaseException:
                     engine.close(keep_transport=True)
                     raise
-                engine.on_step_begin, engine.check_peers = stand_in.send, stand_in.check
+                engine.on_step_begin, engine.check_peers = heartbeat.send, heartbeat.check
             engine.updates.obstacle = obstacle_of_sgd(
                 engine.parameters, engine.adoption.options, engine.watch.scale_is_known
             )

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.horovod import check_stand_in
+from dgc.adapter.horovod import check_placeholder
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.held import StandIns
+from dgc.torch.engine.horovod.held import Placeholders
 from dgc.torch.engine.horovod.owner import find_owner
 from dgc.torch.engine.step.untraced import untraced
 
@@ -120,13 +120,13 @@ class HorovodCompressor(CompressorBase[Engine]):
     """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
 
     _waits = True
-    _deferred: DGCError | None = None
+    _pending_error: DGCError | None = None
     _giving_up = False  # the other ranks' placeholders of a failed step get theirs, and nothing else
     _last_found = 0
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
         super().__init__(options, algorithm, members)
-        self._placeholders = StandIns()
+        self._placeholders = Placeholders()
         self._calling: HorovodSteps | None = None
 
     @untraced
@@ -153,14 +153,14 @@ class HorovodCompressor(CompressorBase[Engine]):
             engine.stats.add_sent(placeholder.nbytes)
             return placeholder, tensor
         result = tensor
-        if self._deferred is None and not self._giving_up:
+        if self._pending_error is None and not self._giving_up:
             try:
                 result = self._submit(engine, tensor)
             except StallError:
                 raise  # the other ranks do not come
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
-                self._deferred = error
+                self._pending_error = error
         placeholder = self._placeholders.take()
         engine.count_bytes(placeholder.nbytes)
         return placeholder, result
@@ -178,10 +178,10 @@ class HorovodCompressor(CompressorBase[Engine]):
         assert self._engine is not None
         reduced = float(tensor)
         self._placeholders.give_back(tensor, reduced)
-        if self._deferred is not None:
-            error, self._deferred = self._deferred, None
+        if self._pending_error is not None:
+            error, self._pending_error = self._pending_error, None
             raise error
-        check_stand_in(reduced, op=self.config.op, size=self._engine.transport.size)
+        check_placeholder(reduced, op=self.config.op, size=self._engine.transport.size)
         self._engine.finish()
         result: torch.Tensor = ctx
         return result
@@ -198,7 +198,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     def _step_given_up(self) -> Iterator[None]:
         """After what is inside, the optimizer forgets a step that an error or an exception left half done as well."""
         yield
-        self._deferred = None
+        self._pending_error = None
         driver = None if self._engine is None else self._engine.watch.driver
         if driver is not None and driver.begun:
             self._giving_up = True
@@ -208,7 +208,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                 self._giving_up = False
 
     def _is_exchanged(self, engine: Engine) -> bool:
-        free = self._deferred is None and not self._giving_up
+        free = self._pending_error is None and not self._giving_up
         return free and self._calling is not None and engine.is_done() and self._calling.averaged
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import FakeHorovod, FakeSet
 
-from dgc.adapter.horovod import check_stand_in
+from dgc.adapter.horovod import check_placeholder
 from dgc.errors import ConfigError
 
 
@@ -82,8 +82,8 @@ def test_ops():
     ("value", "op", "text"),
     [(2.0, "average", "Horovod sums"), (1.0, "sum", "Horovod averages"), (0.5, "average", "joined")],
 )
-def test_stand_ins(value, op, text):
-    check_stand_in(1.0, op="average", size=2)
-    check_stand_in(2.0, op="sum", size=2)
+def test_placeholders(value, op, text):
+    check_placeholder(1.0, op="average", size=2)
+    check_placeholder(2.0, op="sum", size=2)
     with pytest.raises(ConfigError, match=text):
-        check_stand_in(value, op=op, size=2)
+        check_placeholder(value, op=op, size=2)

@@ -5,7 +5,7 @@ import pytest
 
 from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer, require_parameters
 from dgc.core.config.schedule import Schedule, entries_to_send
-from dgc.core.state.layout import Parameter, travels_dense
+from dgc.core.state.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
 
 LEVELS = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -72,9 +72,9 @@ def test_eligibility_is_by_elements_and_type_whatever_the_dimensions():
         Parameter("odd_like_x", (200, 200), "float64"),
     ]
     config = options().to_config(parameters)
-    assert [p.name for p in parameters if not travels_dense(p, config)] == ["just", "flat", "odd[*]?"]
+    assert [p.name for p in parameters if not sent_dense(p, config)] == ["just", "flat", "odd[*]?"]
     config = options(dtypes=("float16", "bfloat16"), min_numel=30_000, exclude=("h*",)).to_config(parameters)
-    assert [p.name for p in parameters if not travels_dense(p, config)] == ["*"]
+    assert [p.name for p in parameters if not sent_dense(p, config)] == ["*"]
     assert [options().eligible(p) for p in parameters] == [True, False, True, False, False, False, True, False]
 
 

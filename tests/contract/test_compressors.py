@@ -121,7 +121,7 @@ def test_a_constant(case):
     decoded = alone.roundtrip(alone.flat({"weight": 0.125}))
     if case.options.get("threshold") == "global":
         # Nothing is above the quantile of equal numbers; in the next step all is above the last one's.
-        alone.algorithm.finish(alone.spec, alone.control, refused=False)
+        alone.algorithm.finish(alone.spec, alone.thresholds, refused=False)
         decoded = alone.roundtrip(alone.flat({"weight": 0.25}), step=1)
     assert np.isfinite(decoded).all()
     assert decoded.max() > 0

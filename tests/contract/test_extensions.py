@@ -112,7 +112,7 @@ class SortingKernels(ReferenceKernels):
     def __init__(self):
         self.calls = 0
 
-    def accumulate_and_select(self, work, u, v, control):
+    def accumulate_and_select(self, work, u, v, thresholds):
         self.calls += 1
         nonfinite = self.accumulate(work, u, v)
         chosen = []
@@ -123,8 +123,8 @@ class SortingKernels(ReferenceKernels):
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
-    def begin_selection(self, work, u, v, control):
-        return lambda: self.accumulate_and_select(work, u, v, control)
+    def begin_selection(self, work, u, v, thresholds):
+        return lambda: self.accumulate_and_select(work, u, v, thresholds)
 
 
 def test_a_backend_trains_as_the_reference_does():

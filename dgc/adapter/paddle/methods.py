@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dgc.adapter.inside import Look
+from dgc.adapter.metrics import Metrics
 from dgc.core.exchange.records import Stats
 
 
@@ -15,7 +15,7 @@ class Exchanges(Protocol):
     def stats(self) -> Stats: ...  # noqa: D102
 
     @property
-    def inside(self) -> Look: ...  # noqa: D102
+    def inside(self) -> Metrics: ...  # noqa: D102
 
     def describe(self) -> dict[str, Any]: ...  # noqa: D102
 
@@ -44,7 +44,7 @@ class ExchangeMethods:
         return self._exchanges.describe()
 
     def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
-        """Write what residuals hold back; see :meth:`dgc.adapter.inside.SeesInside.log_to`.
+        """Write what residuals hold back; see :meth:`dgc.adapter.metrics.CompressorMetrics.log_to`.
 
         Raises:
             ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
@@ -52,7 +52,7 @@ class ExchangeMethods:
         self._exchanges.log_to(writer, every, prefix)
 
     @property
-    def inside(self) -> Look:
+    def inside(self) -> Metrics:
         """The latest step that was looked at, by the tensors' names."""
         return self._exchanges.inside
 

@@ -18,7 +18,7 @@ from dgc.adapter.paddle.regularizers import Regularizer, check_regularizer, requ
 from dgc.core.compressors.build import make_config
 from dgc.core.config.checks import plain, require_flag
 from dgc.core.config.config import DGCConfig
-from dgc.core.state.layout import Parameter, travels_dense
+from dgc.core.state.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
 
 MIN_NUMEL = 16384
@@ -194,7 +194,7 @@ def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: i
         RuntimeWarning: there is one process.
     """
     config = options.to_config(parameters)
-    compressed = {i for i, parameter in enumerate(parameters) if not travels_dense(parameter, config)}
+    compressed = {i for i, parameter in enumerate(parameters) if not sent_dense(parameter, config)}
     if ranks == 1:
         warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=3)
         config = dataclasses.replace(config, rampup_begin_step=_NEVER)

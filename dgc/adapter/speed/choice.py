@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dgc.adapter.speed.network import Network, measure_network
-from dgc.adapter.speed.work import Echo, Work, last_level, measure_work
+from dgc.adapter.speed.work import Cost, Echo, last_level, measure_cost
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.choose import make_encoders
@@ -31,7 +31,7 @@ logger = logging.getLogger("dgc")
 
 
 class Choice:
-    """Which buckets travel dense, by the option ``exchange``.
+    """Which buckets are sent dense, by the option ``exchange``.
 
     Attributes:
         reason: why "auto" predicts nothing; None if it does.
@@ -42,7 +42,7 @@ class Choice:
         self._config = config
         self._ranks = 1
         self._network: Network | None = None
-        self._works: list[Work] = []
+        self._works: list[Cost] = []
         self._dense: dict[str, bool] = {}  # tensors that were chosen for, or whose state says how they travelled
         self._predicted: dict[tuple[str, ...], tuple[float, float]] = {}
         self._told = False
@@ -53,7 +53,7 @@ class Choice:
 
         Args:
             transport: connects the ranks; nobody else uses it meanwhile.
-            entries_alone: see :func:`dgc.adapter.speed.work.measure_work`.
+            entries_alone: see :func:`dgc.adapter.speed.work.measure_cost`.
 
         Raises:
             DGCError: a collective failed, or this or another rank could not measure.
@@ -71,7 +71,7 @@ class Choice:
 
         def work() -> dict[str, Any]:
             for config in _last_members(self._config):
-                found = Work(0.0, 0.0) if config is None else measure_work(config, transport.size, entries_alone)
+                found = Cost(0.0, 0.0) if config is None else measure_cost(config, transport.size, entries_alone)
                 own.extend((found.sparse, found.dense))
             return {}
 
@@ -79,7 +79,7 @@ class Choice:
         self._network = measure_network(transport)
         slowest = np.array(own)
         transport.allreduce(slowest, "max")
-        self._works = [Work(float(sparse), float(dense)) for sparse, dense in slowest.reshape(-1, 2)]
+        self._works = [Cost(float(sparse), float(dense)) for sparse, dense in slowest.reshape(-1, 2)]
 
     def placed(self, layout: Layout, on_device: bool = False) -> Layout:
         """The layout with its dense buckets. Local: no communication.

@@ -55,17 +55,17 @@ class Echo(Transport):
 
 
 @dataclass(frozen=True)
-class Work:
+class Cost:
     """Seconds an element of a float32 tensor, from its gradient to the updated parameter, without the network."""
 
     sparse: float
     dense: float
 
 
-_known: dict[str, Work] = {}
+_known: dict[str, Cost] = {}
 
 
-def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
+def measure_cost(config: DGCConfig, ranks: int, entries_alone: bool) -> Cost:
     """Measure, once in a process for the same arguments. Local: no communication.
 
     Args:
@@ -81,8 +81,8 @@ def measure_work(config: DGCConfig, ranks: int, entries_alone: bool) -> Work:
 
 def time_work(
     config: DGCConfig, ranks: int, entries_alone: bool, kernels: Kernels, clock: Callable[[], float] = time.perf_counter
-) -> Work:
-    """As :func:`measure_work`, with these kernels and this clock."""
+) -> Cost:
+    """As :func:`measure_cost`, with these kernels and this clock."""
     config = last_level(config)
     plain = dataclasses.replace(config, algorithm="dgc", own=None, exclude=("*",), indices="uint16", values="float16")
     with contextlib.ExitStack() as trials:
@@ -91,7 +91,7 @@ def time_work(
         few, more, dense = _fastest(made, clock)
     for_each = max(0.0, more - few) / (MORE - FEW)
     elements = float(np.prod(SHAPE))
-    return Work(max(few + (ranks - FEW) * for_each, 0.0) / elements, dense / elements)
+    return Cost(max(few + (ranks - FEW) * for_each, 0.0) / elements, dense / elements)
 
 
 def last_level(config: DGCConfig) -> DGCConfig:
@@ -129,7 +129,7 @@ class _Trial:
     def __init__(self, config: DGCConfig, ranks: int, entries_alone: bool, kernels: Kernels) -> None:
         layout = make_layout([Parameter("trial", SHAPE, "float32")], config)
         self._exchange = Exchange(layout, config, Echo(ranks), kernels)
-        self._exchange.holds = entries_alone and config.sparse_updates
+        self._exchange.defers = entries_alone and config.sparse_updates
         self._numel, self._steps = layout.numel, 0
         last = _SHIFT * (WARM_STEPS + ROUNDS * STEPS)
         self._values = np.random.default_rng(0).standard_normal(layout.numel + last, np.float32)
@@ -143,7 +143,7 @@ class _Trial:
         start = clock()
         self._exchange.submit(0, gradient, self._result, self._parameter)
         self._exchange.finish()
-        if not self._exchange.held():
+        if not self._exchange.deferred():
             np.subtract(self._parameter, self._result, out=self._parameter)  # what the optimizer does with it
         return clock() - start
 

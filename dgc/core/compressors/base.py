@@ -98,7 +98,7 @@ class StepInfo:
     step: int
     rank: int
     seed: int
-    control: np.ndarray
+    thresholds: np.ndarray
     """(S, c) float64: memory of the bucket that is part of a checkpoint; NaN before anything was written there."""
     shared: np.ndarray = field(default_factory=lambda: np.empty(0))
     """What :meth:`Algorithm.prepare` returned, the largest of all ranks."""
@@ -248,7 +248,7 @@ class Algorithm(ABC):
             WireError: the message is damaged.
         """
 
-    def finish(self, spec: BucketSpec, control: np.ndarray, *, refused: bool) -> None:
+    def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
         """The step is over for a bucket; all buckets have been encoded."""
         return
 

@@ -16,7 +16,7 @@ WRAPPERS = ("by_size", "by_name", "by_step")
 
 @dataclass(frozen=True)
 class Parts:
-    """The members of a wrapper. ``configs[i]`` holds for what ``keys[i]`` says; None travels dense.
+    """The members of a wrapper. ``configs[i]`` holds for what ``keys[i]`` says; None is sent dense.
 
     Keys of ``by_size`` are the smallest number of elements, those of ``by_step`` the first step, both ascending from 0;
     those of ``by_name`` are name patterns, of which the first that fits counts.

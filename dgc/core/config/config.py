@@ -40,9 +40,9 @@ class DGCConfig:
     local_grad_clip_norm: float | None = None
     # "tensor": one norm per sparsified tensor; "global": one norm over all gradients, from the first step.
     clip_scope: str = "tensor"
-    # Tensors with fewer elements travel dense.
+    # Tensors with fewer elements are sent dense.
     min_numel: int = 1024
-    # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that always travel dense.
+    # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that are always sent dense.
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     # Codecs of the message, by their names in the registry: see docs/wire-format.md.

@@ -16,8 +16,8 @@ from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.state.inside import Sent
 from dgc.core.state.layout import Bucket
+from dgc.core.state.probe import Sent
 from dgc.core.state.state import BucketState, State
 from dgc.core.transport import Transport
 from dgc.core.wire.message import Incoming, Sender
@@ -136,13 +136,13 @@ class BucketExchange:
         if refused and outcome.flagged:
             for item in step.submissions.of(self.bucket.segments):
                 self._memory.fill(item.result, np.nan)
-            self.take_held()
+            self.take_deferred()
             return
         if not refused:
             self._vector.commit(plan, self._state)
         self._vector.write(step, plan, self._state.u, refused=refused)
-        if refused or outcome.held is None:
-            self.write_held()
+        if refused or outcome.deferred is None:
+            self.write_deferred()
 
     def commit(self) -> None:
         """Let what was sent leave the residual; again does nothing."""
@@ -158,19 +158,19 @@ class BucketExchange:
         """
         return None if self.outcome is None or self.outcome.committed else self._commit(copy)
 
-    def take_held(self) -> EntrySum | None:
+    def take_deferred(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
         if self.outcome is None or self._step is None:
             return None
-        held, self.outcome.held = self.outcome.held, None
+        deferred, self.outcome.deferred = self.outcome.deferred, None
         self._step.submissions.release(self.bucket.segments)
-        return held
+        return deferred
 
-    def write_held(self) -> None:
+    def write_deferred(self) -> None:
         """Write them where they were to go."""
-        if self.outcome is not None and self._step is not None and self.outcome.held is not None:
-            self.outcome.held.write(self._step, self._kernels)
-        self.take_held()
+        if self.outcome is not None and self._step is not None and self.outcome.deferred is not None:
+            self.outcome.deferred.write(self._step, self._kernels)
+        self.take_deferred()
 
     def probe(self, step: StepContext) -> Sent | str:
         """Copy the residual before and after the commit of a finished step to the host; or say why there is none."""
@@ -222,7 +222,7 @@ class BucketExchange:
         plan = self.encoder.compress(step, plan, self._state, self._buffers, outcome)
         nonfinite = self._vector.pack(step, plan) or outcome.flagged
         sender = self._buffers.sender
-        nonfinite |= self._vector.settle_small(plan, self._state, sender.coded)
+        nonfinite |= self._vector.code_small(plan, self._state, sender.coded)
         if plan.inline_bytes:
             sender.inline(self._vector.values[plan.plain_start :])
         sender.finish(step.step, count=outcome.count, nonfinite=nonfinite)

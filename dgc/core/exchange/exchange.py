@@ -22,8 +22,8 @@ from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submi
 from dgc.core.exchange.step import Stage, Step
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_place
-from dgc.core.state.inside import Inside
 from dgc.core.state.layout import Layout
+from dgc.core.state.probe import Probe
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, RemoteError
@@ -42,14 +42,14 @@ class Exchange:
             turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
         awaits_update: whether the caller reports what becomes of a finished step: :meth:`applied` or :meth:`drop`.
             Otherwise each one counts once it is finished, unless it was refused.
-        holds: whether steps that begin from now on may hold sums of entries for the caller, who calls :meth:`held` or
-            :meth:`write_held` after :meth:`finish`.
-        inside: looks into the steps that count, if anybody wants to see them.
+        defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
+            or :meth:`write_deferred` after :meth:`finish`.
+        probe: measures the steps that count, where a log is on.
     """
 
     awaits_update = False
-    holds = False
-    inside: Inside | None = None
+    defers = False
+    probe: Probe | None = None
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Exchange:
         return self._step.under_way
 
     @property
-    def owes_failure(self) -> bool:
+    def failure_pending(self) -> bool:
         """Whether a failure came too late for its step; the first message of the next one tells the other ranks."""
         return self._step.failure_pending
 
@@ -192,8 +192,8 @@ class Exchange:
             for bucket in self._buckets:
                 bucket.finish(context, refused=refused)
         self.state.step += not refused
-        if self.inside is not None and not refused:
-            self.inside.look(context, self._buckets)
+        if self.probe is not None and not refused:
+            self.probe.measure(context, self._buckets)
         with context.stats.timed("apply"):
             step.finish(refused=refused)
             if not (self.awaits_update or step.exact):
@@ -244,14 +244,14 @@ class Exchange:
         """Let :meth:`drop` go back to what the state holds now: another exchange finished the latest step."""
         self._step.remember()
 
-    def held(self) -> list[EntrySum]:
+    def deferred(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
-        return [total for bucket in self._buckets if (total := bucket.take_held()) is not None]
+        return [total for bucket in self._buckets if (total := bucket.take_deferred()) is not None]
 
-    def write_held(self) -> None:
+    def write_deferred(self) -> None:
         """Write those results where they were to go; the arrays that were given must still be there."""
         for bucket in self._buckets:
-            bucket.write_held()
+            bucket.write_deferred()
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
@@ -382,7 +382,7 @@ class Exchange:
             coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             submissions=Submissions(self.layout),
-            holds=self.holds,
+            defers=self.defers,
         )
         self._pipeline.start(context)
         return context

@@ -27,7 +27,7 @@ _CLOSE_PATIENCE = 5.0
 
 _STALL_PATIENCE = 10.0
 """Seconds in which the caller takes the error about a missing rank. It may wait for that rank, too, where nothing ends
-the wait: in Horovod's collective of a stand-in (way A)."""
+the wait: in Horovod's collective of a placeholder."""
 
 
 class Pipeline:

@@ -146,7 +146,7 @@ class StepStats:
             8 B for float64).
         entries_sent: sparsified entries selected on this rank.
         sparse_elements: elements of the sparsified tensors, those of a dense step included.
-        small_bytes: of ``bytes_sent``, those of tensors that travelled dense beside sparsified ones.
+        small_bytes: of ``bytes_sent``, those of tensors that were sent dense beside sparsified ones.
         seconds: per phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
     """
 
@@ -225,8 +225,8 @@ class StepContext:
     stats: StepStats = field(default_factory=StepStats)
     clip: list[float] | None = None
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
-    holds: bool = False
-    """Whether sums of entries may be held for the caller, who applies them to the parameters or has them written."""
+    defers: bool = False
+    """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
     coming_scale: Callable[[], float] | None = None
     """Where the loss scale is still on its way: returns it. Waits."""
 
@@ -328,7 +328,7 @@ class Outcome:
         sent: what a selection has put into its message, until that is committed.
         committed: whether what was sent has left the residual.
         flagged_by: the ranks that met such a value before they sent anything.
-        held: the results of the sparsified tensors that have not been written.
+        deferred: the results of the sparsified tensors that have not been written.
     """
 
     count: int = 0
@@ -336,7 +336,7 @@ class Outcome:
     sent: SentEntries | None = None
     committed: bool = False
     flagged_by: tuple[int, ...] = ()
-    held: EntrySum | None = None
+    deferred: EntrySum | None = None
 
 
 class RemoteFailure(Exception):
@@ -372,7 +372,7 @@ class Stats:
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter handed to collectives of its own in the latest step, e.g. stand-ins."""
+        """Add bytes that an adapter handed to collectives of its own in the latest step, e.g. placeholders."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.kernels.threshold import new_control
+from dgc.core.kernels.threshold import new_thresholds
 
 Array: TypeAlias = Any
 """An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
@@ -155,12 +155,12 @@ class Kernels(abc.ABC):
     def warm_up(self, dtype: str = "float32") -> None:  # noqa: B027
         """Do now what the first step with buckets of ``dtype`` would otherwise wait for, such as compiling."""
 
-    def new_control(self, segments: int) -> np.ndarray:
+    def new_thresholds(self, segments: int) -> np.ndarray:
         """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
 
         It is part of a checkpoint; NaN rows mean "cold".
         """
-        return new_control(segments)
+        return new_thresholds(segments)
 
     @abc.abstractmethod
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
@@ -175,21 +175,23 @@ class Kernels(abc.ABC):
         """
 
     @abc.abstractmethod
-    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
+    def accumulate_and_select(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
+    ) -> Selection:
         """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
 
-        Ties go to the lower position. ``control`` (S, c) is read and updated.
+        Ties go to the lower position. ``thresholds`` (S, c) is read and updated.
         """
 
     def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
     ) -> Callable[[], Selection]:
         """:meth:`accumulate_and_select` by other threads, while this one does something else.
 
         What comes back finishes it and returns what was selected. It must be called once, whatever happens, before
         anything of the state is read; none of the arguments may be changed until then.
         """
-        return partial(self.accumulate_and_select, work, u, v, control)
+        return partial(self.accumulate_and_select, work, u, v, thresholds)
 
     @abc.abstractmethod
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:

@@ -72,7 +72,7 @@ class ReferenceKernels(Kernels):
         return nonfinite
 
     def accumulate_and_select(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
     ) -> Selection:
         nonfinite = self.accumulate(work, u, v)
         chosen = [w.offset + top_k(v[w.offset : w.offset + w.length], w.k) for w in work]

@@ -66,7 +66,7 @@ WIDER = 1.0 / 1.08
 COLLECT_NOTHING = math.inf
 
 
-def new_control(segments: int) -> np.ndarray:
+def new_thresholds(segments: int) -> np.ndarray:
     """Return ``(segments, COLUMNS)`` float64 of NaN: nothing known."""
     return np.full((segments, COLUMNS), np.nan)
 
@@ -75,7 +75,7 @@ def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Threshold of the coming pass for one segment.
 
     Args:
-        row: (COLUMNS,) float64, the segment's control.
+        row: (COLUMNS,) float64, the segment's thresholds.
         k: entries to select.
         length: entries of the segment.
 
@@ -128,7 +128,7 @@ def estimate(row: np.ndarray, k: int, used: float, count: int) -> float:
 
 
 def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
-    """Update one segment's control after a pass.
+    """Update one segment's thresholds after a pass.
 
     Args:
         row: (COLUMNS,) float64, in place.

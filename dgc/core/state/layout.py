@@ -101,7 +101,7 @@ class Layout:
     places: dict[int, tuple[int, Segment]] = field(repr=False)
     """parameter index -> (bucket index, segment)"""
     chosen: frozenset[int] = frozenset()
-    """Parameters that the options sparsify or code, and that travel dense by :meth:`with_dense`."""
+    """Parameters that the options sparsify or code, and that are sent dense by :meth:`with_dense`."""
 
     def with_dense(self, buckets: Collection[int]) -> Layout:
         """This layout with nothing sparsified or coded in some buckets. Every tensor keeps its place.
@@ -161,7 +161,7 @@ class Layout:
         return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}
 
 
-def travels_dense(parameter: Parameter, config: DGCConfig) -> bool:
+def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
     """Whether a parameter is exchanged dense whatever the step: 1-D, small or excluded, and not included by name."""
     if parameter.numel == 0 or _is_named(parameter, config):
         return True
@@ -232,9 +232,9 @@ def _bucket(
             offset += _padded(parameters[i].numel)
         return tuple(placed)
 
-    sparse = place([i for i in members if not travels_dense(parameters[i], config)])
+    sparse = place([i for i in members if not sent_dense(parameters[i], config)])
     sparse_size = offset
-    dense = [i for i in members if travels_dense(parameters[i], config)]
+    dense = [i for i in members if sent_dense(parameters[i], config)]
     exact = {i for i in dense if dtype == "float64" or _is_named(parameters[i], config)}
     small = place([i for i in dense if i not in exact])
     small_size = offset - sparse_size

@@ -22,25 +22,25 @@ class BucketState:
     Attributes:
         error: (small_size,) float32 on the host: what the codec of the small tensors has lost so far, which the next
             step adds to their gradients.
-        owes: whether ``error`` is to be added; all zeros otherwise.
+        residual_pending: whether ``error`` is to be added; all zeros otherwise.
     """
 
     def __init__(
         self, size: int, sparse_size: int, segments: int, dtype: str, kernels: Kernels, small_size: int = 0
     ) -> None:
-        """Allocate zeros: u (size,), v (sparse_size,), error, and a cold control array of ``segments`` rows."""
+        """Allocate zeros: u (size,), v (sparse_size,), error, and ``segments`` unknown thresholds."""
         self._memory = memory = kernels.memory
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
-        self.control = kernels.new_control(segments)
+        self.thresholds = kernels.new_thresholds(segments)
         self.error = np.zeros(small_size, np.float32)
-        self.owes = False
+        self.residual_pending = False
 
     def copy(self) -> BucketState:
         """Return the same values in memory of their own."""
         other = copy.copy(self)
         other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
-        other.control, other.error = np.empty_like(self.control), np.empty_like(self.error)
+        other.thresholds, other.error = np.empty_like(self.thresholds), np.empty_like(self.error)
         other.assign(self)
         return other
 
@@ -48,14 +48,14 @@ class BucketState:
         """Take over the values of another state of the same sizes."""
         self._memory.copy(self.u, other.u)
         self._memory.copy(self.v, other.v)
-        self.control[...] = other.control
+        self.thresholds[...] = other.thresholds
         self.error[...] = other.error
-        self.owes = other.owes
+        self.residual_pending = other.residual_pending
 
-    def forgive(self) -> None:
+    def clear_error(self) -> None:
         """Forget what the small tensors lack."""
         self.error.fill(0)
-        self.owes = False
+        self.residual_pending = False
 
 
 class State:
@@ -111,7 +111,7 @@ class State:
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
     def residual(self, parameter: int) -> Array:
-        """View of v for one parameter: (numel,), or (0,) for a parameter that travels dense."""
+        """View of v for one parameter: (numel,), or (0,) for a parameter that is sent dense."""
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].v[segment.slice]
 
@@ -136,7 +136,7 @@ class State:
                 entry["threshold"] = self._control_row(i).copy()
             elif i in self._layout.chosen:
                 entry["exchange"] = "dense"
-            elif self.buckets[self._layout.places[i][0]].owes and self.error(i).size:
+            elif self.buckets[self._layout.places[i][0]].residual_pending and self.error(i).size:
                 entry["error"] = self.error(i).copy()
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
@@ -144,7 +144,7 @@ class State:
     def load(self, saved: dict[str, Any], own_share: float) -> None:
         """Take over what :meth:`to_dict` returned.
 
-        A tensor that travelled dense by choice and is sparsified here has nothing unsent, and begins as after a dense
+        A tensor that was sent dense by choice and is sparsified here has nothing unsent, and begins as after a dense
         warm-up.
 
         Args:
@@ -158,7 +158,7 @@ class State:
         require_sound(saved)
         require_fit(saved, self._layout.sparsified(), self._layout.lengths(), small=self._layout.small())
         for bucket in self.buckets:
-            bucket.forgive()
+            bucket.clear_error()
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
             if self._layout.is_sparsified(i) and "v" not in entry:
@@ -176,13 +176,13 @@ class State:
                     row[...] = threshold
             elif "error" in entry:
                 self.error(i)[...] = entry["error"]
-                self.buckets[self._layout.places[i][0]].owes = True
+                self.buckets[self._layout.places[i][0]].residual_pending = True
         self.step = int(saved["step"])
 
     def _control_row(self, parameter: int) -> np.ndarray:
         bucket, segment = self._layout.places[parameter]
         segments: Sequence[Segment] = self._layout.buckets[bucket].sparse
-        row: np.ndarray = self.buckets[bucket].control[segments.index(segment)]
+        row: np.ndarray = self.buckets[bucket].thresholds[segments.index(segment)]
         return row
 
 

@@ -107,7 +107,7 @@ class Group:
         if may_defer and not (learning_rate is not None and 0 < learning_rate < math.inf):
             # 0 times another one would not be 0, or -0.
             self.dense_for = "the learning rate is not a positive number"
-        self.exchange.holds = self.dense_for is None
+        self.exchange.defers = self.dense_for is None
         self.exchange.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -207,7 +207,7 @@ class Group:
         for bucket in self.exchange.state.buckets:
             bucket.u.fill(0)
             bucket.v.fill(0)
-            bucket.forgive()
+            bucket.clear_error()
 
     def release(self) -> None:
         """Give back the memory of a group that is closed."""
@@ -218,7 +218,7 @@ class Group:
 
     def _take_entries(self, results: list[np.ndarray]) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:
         """Flat places and values by parameter if none of ``sparsified`` came dense; else None, and all are dense."""
-        totals = self.exchange.held()
+        totals = self.exchange.deferred()
         came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
         deferred = [segment.parameter for total in totals for segment in total.bucket.sparse]
         if deferred and len(deferred) == len(self.sparsified):

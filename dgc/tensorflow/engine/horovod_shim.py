@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.horovod import check_stand_in
+from dgc.adapter.horovod import check_placeholder
 from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
@@ -177,7 +177,7 @@ def _step_of(compressor: Compressor, indices: Sequence[int]) -> Step:
         assert engine is not None
         *gradients, sum_of_ones, probed = arrays[: count + 2]
         # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
-        check_stand_in(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
+        check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
         group = engine.group(indices)
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):

@@ -104,7 +104,7 @@ class Adoption:
         """Follow what the optimizer's groups hold.
 
         Args:
-            optimizer: the optimizer that steps the parameters (in way A, at first the one it is built from).
+            optimizer: the optimizer that steps the parameters (of Horovod's, at first the one it is built from).
 
         Raises:
             ConfigError: as in the constructor.

@@ -173,7 +173,7 @@ class Engine(EngineBase):
             self.exchange.finish()
             driver = self.watch.driver
             if not self.updates.concluded(self.watch.owner, driver is None or driver.in_step):
-                self.exchange.write_held()
+                self.exchange.write_deferred()
             if self.check_peers is not None:
                 self.check_peers(True)
         except DGCError as error:
@@ -193,7 +193,7 @@ class Engine(EngineBase):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply what :meth:`finish` has not written, in the optimizer's place."""
         if self.updates.pending:
-            self.updates.apply(optimizer, self.exchange.held(), self._members)
+            self.updates.apply(optimizer, self.exchange.deferred(), self._members)
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
@@ -214,9 +214,9 @@ class Engine(EngineBase):
         """Remember what the exchange has raised, in a step that is over with it."""
         self._error, self._opened = error, False
         self._tensors.release()
-        self._untold = self.exchange.owes_failure
+        self._untold = self.exchange.failure_pending
         if self._untold:
-            self.exchange.write_held()
+            self.exchange.write_deferred()
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
@@ -245,21 +245,21 @@ class Engine(EngineBase):
         sparse = self.sparse.indices_of(set(saved.get("sparse_gradients", ())))
         if self._choice.follow(saved["parameters"]) or sparse != self.sparse.found:
             self._rebuild(sparse)
-        self.sparse.settled = bool(sparse)
+        self.sparse.agreed = bool(sparse)
         self.exchange.load_state_dict(saved)
         self._clear()
         self.watch.saved.compressor_loaded()
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        self.results.settle()
+        self.results.drop_if_cleared()
         return super().state_dict()
 
     def residual_norm(self) -> float:  # noqa: D102
-        self.results.settle()
+        self.results.drop_if_cleared()
         return super().residual_norm()
 
     def _describe(self) -> dict[str, Any]:
-        self.results.settle()
+        self.results.drop_if_cleared()
         return super()._describe()
 
     def discard_step(self) -> bool:
@@ -319,7 +319,7 @@ class Engine(EngineBase):
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.holds = self.updates.begin(owner) and self.sparse.settled
+        self.exchange.defers = self.updates.begin(owner) and self.sparse.agreed
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update = owner is not None
         change = self.watch.saved.change(self.transport)
@@ -359,8 +359,8 @@ class Engine(EngineBase):
                 result.deliver()
         submitted = set(self._pending)
         self._pending.clear()
-        if not self.sparse.settled:
-            if found := self.sparse.settle(self.transport, submitted):
+        if not self.sparse.agreed:
+            if found := self.sparse.agree(self.transport, submitted):
                 carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self.sparse.others})
         if not self._replicas_compared:
             self._replicas_compared = True

@@ -20,7 +20,7 @@ class SparseGradients:
 
     Attributes:
         found: their indices.
-        settled: whether all ranks have agreed on them.
+        agreed: whether all ranks have agreed on them.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor], op: str = "average") -> None:
@@ -33,7 +33,7 @@ class SparseGradients:
         """
         self._names, self._parameters, self._op = names, parameters, op
         self.found: set[int] = set()
-        self.settled = False
+        self.agreed = False
 
     def __contains__(self, index: int) -> bool:
         """Whether the parameter has sparse gradients."""
@@ -93,14 +93,14 @@ class SparseGradients:
             else:
                 p.grad = joined
 
-    def settle(self, transport: Transport, submitted: Collection[int]) -> set[int]:
+    def agree(self, transport: Transport, submitted: Collection[int]) -> set[int]:
         """Once, after the first step: those that have a sparse gradient on any rank. Collective.
 
         Args:
             transport: connects the ranks.
             submitted: indices of those that were exchanged, whose sparse gradients were made dense before.
         """
-        self.settled = True
+        self.agreed = True
         sparse = [p.grad is not None and p.grad.is_sparse for p in self._parameters]
         mask = np.array([s and i not in submitted for i, s in enumerate(sparse)], np.float32)
         transport.allreduce(mask, "max")

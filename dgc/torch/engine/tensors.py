@@ -186,7 +186,7 @@ def samples(tensor: torch.Tensor, at: torch.Tensor | None = None) -> np.ndarray:
     return tensor.detach().take(chosen).to(torch.float64).cpu().numpy()
 
 
-def spread(tensor: torch.Tensor) -> torch.Tensor:
+def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
     """(at most 1024,) A copy of values from all over a tensor, made without waiting for its device.
 
     Their places keep to no rhythm, as rows, columns and pruned weights do: multiples of the golden ratio, modulo 1.

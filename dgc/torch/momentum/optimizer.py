@@ -29,8 +29,8 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.choice import make_transport
+from dgc.torch.engine.horovod.heartbeat import Heartbeat
 from dgc.torch.engine.horovod.horovod import HOROVOD, member_set
-from dgc.torch.engine.horovod.stand_in import StandIn
 from dgc.torch.engine.step.sparse_updates import refusal_of_rate
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.tensors import describe
@@ -98,9 +98,9 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
             name: shown in ``repr``.
             lr: another name for ``learning_rate``.
-            min_numel: smaller tensors travel dense.
+            min_numel: smaller tensors are sent dense.
             dtypes: names of the types that are compressed.
-            exclude: name patterns (fnmatch) of parameters that travel dense.
+            exclude: name patterns (fnmatch) of parameters that are sent dense.
             process_set: the Horovod process set to average over; None means all ranks.
             transport: "auto", "mpi", "horovod" or a transport.
             **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``,
@@ -159,8 +159,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         itself = weakref.ref(self)
         self._engine.updates.obstacle = lambda _: _obstacle(itself())
         if self._transport.size > 1:
-            stand_in = StandIn(hvd, self._transport, members)
-            self._engine.on_step_begin, self._engine.check_peers = stand_in.send, stand_in.check
+            heartbeat = Heartbeat(hvd, self._transport, members)
+            self._engine.on_step_begin, self._engine.check_peers = heartbeat.send, heartbeat.check
 
     # -- training ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.paddle.options import PaddleOptions
 from dgc.adapter.speed import choice
 from dgc.adapter.speed.network import Line, Network, measure_network
-from dgc.adapter.speed.work import Work
+from dgc.adapter.speed.work import Cost
 from dgc.adapter.states import own_state
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_names
@@ -37,7 +37,7 @@ OPTIONS = {
 }
 FAST = Network(Line(((256, 1e-9), (1024, 2e-9))), Line(((256, 1e-9), (1024, 2e-9))))
 SLOW = Network(Line(((256, 1e-3), (1024, 1e-2))), Line(((256, 1e-3), (1024, 1e-2))))
-WORK = Work(sparse=2e-9, dense=1e-9)
+WORK = Cost(sparse=2e-9, dense=1e-9)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def predicted(monkeypatch):
 
     def set_to(network, work=WORK):
         monkeypatch.setattr(choice, "measure_network", lambda transport: network)
-        monkeypatch.setattr(choice, "measure_work", lambda *_: work)
+        monkeypatch.setattr(choice, "measure_cost", lambda *_: work)
 
     return set_to
 
@@ -96,7 +96,7 @@ def test_ranks_that_measure_wildly_different_things_choose_alike(monkeypatch):
         return lambda: 1e-9 * 10 ** (3 * transport.rank) * next(ticks) ** 2
 
     monkeypatch.setattr(choice, "measure_network", lambda t: measure_network(t, clock_of(t)))
-    monkeypatch.setattr(choice, "measure_work", lambda *_: Work(1e-9 * next(counter) ** 5, 1e-9 * next(counter) ** 5))
+    monkeypatch.setattr(choice, "measure_cost", lambda *_: Cost(1e-9 * next(counter) ** 5, 1e-9 * next(counter) ** 5))
     found = on_ranks(lambda engine: engine.describe()["exchange"]["buckets"], ranks, exchange="auto")
     assert found[0] == found[1] == found[2]
 
@@ -109,7 +109,7 @@ def test_work_that_one_rank_cannot_measure_is_an_error_on_all(monkeypatch):
             raise LayoutError("no memory")
         return WORK
 
-    monkeypatch.setattr(choice, "measure_work", measure)
+    monkeypatch.setattr(choice, "measure_cost", measure)
 
     def one_rank(transport):
         with pytest.raises(LayoutError, match="no memory"):
@@ -119,7 +119,7 @@ def test_work_that_one_rank_cannot_measure_is_an_error_on_all(monkeypatch):
 
 
 def test_each_bucket_has_its_own_choice(predicted):
-    """A sum costs five milliseconds, a message next to nothing: the small bucket travels dense, within it."""
+    """A sum costs five milliseconds, a message next to nothing: the small bucket is sent dense, within it."""
     predicted(Network(Line(((256, 0.0), (1 << 20, 1e-6))), Line(((256, 5e-3), (1024, 5e-3)))))
 
     def one_rank(transport):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dgc.adapter.speed import work
-from dgc.adapter.speed.work import ROUNDS, STEPS, WARM_STEPS, Echo, Work, last_level, measure_work, time_work
+from dgc.adapter.speed.work import ROUNDS, STEPS, WARM_STEPS, Cost, Echo, last_level, measure_cost, time_work
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_names
 from dgc.core.kernels.choose import choose_kernels
@@ -54,10 +54,10 @@ def test_what_else_runs_for_a_while_does_not_favour_one_way(first):
 def test_it_is_measured_once_for_the_same_options(monkeypatch):
     made = []
     monkeypatch.setattr(work, "_known", {})
-    monkeypatch.setattr(work, "time_work", lambda *given: made.append(given) or Work(len(made), 0))
+    monkeypatch.setattr(work, "time_work", lambda *given: made.append(given) or Cost(len(made), 0))
     configs = [make_config({"sparsity": s, "error_feedback": f}) for s, f in ((0.1, True), (0.2, True), (0.1, False))]
-    assert [measure_work(c, 2, True).sparse for c in configs * 2] == [1, 2, 3] * 2
-    assert measure_work(configs[0], 3, True) != measure_work(configs[0], 2, False)
+    assert [measure_cost(c, 2, True).sparse for c in configs * 2] == [1, 2, 3] * 2
+    assert measure_cost(configs[0], 3, True) != measure_cost(configs[0], 2, False)
 
 
 def test_it_is_the_end_of_the_ramp_up_that_counts():

@@ -87,7 +87,7 @@ def check(name):
     assert model.evaluate(x, y, verbose=0) < before
     assert compression.stats.steps == 20
     assert compression.stats.last.bytes_sent < compression.stats.last.dense_bytes
-    # Way A: stock Horovod's tape.
+    # Stock Horovod's tape.
     model = m.make_model()
     variables = m.raw(model.trainable_variables)
     inner = m.keras.optimizers.SGD(0.05)

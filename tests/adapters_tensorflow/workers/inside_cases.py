@@ -59,7 +59,7 @@ def loop(way, writer, *, graph, steps=7, every=1):
 
 @case
 def a_tape_has_the_same_bits():
-    """Way A and B, in a graph and without; logged by all ranks, and by one."""
+    """Horovod's and dgc's wrappers, in a graph and without; logged by all ranks, and by one."""
     for way, graph, everybody in (("stock", True, True), ("wrapper", True, False), ("wrapper", False, True)):
         expected, _ = loop(way, None, graph=graph)
         writer = Writer() if everybody or hvd.rank() == 0 else None
@@ -143,7 +143,7 @@ def same_fit(make, count, everybody, **arguments):
     assert look.step == count - 1
     assert history["compression_density"][-1] == look.total.density
     assert len(history["compression_residual_norm"]) == 2
-    assert optimizer.compression.engine._exchanges[0].inside is None  # turned off with fit()
+    assert optimizer.compression.engine._exchanges[0].probe is None  # turned off with fit()
 
 
 @case

@@ -47,7 +47,7 @@ def dense(model, optimizer, **hvd_options):
 
 
 def distribute(way, model, optimizer, hvd_options=None, **options):
-    """Wrapped by stock Horovod without compression, or in way A or B."""
+    """Wrapped by stock Horovod without compression, or by Horovod's or dgc's optimizer."""
     if way == "dense":
         return dense(model, optimizer, **(hvd_options or {}))
     return wrap(way, model, optimizer, hvd_options=hvd_options, **options)
@@ -157,10 +157,10 @@ def a_second_synchronize_hands_back_the_same_results():
             assert second.stats.steps == first.stats.steps == 8
             assert second.describe()["step"] == 8 - first.stats.refused_steps == (7 if "scale" in kind else 8)
             assert np.isclose(second.residual_norm, first.residual_norm, rtol=1e-6)
-            stand_ins = second.stats.total.bytes_sent - first.stats.total.bytes_sent
+            placeholders = second.stats.total.bytes_sent - first.stats.total.bytes_sent
             times = {clip_then_step: 1, synchronize_three_times: 3, mixed: None}[update]
             if times and "scale" not in kind:
-                assert stand_ins == (8 * times * 8 * 4 if way == "a" else 0), stand_ins
+                assert placeholders == (8 * times * 8 * 4 if way == "a" else 0), placeholders
             second.close()
         first.close()
 

@@ -75,9 +75,9 @@ def figures_are_written_by_name():
     assert not row
     assert 0.05 < look.total.density < 0.3
     assert 0 < look["left.weight"].sent_share < 1
-    assert "travels dense" in look.left_out["first.bias"]
+    assert "sent dense" in look.left_out["first.bias"]
     assert "left.weight" in str(look)
-    raises(KeyError, "travels dense", lambda: look["first.bias"])
+    raises(KeyError, "sent dense", lambda: look["first.bias"])
 
 
 @case
@@ -108,7 +108,7 @@ def it_is_turned_on_off_and_on_within_a_run():
     compression.log_to(first, every=1)
     train(optimizer, model, 2, start=3)
     compression.log_to(None)
-    assert compression.engine.exchange.inside is None
+    assert compression.engine.exchange.probe is None
     assert compression.inside.step == 4
     train(optimizer, model, 2, start=5)
     assert compression.inside.step == 4

@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Two branches, of which a forward pass may use one; a frozen layer; biases that travel dense."""
+    """Two branches, of which a forward pass may use one; a frozen layer; biases that are sent dense."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``synchronize()`` without ``step()``, as people do it, on 2 real ranks, ways A and B."""
+"""``synchronize()`` without ``step()``, as people do it, on 2 real ranks, Horovod's and dgc's optimizer."""
 
 from __future__ import annotations
 

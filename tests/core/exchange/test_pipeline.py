@@ -23,8 +23,8 @@ class LateKernels(NumbaKernels):
     def __init__(self):
         super().__init__(1)
 
-    def begin_selection(self, work, u, v, control):
-        return lambda: self.accumulate_and_select(work, u, v, control)
+    def begin_selection(self, work, u, v, thresholds):
+        return lambda: self.accumulate_and_select(work, u, v, thresholds)
 
 
 OPTIONS = dict(shapes=SHAPES, bucket_bytes=400_000, momentum=0.9, sparsity=0.99, values="float16")

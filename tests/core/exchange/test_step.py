@@ -63,7 +63,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
         if transport.rank == 0:
             with pytest.raises(LayoutError, match=r"^the gradient of 'fc.weight' was given twice"):
                 exchange.submit(2, grads[2], results[2])
-            assert exchange.owes_failure
+            assert exchange.failure_pending
         else:
             assert not exchange.finish()
         next_step = functools.partial(run_step, exchange, grads)
@@ -345,7 +345,7 @@ def test_an_error_after_the_last_bucket_is_told_in_the_next_step():
         else:
             exchange.finish()
         assert stage_of(exchange) is Stage.APPLIED
-        assert exchange.owes_failure == (transport.rank == 1)
+        assert exchange.failure_pending == (transport.rank == 1)
         assert exchange.state.step == 1
         submit(exchange)
         exchange.wait()
@@ -424,7 +424,7 @@ def test_no_state_is_saved_in_a_step_or_after_a_failure():
         exchange.wait()
         with pytest.raises(LayoutError, match="mine"):
             exchange.fail(LayoutError("mine"))
-        assert exchange.owes_failure
+        assert exchange.failure_pending
         with pytest.raises(LayoutError, match=r"after a step that failed \(mine\)"):
             exchange.state_dict()
 

@@ -184,7 +184,7 @@ def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, Fals
 def assert_conserved(ranks, specs):
     for i, p in enumerate(specs):
         if not ranks[0][2][i].size:
-            continue  # travels dense: nothing remembers it
+            continue  # is sent dense: nothing remembers it
         given = sum(rank[0][i] for rank in ranks)
         kept = sum(rank[2][i] for rank in ranks)
         np.testing.assert_array_equal(ranks[0][1][i], ranks[1][1][i])

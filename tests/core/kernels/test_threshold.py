@@ -38,9 +38,9 @@ def histogram_steps(monkeypatch, kernels):
     calls = []
     original = NumbaKernels._select_by_histogram
 
-    def counted(self, integers, control, unfinished, *rest):
+    def counted(self, integers, thresholds, unfinished, *rest):
         calls.append(len(unfinished))
-        return original(self, integers, control, unfinished, *rest)
+        return original(self, integers, thresholds, unfinished, *rest)
 
     monkeypatch.setattr(NumbaKernels, "_select_by_histogram", counted)
     return calls
@@ -65,7 +65,7 @@ def test_many_tensors_of_many_sizes_are_exact_in_99_of_100_steps(kernels):
     lengths = [4096, 5000, 9408, 16384, 36864, 65536, 147456]
     offsets = np.cumsum([0, *lengths])
     size = int(offsets[-1])
-    u, v, control = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_control(len(lengths))
+    u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_thresholds(len(lengths))
     gradients = Gradients(size, 2)
     right = total = 0
     for _ in range(200):
@@ -74,7 +74,7 @@ def test_many_tensors_of_many_sizes_are_exact_in_99_of_100_steps(kernels):
             SegmentWork(g[o : o + n], None, int(o), n, max(1, n // 1000), 0.9)
             for n, o in zip(lengths, offsets, strict=False)
         ]
-        chosen = kernels.accumulate_and_select(work, u, v, control)
+        chosen = kernels.accumulate_and_select(work, u, v, thresholds)
         sent = np.diff(np.searchsorted(chosen.positions, offsets))
         ks = np.array([w.k for w in work])
         assert np.all(sent <= ks)
@@ -127,7 +127,7 @@ def test_a_shortfall_is_less_than_a_fifth_and_over_at_the_next_step(kernels, sha
     for _ in range(10):
         trainee.v[:] = 0
         assert len(trainee.step(ramp)) == k
-    threshold = trainee.control[0, rules.NEXT]
+    threshold = trainee.thresholds[0, rules.NEXT]
     trainee.v[:] = 0
     shrunk = ramp * np.float32(threshold / ramp[-int(share * k)]) if share else ramp * np.float32(0.1)
     count = len(trainee.step(shrunk))
@@ -189,12 +189,12 @@ def test_residuals_that_pile_up_are_foreseen(kernels, monkeypatch, cycle):
     n, k = 500_000, 500
     rng = np.random.default_rng(9)
     gradients = [rng.standard_normal(n, dtype=np.float32) for _ in range(cycle)]
-    u, v, control = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_control(1)
+    u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_thresholds(1)
     candidates = []
     for t in range(60):
-        reached = control[0, rules.NEXT]
+        reached = thresholds[0, rules.NEXT]
         work = [SegmentWork(gradients[t % cycle], None, 0, n, k, 0.9)]
-        found = kernels.accumulate_and_select(work, u, v, control)
+        found = kernels.accumulate_and_select(work, u, v, thresholds)
         assert len(found.positions) >= 0.9 * k
         candidates.append(np.count_nonzero(np.abs(v) >= reached) / k)
         kernels.mask(u, v, found.positions, found.values, masking=True)
@@ -247,10 +247,10 @@ def test_a_checkpointed_control_goes_on_as_if_nothing_had_happened(kernels):
     one, two = Trainee(kernels, N, 100, momentum=0.9), Trainee(kernels, N, 100, momentum=0.9)
     for g in draws[:10]:
         one.step(g)
-    two.u[:], two.v[:], two.control[:] = one.u, one.v, one.control
+    two.u[:], two.v[:], two.thresholds[:] = one.u, one.v, one.thresholds
     for g in draws[10:]:
         np.testing.assert_array_equal(one.step(g), two.step(g))
-        np.testing.assert_array_equal(one.control, two.control)
+        np.testing.assert_array_equal(one.thresholds, two.thresholds)
 
 
 def test_logarithms_are_close_and_inverse():
@@ -264,7 +264,7 @@ def test_logarithms_are_close_and_inverse():
 
 
 def test_the_margin_grows_with_what_the_magnitude_does():
-    calm, wild = rules.new_control(1)[0], rules.new_control(1)[0]
+    calm, wild = rules.new_thresholds(1)[0], rules.new_thresholds(1)[0]
     for t in range(30):
         rules.learn(calm, 100, 0.9, 200, 1.0)
         rules.learn(wild, 100, 0.9, 200, 1.2 if t % 2 else 1.0)
@@ -272,7 +272,7 @@ def test_the_margin_grows_with_what_the_magnitude_does():
 
 
 def test_thresholds_that_are_not_known_collect_nothing():
-    row = rules.new_control(1)[0]
+    row = rules.new_thresholds(1)[0]
     assert rules.threshold(row, 100, N) == math.inf
     rules.learn(row, 100, 0.9, 200, 1.0)
     assert 0 < rules.threshold(row, 100, N) < 1

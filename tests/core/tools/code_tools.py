@@ -38,7 +38,7 @@ class CodedBucket:
     def write(self, v, x, payload):
         """Write ``payload`` from the device array v; x holds the same. Returns what the host writes, and its count."""
         wanted, count, used = self.alone.encode(x, step=3)
-        info = StepInfo(3, 0, self.alone.seed, self.alone.control)
+        info = StepInfo(3, 0, self.alone.seed, self.alone.thresholds)
         if self.algorithm.shares:
             info.shared = self.algorithm.prepare(x, self.alone.spec)
         state = SimpleNamespace(v=v)

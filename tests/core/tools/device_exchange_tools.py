@@ -13,7 +13,7 @@ from dgc.core.state.layout import make_layout
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
-# The first one is selected by thresholds, the second one without; the others travel dense.
+# The first one is selected by thresholds, the second one without; the others are sent dense.
 SHAPES = {"a.weight": (90, 100), "a.bias": (90,), "b.weight": (40, 40), "c.weight": (7, 5)}
 
 

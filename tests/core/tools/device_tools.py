@@ -35,7 +35,7 @@ class Bucket:
         self.to_device, self.to_host = to_device, to_host
         self.u, self.v = np.zeros(n, dtype), np.zeros(n, dtype)
         self.device_u, self.device_v = to_device(self.u), to_device(self.v)
-        self.control = kernels.new_control(len(lengths))
+        self.thresholds = kernels.new_thresholds(len(lengths))
 
     def work(self, gradients, parameters, options):
         """The same work for the device and for the reference."""
@@ -107,5 +107,5 @@ def codec_of(bucket, ks, indices, values):
 def compress(bucket, work, codec, payload=None, **more):
     payload = np.full(codec.max_bytes, 0xFF, np.uint8) if payload is None else payload
     form = device_format(codec.indices, codec.values)
-    done = bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.control, form, payload, **more)
+    done = bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.thresholds, form, payload, **more)
     return done, payload

@@ -10,7 +10,7 @@ from dgc.core.compressors.build import make_config
 from dgc.core.config.schedule import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels, top_k
-from dgc.core.state.layout import Parameter, make_layout, travels_dense
+from dgc.core.state.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
 
@@ -114,7 +114,7 @@ class Oracle:
             dense_step = schedule.is_dense(step)
             for i, p in enumerate(specs):
                 grads = [gradient(step, r, i, p.numel, seed=seed) for r in range(self.ranks)]
-                if dense_step or travels_dense(p, config):
+                if dense_step or sent_dense(p, config):
                     g = sum(grads) / f(self.ranks) + f(wd) * params[i]
                     for r in range(self.ranks):
                         u[r][i] = f(m) * u[r][i] + g

@@ -111,7 +111,7 @@ class Trainee:
         self.kernels = kernels
         self.n, self.k, self.flags = n, k, flags
         self.u, self.v = np.zeros(n, dtype), np.zeros(n, dtype)
-        self.control = kernels.new_control(1)
+        self.thresholds = kernels.new_thresholds(1)
         self.tally = Tally()
         self.sent = np.zeros(n, dtype)
         self._short = 0
@@ -119,7 +119,7 @@ class Trainee:
     def step(self, gradient: np.ndarray, k: int | None = None) -> np.ndarray:
         """Accumulate, select, check, mask; returns the positions."""
         work = SegmentWork(gradient, None, 0, self.n, k or self.k, **self.flags)
-        chosen = self.kernels.accumulate_and_select([work], self.u, self.v, self.control)
+        chosen = self.kernels.accumulate_and_select([work], self.u, self.v, self.thresholds)
         np.testing.assert_array_equal(chosen.values, self.v[chosen.positions])
         exact = check_selection(self.v, work, chosen.positions)
         self.tally.steps += 1

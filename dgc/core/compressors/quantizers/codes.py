@@ -85,7 +85,7 @@ def tiles_of(n: int) -> int:
     return -(-n // TILE)
 
 
-def spread(moments: np.ndarray, n: int) -> tuple[float, float]:
+def magnitude_and_deviation(moments: np.ndarray, n: int) -> tuple[float, float]:
     """The largest magnitude and the standard deviation of a tensor, n > 0.
 
     Args:

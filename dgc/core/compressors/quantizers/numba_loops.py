@@ -96,7 +96,7 @@ def moments(x: np.ndarray, out: np.ndarray) -> None:
 
     Args:
         x: the floats.
-        out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.codes.spread`.
+        out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.codes.magnitude_and_deviation`.
     """
     sums = np.empty(256)
     for tile in range(len(out)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
-from dgc.core.compressors.quantizers.codes import Coded, CodeForm, spread, tiles_of
+from dgc.core.compressors.quantizers.codes import Coded, CodeForm, magnitude_and_deviation, tiles_of
 from dgc.core.config.checks import require_number
 from dgc.core.config.config import DGCConfig
 from dgc.errors import WireError
@@ -103,7 +103,7 @@ class Terngrad(Coded):
 
     def _extent(self, moments: np.ndarray, n: int) -> tuple[float, float]:
         """A tensor's largest magnitude, and where it is cut."""
-        largest, deviation = spread(moments, n)
+        largest, deviation = magnitude_and_deviation(moments, n)
         factor = self.options.clip_factor
         if deviation <= CONSTANT * largest:  # rounding leaves a trace of deviation in a constant float64 tensor
             deviation = 0.0

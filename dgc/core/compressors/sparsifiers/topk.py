@@ -155,7 +155,7 @@ class Topk(_Selection):
         first = info.step % stride
         sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
         self._samples[spec.bucket.index] = sample
-        threshold = info.control[0, 0]
+        threshold = info.thresholds[0, 0]
         if np.isnan(threshold):
             threshold = _quantile(sample, spec.density)
         positions = np.flatnonzero(np.abs(x) > threshold)
@@ -164,13 +164,13 @@ class Topk(_Selection):
             positions = positions[top_k(x[positions], most)]
         return self._write(x, positions, out, spec)
 
-    def finish(self, spec: BucketSpec, control: np.ndarray, *, refused: bool) -> None:
+    def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
         """Write the next step's threshold where a checkpoint finds it."""
         if self.options.threshold == "tensor" or refused or not self._samples:
             return
         if self._next is None:
             self._next = _quantile(np.concatenate(list(self._samples.values())), spec.density)
-        control[:, 0] = self._next
+        thresholds[:, 0] = self._next
 
 
 def _quantile(magnitudes: np.ndarray, density: float) -> float:

@@ -121,7 +121,7 @@ class AlgorithmEncoder(Encoder):
             buffers.start(step, plan)
             return plan
         algorithm, spec = self._algorithm, self._spec(plan.density)
-        info = StepInfo(step.step, self._transport.rank, self._config.seed, state.control)
+        info = StepInfo(step.step, self._transport.rank, self._config.seed, state.thresholds)
         outcome.flagged = self._accumulate(step, plan, state, info)
         if algorithm.shares:
             info.shared = self._share(step, self._prepare(state, spec))
@@ -181,7 +181,7 @@ class AlgorithmEncoder(Encoder):
     def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
         if not is_active(plan, self._tensors):
             return
-        self._algorithm.finish(self._spec(plan.density), state.control, refused=refused)
+        self._algorithm.finish(self._spec(plan.density), state.thresholds, refused=refused)
         if not self._keeps_residual:
             self._memory.fill(state.v, 0)
 

@@ -35,7 +35,7 @@ class Buffers:
     def start(self, step: StepContext, plan: BucketPlan) -> None:
         """Begin a message of the plan's sizes; in each step before anything is written."""
         if self._plan is not plan:
-            self.vector.settle()
+            self.vector.wait_for_buffers()
             self._plan = plan
         self.sender.start(plan, step.fingerprint)
         self.vector.start(plan)
@@ -104,7 +104,7 @@ class Encoder(ABC):
         Args:
             step: the step; all gradients of the bucket are in.
             plan: of this step.
-            state: u and v, which take in the gradients and nothing else, and control; in place.
+            state: u and v, which take in the gradients and nothing else, and thresholds; in place.
             buffers: where the payload goes; for a dense sum of entries, the vector.
             outcome: gets the count, whether a gradient is not finite, and the entries of a selection.
 
@@ -127,7 +127,7 @@ class Encoder(ABC):
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
-            step: the step; where it ``holds``, entries may be handed on as ``outcome.held`` instead of being written.
+            step: the step; where it ``defers``, entries may become ``outcome.deferred`` instead of being written.
             plan: of this step; its mode is SPARSE.
             messages: of all ranks.
             share: 1 / P, or 1 for a sum.
@@ -176,8 +176,8 @@ def put_entries(
     """The last part of :meth:`Encoder.apply` where messages hold entries and the results are on the host."""
     total = EntrySum.of(bucket, entries, factor)
     outcome.flagged = not total.is_finite
-    if step.holds and not outcome.flagged:
-        outcome.held = total
+    if step.defers and not outcome.flagged:
+        outcome.deferred = total
     else:
         total.write(step, kernels)
 

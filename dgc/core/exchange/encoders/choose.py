@@ -143,7 +143,7 @@ def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
     tensor = Tensor("warm-up", (8, 8), 0, n)
     spec = BucketSpec(Bucket(0, dtype, (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
     x = np.linspace(-1, 1, n).astype(dtype)
-    info = StepInfo(0, 0, 0, kernels.new_control(1), algorithm.prepare(x, spec), x)
+    info = StepInfo(0, 0, 0, kernels.new_thresholds(1), algorithm.prepare(x, spec), x)
     out = np.zeros(padded(algorithm.max_bytes(spec)), np.uint8)
     count, _ = algorithm.encode(x, out, spec, info)
     algorithm.decode(out, count, spec)

@@ -57,7 +57,7 @@ class CompositeEncoder(Encoder):
         member = self._in_turn(step)
         if member is not self.members[0] and step.step == member.first:
             # Each compressor remembers something else there.
-            state.control[...] = np.nan
+            state.thresholds[...] = np.nan
         return member.encoder.compress(step, plan, state, buffers, outcome)
 
     def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102

@@ -35,7 +35,7 @@ class DenseVector:
             bucket: the bucket.
             kernels: where its u is.
             own_share: what part of a summed gradient is a rank's own: 1 / P with op=Sum. The u of a sparsified tensor
-                is this rank's own share, as it will be once entries are selected, also while the tensor travels dense.
+                is this rank's own share, as it will be once entries are selected, also while the tensor is sent dense.
             keeps_error: whether what the codec of small tensors loses is sent later.
         """
         self._keeps_error = keeps_error
@@ -54,7 +54,7 @@ class DenseVector:
         if plan.vector_size and self.values.size != plan.vector_size:
             self.values = self._memory.host_array(plan.vector_size, self._bucket.dtype)
 
-    def settle(self) -> None:
+    def wait_for_buffers(self) -> None:
         """Wait until nothing works on the bucket's host buffers any more; they are about to be replaced."""
 
     def pack(self, step: StepContext, plan: BucketPlan) -> bool:
@@ -74,7 +74,7 @@ class DenseVector:
                 np.multiply(item.gradient, vector.dtype.type(scale), out=place, dtype=vector.dtype)
         return not is_finite(vector)
 
-    def settle_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
+    def code_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
         """Add to small tensors' gradients what is owed to them, and code them where the plan says so.
 
         The state does not change before :meth:`commit`: a step that is refused or fails leaves it as it was.
@@ -87,12 +87,12 @@ class DenseVector:
         Returns:
             Whether a sum is not finite; the message then holds zeros in their place.
         """
-        if not (state.owes or plan.small):
+        if not (state.residual_pending or plan.small):
             return False
         self._changes = True
         first = self._bucket.sparse_size - plan.vector_start
         x = self.values[first : first + self._bucket.small_size]
-        if state.owes:
+        if state.residual_pending:
             with np.errstate(over="ignore", invalid="ignore"):
                 x += state.error
         finite = is_finite(x)
@@ -108,7 +108,7 @@ class DenseVector:
         """The step counts: what its codec has lost is owed from now on."""
         if self._changes:
             state.error[...] = self._left
-            state.owes = plan.small is not None
+            state.residual_pending = plan.small is not None
 
     def add(self, plan: BucketPlan, messages: Sequence[Incoming]) -> None:
         """Become the sum of what came inside the messages; the rest stays.
@@ -181,7 +181,7 @@ class DenseVector:
         return False
 
     def segments(self, plan: BucketPlan) -> tuple[Segment, ...]:
-        """Those that travel dense in this step."""
+        """Those that are sent dense in this step."""
         return self._bucket.segments if plan.mode is Mode.DENSE else self._bucket.dense
 
     def _mean_of(self, plan: BucketPlan, segment: Segment) -> np.ndarray:

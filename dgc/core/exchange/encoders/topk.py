@@ -62,7 +62,7 @@ class TopKEncoder(Encoder):
     def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
         if is_active(plan, plan.ks):
             work = segment_work(self._bucket, self._config, step, plan, self._ranks)
-            self._begun = self._kernels.begin_selection(work, state.u, state.v, state.control)
+            self._begun = self._kernels.begin_selection(work, state.u, state.v, state.thresholds)
 
     def abandon(self) -> None:  # noqa: D102
         begun, self._begun = self._begun, None
@@ -80,7 +80,7 @@ class TopKEncoder(Encoder):
             selection = begun()
         else:
             work = segment_work(self._bucket, self._config, step, plan, self._ranks)
-            selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.control)
+            selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.thresholds)
         positions, values = selection.positions, selection.values
         if plan.mode is Mode.SPARSE:
             decoded = plan.codec.encode(positions, values, buffers.payload)
@@ -104,7 +104,7 @@ class TopKEncoder(Encoder):
         self._put(step, entries, share * step.loss_scale, outcome)
 
     def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
-        """What came is added up, and written or held."""
+        """What came is added up, and written or deferred."""
         put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
 
     def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102

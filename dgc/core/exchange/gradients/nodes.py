@@ -90,15 +90,15 @@ class NodeSums:
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
-        given = [item.gradient for item in step.submissions.of(bucket.segments)]
+        gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         if self._devices is not None:
             offsets = [segment.slice.start for segment in bucket.segments]
-            self._kernels.gather(given, offsets, self._vector_of(bucket))
+            self._kernels.gather(gradients, offsets, self._vector_of(bucket))
             return
         host = self._sum_of(bucket)
         if self._on_device:  # now, while a rank without memory can still say so
             self._vector_of(bucket)
-        for segment, gradient in zip(bucket.segments, given, strict=True):
+        for segment, gradient in zip(bucket.segments, gradients, strict=True):
             host[segment.slice] = self._from(gradient)
         self._on_host.add(bucket.index)
 

@@ -29,7 +29,7 @@ from dgc.core.kernels.cpu.simd import (
     multiply,
     prefetch,
     reaching,
-    spread,
+    splat,
     store,
     threshold,
 )
@@ -125,7 +125,7 @@ def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
         g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
         """
         mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
-        ms, decays_, scales = spread(m), spread(decay), spread(scale)
+        ms, decays_, scales = splat(m), splat(decay), splat(scale)
         keys, infinities = threshold(v, key), threshold(v, infinity)
         nonfinite = False
         i = start

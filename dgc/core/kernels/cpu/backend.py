@@ -79,11 +79,11 @@ class NumbaKernels(Kernels):
         n = LARGE
         g = np.ones(n, kind)
         u, v = np.zeros(n, kind), np.zeros(n, kind)
-        control = self.new_control(2)
+        thresholds = self.new_thresholds(2)
         work = [SegmentWork(g[: n // 4], None, 0, n // 4, 4)]
         self.accumulate(work, u, v)
-        self.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, control[:1])
-        few = self.accumulate_and_select(work, u, v, control[1:]).positions
+        self.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, thresholds[:1])
+        few = self.accumulate_and_select(work, u, v, thresholds[1:]).positions
         many = np.arange(0, n, 2)
         for positions in (few, many):
             sent = v[positions]
@@ -109,18 +109,18 @@ class NumbaKernels(Kernels):
         return self._begin(work, u, v, None)().nonfinite
 
     def accumulate_and_select(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
     ) -> Selection:
-        return self._begin(work, u, v, control)()
+        return self._begin(work, u, v, thresholds)()
 
     @property
     def overlaps(self) -> bool:  # noqa: D102
         return self._threads > 1
 
     def begin_selection(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, control: np.ndarray
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
     ) -> Callable[[], Selection]:
-        return self._begin(work, u, v, control, at_once=False)
+        return self._begin(work, u, v, thresholds, at_once=False)
 
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
         _check_positions(positions, min(u.size, v.size))
@@ -185,7 +185,7 @@ class NumbaKernels(Kernels):
         work: Sequence[SegmentWork],
         u: np.ndarray,
         v: np.ndarray,
-        control: np.ndarray | None,
+        thresholds: np.ndarray | None,
         *,
         at_once: bool = True,
     ) -> Callable[[], Selection]:
@@ -195,12 +195,14 @@ class NumbaKernels(Kernels):
         """
         kind = _check_state(u, v)
         integers, reals = make_table(work, v.size)
-        segments, selecting = len(work), control is not None
-        if control is None:
-            control = np.empty((segments, rules.COLUMNS))
-        elif control.shape != (segments, rules.COLUMNS) or not control.flags.c_contiguous:
-            raise LayoutError(f"control has shape {control.shape}; expected ({segments}, {rules.COLUMNS}), contiguous")
-        chunks, room, count, elements = prepare(integers, reals, control, selecting, np.empty(1, kind))
+        segments, selecting = len(work), thresholds is not None
+        if thresholds is None:
+            thresholds = np.empty((segments, rules.COLUMNS))
+        elif thresholds.shape != (segments, rules.COLUMNS) or not thresholds.flags.c_contiguous:
+            raise LayoutError(
+                f"thresholds have shape {thresholds.shape}; expected ({segments}, {rules.COLUMNS}), contiguous"
+            )
+        chunks, room, count, elements = prepare(integers, reals, thresholds, selecting, np.empty(1, kind))
         threads = self._threads_for(elements)
         scratch = self._workspace.borrow(kind, threads, segments, chunks, room)
         positions, values = np.empty(count, np.int64), np.empty(count, kind)
@@ -208,7 +210,7 @@ class NumbaKernels(Kernels):
         begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
         under_way = self._team.start(
             min(threads, chunks) - 1 if at_once else min(threads - 1, chunks),
-            compress_chunks, chunks, integers, reals, control, u, v, selecting, room, scratch.chunks,
+            compress_chunks, chunks, integers, reals, thresholds, u, v, selecting, room, scratch.chunks,
             scratch.left, scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins, scratch.likes,
             nonfinite, taken, positions, values, keeps=work,
         )  # fmt: skip
@@ -218,7 +220,7 @@ class NumbaKernels(Kernels):
             self._workspace.give_back(kind, scratch)
             unfinished, total, met = outcome(taken, nonfinite)
             if unfinished:
-                self._select_by_histogram(integers, control, v, positions, values, taken)
+                self._select_by_histogram(integers, thresholds, v, positions, values, taken)
                 total = int(taken.sum())
             if total < count:
                 given, picked = _without_gaps(integers, taken, positions, values)
@@ -230,7 +232,7 @@ class NumbaKernels(Kernels):
     def _select_by_histogram(
         self,
         integers: np.ndarray,
-        control: np.ndarray,
+        thresholds: np.ndarray,
         v: np.ndarray,
         positions: np.ndarray,
         values: np.ndarray,
@@ -255,7 +257,7 @@ class NumbaKernels(Kernels):
         magnitudes = found[:, 1].astype(bits.dtype).view(v.dtype)
         for s in unfinished:
             kth = float(magnitudes[s])
-            rules.learn(control[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(found[s, 2]), kth)
+            rules.learn(thresholds[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(found[s, 2]), kth)
 
     def _select_large(
         self,

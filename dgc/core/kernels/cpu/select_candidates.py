@@ -144,13 +144,13 @@ for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.lear
 
 
 @entry()
-def prepare(integers, reals, control, selecting, like):
-    """Fill the columns of the work tables that depend on the control.
+def prepare(integers, reals, thresholds, selecting, like):
+    """Fill the columns of the work tables that depend on the thresholds.
 
     Args:
         integers: (S, 13) int64, in place.
         reals: (S, 4) float64, in place.
-        control: (S, COLUMNS) float64; not read when nothing is selected.
+        thresholds: (S, COLUMNS) float64; not read when nothing is selected.
         selecting: whether entries are to be selected.
         like: (1,) float32 or float64, scratch of the state's type.
 
@@ -160,7 +160,7 @@ def prepare(integers, reals, control, selecting, like):
     chunks, room, out, elements = 0, 0, 0, 0
     for s in range(len(integers)):
         length, k = integers[s, LENGTH], integers[s, ENTRIES]
-        used = rules.threshold(control[s], k, length) if selecting else np.inf
+        used = rules.threshold(thresholds[s], k, length) if selecting else np.inf
         key = max(key_of(used, like), 1)
         integers[s, KEY] = key
         reals[s, USED] = like[0] if key > 1 else 0.0
@@ -206,7 +206,7 @@ def outcome(taken, nonfinite):
 
 @helper
 def _conclude(
-    integers, reals, control, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values
+    integers, reals, thresholds, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values
 ):
     """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
     k, key = integers[s, ENTRIES], integers[s, KEY]
@@ -229,7 +229,7 @@ def _conclude(
         return UNFINISHED
     if total <= k:
         write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
-        kth = rules.estimate(control[s], k, used, total) if used > 0.0 else 0.0
+        kth = rules.estimate(thresholds[s], k, used, total) if used > 0.0 else 0.0
     if total >= k:
         kth_bits, ties = kth_key(bits, starts, counts, first, last, key, total, k, bins)
         kth = value_of(kth_bits, like)
@@ -238,13 +238,13 @@ def _conclude(
                 positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
                 integers[s, OUT],
             )  # fmt: skip
-    rules.learn(control[s], k, used, total, kth)
+    rules.learn(thresholds[s], k, used, total, kth)
     return min(total, k)
 
 
 @entry()
 def compress_chunks(
-    worker, progress, chunks, integers, reals, control, u, v, selecting, room, chunk_table, left,
+    worker, progress, chunks, integers, reals, thresholds, u, v, selecting, room, chunk_table, left,
     positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
 ):  # fmt: skip
     """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
@@ -257,7 +257,7 @@ def compress_chunks(
         chunks: C, number of chunks.
         integers: (S, 13) int64 work table, prepared.
         reals: (S, 4) float64 work table, prepared.
-        control: (S, COLUMNS) float64, updated.
+        thresholds: (S, COLUMNS) float64, updated.
         u: (·,) float32 or float64, in place.
         v: (·,) of u's type, in place.
         selecting: False updates only.
@@ -303,7 +303,7 @@ def compress_chunks(
         starts[c], counts[c] = first, found
         if fetch_add(left, s, -1) == 1 and selecting:
             taken[s] = _conclude(
-                integers, reals, control, s, positions, values, value_bits, starts, counts, bins[worker],
+                integers, reals, thresholds, s, positions, values, value_bits, starts, counts, bins[worker],
                 like[worker], out_positions, out_values,
             )  # fmt: skip
         fetch_add(progress, 1, 1)

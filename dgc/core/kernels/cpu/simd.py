@@ -64,7 +64,7 @@ def _bits_type(element: ir.Type) -> ir.VectorType:
     return ir.VectorType(_I32 if isinstance(element, ir.FloatType) else _I64, LANES)
 
 
-def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     kind = ir.VectorType(value.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), None))
@@ -203,9 +203,9 @@ def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Co
 
 
 @intrinsic
-def spread(typing_context: Compiled, value: Compiled) -> Compiled:
+def splat(typing_context: Compiled, value: Compiled) -> Compiled:
     """Return a vector of LANES times ``value``."""
-    return Vector(value)(value), lambda context, builder, signature, args: _spread(builder, args[0])
+    return Vector(value)(value), lambda context, builder, signature, args: _splat(builder, args[0])
 
 
 @intrinsic
@@ -227,7 +227,7 @@ def threshold(typing_context: Compiled, like: Compiled, key: Compiled) -> Compil
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         element = context.get_value_type(kind).element
-        return _spread(builder, builder.trunc(args[1], element) if element.width < 64 else args[1])
+        return _splat(builder, builder.trunc(args[1], element) if element.width < 64 else args[1])
 
     return kind(like, types.int64), code
 

@@ -48,13 +48,13 @@ class DeviceKernels(CodeKernels, Kernels):
         kind = np.dtype(dtype)
         u, v, g, r = (self.runtime.zeros(n, kind) for _ in range(4))
         self.memory.copy_in(g, np.ones(n, kind))
-        control = self.new_control(1)
+        thresholds = self.new_thresholds(1)
         form, vector = Format(1, 2), self.runtime.host_array(n, kind)
         payload = self.runtime.host_array(1024, np.uint8)
         # The first pass knows no threshold, the second one does.
         for _ in range(2):
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
-            done = self.compress(work, u, v, control, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
+            done = self.compress(work, u, v, thresholds, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
         bounds = np.array([0, n])
         self.receive([r], bounds, n, form, [(payload, done.count)], 1.0)
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
@@ -63,7 +63,7 @@ class DeviceKernels(CodeKernels, Kernels):
         self.subtract(u, v, done.positions, done.values, masking=True)
         # What the host's codecs need.
         self.accumulate(work, u, v)
-        chosen = self.accumulate_and_select(work, u, v, control)
+        chosen = self.accumulate_and_select(work, u, v, thresholds)
         self.mask(u, v, chosen.positions, chosen.values, masking=True)
         self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
         self._warm_up_codes(v, r)
@@ -125,13 +125,15 @@ class DeviceKernels(CodeKernels, Kernels):
             result = self._scratch.host("result", selector.result_bytes)
             selector.download(result)
             self.wait()
-            selector.settle(result)
+            selector.finish(result)
             return selector.nonfinite
 
-    def accumulate_and_select(self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray) -> Selection:
+    def accumulate_and_select(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
+    ) -> Selection:
         """See :class:`~dgc.core.kernels.base.Kernels`; the selection is on the host. Waits."""
         with self.lock:
-            selector = self._selector(work, u, v, control, self._scratch)
+            selector = self._selector(work, u, v, thresholds, self._scratch)
             selected, k = selector.start(), selector.k
             positions = self._scratch.host("positions", 4 * k).view(np.int32)
             values = self._scratch.host("values", u.dtype.itemsize * k).view(u.dtype)
@@ -143,7 +145,7 @@ class DeviceKernels(CodeKernels, Kernels):
                     self.runtime.download(values, selected.values)
                 selector.download(result)
                 self.wait()
-                final = selector.settle(result)
+                final = selector.finish(result)
             return Selection(
                 selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
             )

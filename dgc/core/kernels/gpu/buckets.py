@@ -88,7 +88,7 @@ class Begun:
         if self.selector is None:
             return Compressed(0, nonfinite)
         with kernels.lock:
-            while not self.selector.settle(self.result):
+            while not self.selector.finish(self.result):
                 self.send()
                 kernels.wait()
         count = self.selector.count
@@ -124,7 +124,7 @@ class BucketKernels:
         work: Sequence[SegmentWork],
         u: Array,
         v: Array,
-        control: np.ndarray,
+        thresholds: np.ndarray,
         form: Format | None,
         payload: np.ndarray,
         dense: Sequence[DenseTensor] = (),
@@ -138,7 +138,7 @@ class BucketKernels:
             work: the sparsified tensors; may be empty.
             u: (n,) device array, in place.
             v: (n',) device array, in place.
-            control: (S, COLUMNS) float64, in place, once finished.
+            thresholds: (S, COLUMNS) float64, in place, once finished.
             form: of the message.
             payload: (m,) uint8, page-locked, m a multiple of 8: receives the payload.
             dense: tensors whose gradients go into the vector.
@@ -151,7 +151,7 @@ class BucketKernels:
         with self.lock:
             bits, own = 8 * np.dtype(u.dtype).itemsize, scratch or self._scratch
             # Whatever may be refused is looked at before anything is enqueued.
-            selector = self._selector(work, u, v, control, own) if work else None
+            selector = self._selector(work, u, v, thresholds, own) if work else None
             packing = self._pack(dense, vector, bits, own)
             if selector is None:
                 met = packing()
@@ -340,13 +340,13 @@ class BucketKernels:
         return table
 
     def _selector(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, control: np.ndarray | None, own: Scratch
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None, own: Scratch
     ) -> Selector:
         if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
             given = f"u is {u.dtype} ({u.size}) and v is {v.dtype} ({v.size})"
             raise LayoutError(f"{given}; both must be float32, or both float64")
         geometry = self._geometry([w.length for w in work])
-        return Selector(self.runtime, self._workspace, own.device, self._tables, geometry, work, u, v, control)
+        return Selector(self.runtime, self._workspace, own.device, self._tables, geometry, work, u, v, thresholds)
 
     def _geometry(self, lengths: Sequence[int]) -> tuple[Geometry, Any, Any]:
         """The tiles of these lengths, and their maps on the device; made once."""

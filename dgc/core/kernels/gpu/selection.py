@@ -50,15 +50,15 @@ TILES = 8192
 
 
 @entry()
-def _thresholds(control: np.ndarray, ks: np.ndarray, lengths: np.ndarray, out: np.ndarray, most: np.ndarray) -> None:
+def _predict(thresholds: np.ndarray, ks: np.ndarray, lengths: np.ndarray, out: np.ndarray, most: np.ndarray) -> None:
     for s in range(len(ks)):
-        out[s] = rules.threshold(control[s], ks[s], lengths[s])
+        out[s] = rules.threshold(thresholds[s], ks[s], lengths[s])
         most[s] = rules.most_candidates(ks[s], lengths[s])
 
 
 @entry()
 def _learn(
-    control: np.ndarray, ks: np.ndarray, used: np.ndarray, totals: np.ndarray, kths: np.ndarray, wider: np.ndarray
+    thresholds: np.ndarray, ks: np.ndarray, used: np.ndarray, totals: np.ndarray, kths: np.ndarray, wider: np.ndarray
 ) -> None:
     for s in range(len(ks)):
         if ks[s] == 0:
@@ -66,18 +66,18 @@ def _learn(
         kth, reached = kths[s], used[s]
         if kth < 0:
             # Fewer candidates than k: everything that is not zero, or an estimate.
-            kth = rules.estimate(control[s], ks[s], reached, totals[s]) if reached > 0 else 0.0
+            kth = rules.estimate(thresholds[s], ks[s], reached, totals[s]) if reached > 0 else 0.0
         elif wider[s]:
             reached = rules.WIDER * kth
-        rules.learn(control[s], ks[s], reached, totals[s], kth)
+        rules.learn(thresholds[s], ks[s], reached, totals[s], kth)
 
 
-def set_thresholds(table: np.ndarray, control: np.ndarray | None, dtype: np.dtype, whole: int) -> np.ndarray:
-    """Fill the columns of a SEGMENT table that depend on the control.
+def set_thresholds(table: np.ndarray, thresholds: np.ndarray | None, dtype: np.dtype, whole: int) -> np.ndarray:
+    """Fill the columns of a SEGMENT table that depend on the thresholds.
 
     Args:
         table: (S,) of SEGMENT with k and length, in place.
-        control: (S, COLUMNS) float64; None collects nothing at all.
+        thresholds: (S, COLUMNS) float64; None collects nothing at all.
         dtype: the state's type, to which thresholds are rounded.
         whole: the code of a segment that is searched as a whole after the pass; others get 0.
 
@@ -86,11 +86,11 @@ def set_thresholds(table: np.ndarray, control: np.ndarray | None, dtype: np.dtyp
     """
     table["source"] = whole
     table["key"] = NEVER
-    if control is None:
+    if thresholds is None:
         return np.zeros(len(table))
     ks, lengths = table["k"].astype(np.int64), table["length"].astype(np.int64)
     used, most = np.empty(len(table)), np.empty(len(table), np.int64)
-    _thresholds(control, ks, lengths, used, most)
+    _predict(thresholds, ks, lengths, used, most)
     with np.errstate(over="ignore"):
         rounded = used.astype(dtype)
     keys = np.maximum(rounded.view(f"u{dtype.itemsize}").astype(np.uint64), np.uint64(1))
@@ -108,7 +108,7 @@ def set_thresholds(table: np.ndarray, control: np.ndarray | None, dtype: np.dtyp
 
 
 def learn(
-    control: np.ndarray,
+    thresholds: np.ndarray,
     ks: np.ndarray,
     used: np.ndarray,
     totals: np.ndarray,
@@ -116,10 +116,10 @@ def learn(
     wider: np.ndarray,
     dtype: np.dtype,
 ) -> None:
-    """Update the control after a pass.
+    """Update the thresholds after a pass.
 
     Args:
-        control: (S, COLUMNS) float64, in place.
+        thresholds: (S, COLUMNS) float64, in place.
         ks: (S,) entries that were to be selected.
         used: (S,) float64 thresholds.
         totals: (S,) entries that reached them.
@@ -133,7 +133,7 @@ def learn(
     kths[short] = -1.0
     # A key beyond infinity is a NaN; the rules take both for "unknown".
     kths[np.isnan(kths)] = math.inf
-    _learn(control, ks.astype(np.int64), used, totals.astype(np.int64), kths, wider)
+    _learn(thresholds, ks.astype(np.int64), used, totals.astype(np.int64), kths, wider)
 
 
 _I32 = np.int32
@@ -155,9 +155,9 @@ class Selected:
 
 
 class Selector:
-    """One pass over one bucket: :meth:`start`, what else is to be enqueued, then :meth:`settle` with what came of it.
+    """One pass over one bucket: :meth:`start`, what else is to be enqueued, then :meth:`finish` with what came of it.
 
-    Until it is settled, other buckets may be begun on the same stream: what has to stay is in ``own``.
+    Until it is finished, other buckets may be begun on the same stream: what has to stay is in ``own``.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Selector:
         work: Sequence[SegmentWork],
         u: Array,
         v: Array,
-        control: np.ndarray | None,
+        thresholds: np.ndarray | None,
     ) -> None:
         """Fill the tables.
 
@@ -183,21 +183,21 @@ class Selector:
             work: the segments.
             u: the state, as ``v``.
             v: (n,) device array.
-            control: (S, COLUMNS) float64, or None to select nothing.
+            thresholds: (S, COLUMNS) float64, or None to select nothing.
 
         Raises:
             LayoutError: an array or a segment is not what a kernel may touch.
         """
-        if control is not None and control.shape != (len(work), COLUMNS):
-            raise LayoutError(f"control has shape {control.shape}; expected ({len(work)}, {COLUMNS})")
+        if thresholds is not None and thresholds.shape != (len(work), COLUMNS):
+            raise LayoutError(f"thresholds have shape {thresholds.shape}; expected ({len(work)}, {COLUMNS})")
         self._runtime, self._workspace, self._own, self._tables = runtime, workspace, own, tables
         self._geometry, self._tile_segment, self._span_tile = geometry
-        self._u, self._v, self._control = u, v, control
+        self._u, self._v, self._thresholds = u, v, thresholds
         self._dtype = np.dtype(v.dtype)
         self._bits = 8 * self._dtype.itemsize
         self.segments = np.zeros(len(work), SEGMENT)
         fill_segments(self.segments, work, self._geometry, v.size, runtime.address)
-        self._used = set_thresholds(self.segments, control, self._dtype, WHOLE)
+        self._used = set_thresholds(self.segments, thresholds, self._dtype, WHOLE)
         self._found = np.zeros(len(work), FOUND)
         self._summary = np.zeros(1, SUMMARY)
         self._whole = self.segments["source"] == WHOLE
@@ -209,7 +209,7 @@ class Selector:
         return int(self.segments["k"].sum(dtype=np.int64))
 
     def start(self) -> Selected:
-        """Enqueue the update of u and v, and with a control the selection."""
+        """Enqueue the update of u and v, and with thresholds the selection."""
         get, tiles, segments = self._workspace.get, self._geometry.tiles, self.segments
         room = int(segments["most"].sum(dtype=np.int64))
         self._runs = get("runs", np.uint64, tiles)
@@ -217,7 +217,7 @@ class Selector:
         self._values = get("values", self._dtype, room)
         self._bins = get("bins", np.uint32, len(segments) * BINS, zeros=True)
         self._sums = get("sums", np.uint64, tiles)
-        k = self.k if self._control is not None else 0
+        k = self.k if self._thresholds is not None else 0
         tables = self._send()
         own = self._own.get
         self.selected = Selected(own("chosen", np.int32, k), own("chosen_values", self._dtype, k), *tables)
@@ -226,7 +226,7 @@ class Selector:
                 "sweep", tiles, self.selected.segments, self._tile_segment, self._u, self._v, self._runs,
                 self._positions, self._values, self._bins, self.selected.found, self.selected.summary,
             )  # fmt: skip
-        if self._control is None or not len(segments):
+        if self._thresholds is None or not len(segments):
             return self.selected
         listed = (segments["source"] == CANDIDATES).all()
         if listed and segments["most"].max() <= SHORT and segments["tiles"].max() <= TILES:
@@ -245,10 +245,10 @@ class Selector:
 
     @property
     def result_bytes(self) -> int:
-        """Size of what :meth:`settle` needs: the tables ``found`` and ``summary``."""
+        """Size of what :meth:`finish` needs: the tables ``found`` and ``summary``."""
         return self._found.nbytes + SUMMARY.itemsize
 
-    def settle(self, result: np.ndarray) -> bool:
+    def finish(self, result: np.ndarray) -> bool:
         """After a wait: learn, or search whole segments, which needs another wait.
 
         Args:
@@ -259,7 +259,7 @@ class Selector:
         """
         self._found = result[: self._found.nbytes].view(FOUND).copy()
         self._summary[:] = result[self._found.nbytes :].view(SUMMARY)
-        if self._control is None:
+        if self._thresholds is None:
             return True
         if self._summary["unfinished"][0]:
             self._search_whole()
@@ -268,14 +268,14 @@ class Selector:
         return True
 
     def gather(self, entries: np.ndarray) -> np.ndarray:
-        """What was chosen, (count,), out of (k,) entries that came from the device; once settled."""
+        """What was chosen, (count,), out of (k,) entries that came from the device; once finished."""
         taken, place = self._found["taken"].tolist(), self.segments["place"].tolist()
         parts = [entries[p : p + n] for p, n in zip(place, taken, strict=True)]
         return np.concatenate(parts) if parts else entries[:0].copy()
 
     @property
     def count(self) -> int:
-        """Entries selected, once settled."""
+        """Entries selected, once finished."""
         return int(self._summary["count"][0])
 
     @property
@@ -366,5 +366,5 @@ class Selector:
         keys[candidates & (found["total"] < self.segments["k"])] = NEVER
         beyond = self._beyond_totals > 0
         totals = np.where(beyond, self._beyond_totals, found["total"])
-        assert self._control is not None
-        learn(self._control, self.segments["k"], self._used, totals, keys, ~candidates & ~beyond, self._dtype)
+        assert self._thresholds is not None
+        learn(self._thresholds, self.segments["k"], self._used, totals, keys, ~candidates & ~beyond, self._dtype)

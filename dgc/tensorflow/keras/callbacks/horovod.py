@@ -91,7 +91,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         optimizer = self.model.optimizer
         engine, members = _engine_of(optimizer), _process_set_of(optimizer)
         set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
-        own = [int(engine is not None and engine.was_changed()), bool(_lacking(optimizer)), engine is not None, set_id]
+        own = [int(engine is not None and engine.was_changed()), bool(_missing(optimizer)), engine is not None, set_id]
         rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
         _refuse_one_sided(optimizer, rows, set_id)
         return bool(rows[:, 0].any())
@@ -135,7 +135,7 @@ def _engine_of(optimizer: Optimizer) -> Any:
     return None if ours is None or ours.compression is None else ours.compression.engine
 
 
-def _lacking(optimizer: Optimizer) -> tuple[str, ...]:
+def _missing(optimizer: Optimizer) -> tuple[str, ...]:
     """Names of options without which a loaded model's optimizer cannot exchange."""
     ours = distributed_in(optimizer)
     return () if ours is None or is_alone(ours.process_set) is not False else ours._dgc_settings.lost
@@ -154,11 +154,11 @@ def _refuse_one_sided(optimizer: Optimizer, rows: np.ndarray, set_id: int) -> No
         ConfigError: a rank lacks options.
         LayoutError: some ranks of the set have a compressor that is bound, and others have not.
     """
-    lacking = np.flatnonzero(rows[:, 1]).tolist()
-    if lacking:
-        names = ", ".join(_lacking(optimizer)) or "options of its optimizer"
+    missing = np.flatnonzero(rows[:, 1]).tolist()
+    if missing:
+        names = ", ".join(_missing(optimizer)) or "options of its optimizer"
         raise ConfigError(
-            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
+            f"rank {missing[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
             "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
             "compression=..., process_set=...), loss=...), before you train it further"
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.inside import NOWHERE, Log
-from dgc.core.state.inside import FIGURES
+from dgc.adapter.metrics import NOWHERE, Log
+from dgc.core.state.probe import FIGURES
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 

@@ -35,9 +35,9 @@ def flat_state(saved: Any, shapes: Shapes, dtypes: Mapping[str, np.dtype]) -> di
     """
     require_keys(saved, ("parameters", "step", "rank", "size", "format"))
     listed = [name for group in saved.get("groups", ()) for name in group["names"]]
-    lacking = [name for name in listed if name not in saved["parameters"]]
-    if lacking:
-        raise StateError(f"the state lacks parameter {lacking[0]!r}; it was changed after it was saved")
+    missing = [name for name in listed if name not in saved["parameters"]]
+    if missing:
+        raise StateError(f"the state lacks parameter {missing[0]!r}; it was changed after it was saved")
     parameters = {}
     for name, entry in saved["parameters"].items():
         lost = [key for key in ("u",) if key not in entry]

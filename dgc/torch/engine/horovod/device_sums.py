@@ -1,4 +1,4 @@
-"""Large sums by NCCL where Horovod was built with it: those of dense steps, and of large tensors that travel dense."""
+"""Large sums by NCCL where Horovod was built with it: of dense steps, and of large tensors that are sent dense."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-class StandIns:
+class Placeholders:
     """The one-element tensors that Horovod reduces in the place of gradients; they are used again and again."""
 
     def __init__(self) -> None:
@@ -34,6 +34,6 @@ class StandIns:
         self._holders.append(hold(one))
         return one
 
-    def give_back(self, stand_in: torch.Tensor, value: float) -> None:
+    def give_back(self, placeholder: torch.Tensor, value: float) -> None:
         """Horovod is done with it, and has left ``value`` in it: mostly 1.0, as the average of ones."""
-        self._free.append(stand_in if value == 1.0 else stand_in.fill_(1.0))
+        self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))

@@ -14,7 +14,7 @@ import torch
 
 from dgc.core.exchange.exchange import Exchange
 from dgc.errors import ConfigError
-from dgc.torch.engine.tensors import places, samples, spread
+from dgc.torch.engine.tensors import places, samples, scattered_values
 
 
 class Carried(Enum):
@@ -39,7 +39,7 @@ class _Left:
         seen = self.gradient()
         if gradient is None or seen is None or gradient is not seen or seen._version != self.version:
             return False
-        return torch.equal(spread(seen), self.values) and bool(seen.any())
+        return torch.equal(scattered_values(seen), self.values) and bool(seen.any())
 
 
 class Results:
@@ -115,7 +115,7 @@ class Results:
         """The owner's ``zero_grad()`` has run: whatever is in ``.grad`` from now on is no result."""
         self._written = []
 
-    def settle(self) -> None:
+    def drop_if_cleared(self) -> None:
         """Before the state is looked at: drop the latest step if its results were cleared."""
         if self.undecided and not self.stand:
             self._conclude()
@@ -130,7 +130,7 @@ class Results:
             LayoutError: in the middle of a step.
         """
         self._exchange().require_between_steps("discard_step()")
-        self.settle()
+        self.drop_if_cleared()
         return self._exchange().drop()
 
     def next_begins(self, index: int | None = None, first_pass: bool = False) -> Carried:
@@ -199,7 +199,7 @@ class Results:
         for i in itertools.islice(filter(self._has_gradient, order), _TRIED):
             gradient = self._parameters[i].grad
             assert gradient is not None, "it has one"
-            found = i, _Left(weakref.ref(gradient), gradient._version, spread(gradient))
+            found = i, _Left(weakref.ref(gradient), gradient._version, scattered_values(gradient))
             if not gradient.is_cpu or found[1].values.any():
                 return found
             first = first or found

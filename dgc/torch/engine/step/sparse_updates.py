@@ -26,11 +26,11 @@ Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 
 
 class SparseUpdates:
-    """Decides in each step whether the sums of entries are held, and applies them.
+    """Decides in each step whether the sums of entries are deferred, and applies them.
 
-    They are held while nobody has asked for gradients: a script that calls ``synchronize()`` itself gets dense results,
-    written while the backward pass goes on, from the next step on. A script whose second step finds the first one's
-    gradients where they were (set to 0 in place, or added to) gets dense results for good: it needs them there.
+    They are deferred while nobody has asked for gradients: a script that calls ``synchronize()`` itself gets dense
+    results, written while the backward pass goes on, from the next step on. A script whose second step finds the first
+    one's gradients where they were (set to 0 in place, or added to) gets dense results for good: it needs them there.
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
@@ -61,7 +61,7 @@ class SparseUpdates:
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """A step begins; returns whether sums of entries are to be held in it."""
+        """A step begins; returns whether sums of entries are to be deferred in it."""
         self.pending = False
         self._see_clearing()
         self.reason = self._refusal(optimizer)
@@ -77,31 +77,31 @@ class SparseUpdates:
             in_step: whether its ``step()`` exchanges, so that no code of the script sees gradients before the update.
         """
         self._steps_at_once = in_step
-        # What was no reason when the step began may be one by now; where there was one, nothing is held.
+        # What was no reason when the step began may be one by now; where there was one, nothing is deferred.
         self.pending = self._steps_at_once and self.reason is None and self._refusal(optimizer) is None
         self._remember_gradients()
         return self.pending
 
     def apply(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[EntrySum], members: Sequence[torch.Tensor]
+        self, optimizer: torch.optim.Optimizer, deferred: Sequence[EntrySum], members: Sequence[torch.Tensor]
     ) -> None:
-        """Update the parameters by sums that were held, and let their ``.grad`` be None.
+        """Update the parameters by sums that were deferred, and let their ``.grad`` be None.
 
         Args:
             optimizer: whose groups hold the parameters.
-            held: of some buckets.
+            deferred: of some buckets.
             members: the parameters in the order of the layout.
         """
         self.pending = False
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if held else {}
-        for total in held:
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if deferred else {}
+        for total in deferred:
             for segment in total.bucket.sparse:
                 members[segment.parameter].grad = None
             tensors = ((members[i], places, values) for i, places, values in total.tensors())
             for _, run in itertools.groupby(tensors, lambda each: id(groups[id(each[0])])):
                 pieces = list(run)
                 _update(pieces, groups[id(pieces[0][0])])
-        self.applied = bool(held)
+        self.applied = bool(deferred)
         self._remember_gradients()
 
     def _remember_gradients(self) -> None:

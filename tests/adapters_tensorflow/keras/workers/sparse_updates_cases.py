@@ -15,7 +15,7 @@ import dgc.tensorflow.keras as dgck
 
 keras = m.keras
 STEPS = 30
-# The last layer's kernel and all biases travel dense.
+# The last layer's kernel and all biases are sent dense.
 OPTIONS = {"sparsity": 0.99, "bucket_bytes": 20_000}
 
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 from launch_tools import run_mpi
 
-from dgc.torch.engine.horovod.held import StandIns, hold
+from dgc.torch.engine.horovod.held import Placeholders, hold
 
 HANDING_OVER = """
 import sys, time
 import horovod.torch as hvd, torch
 hvd.init()
-from dgc.torch.engine.horovod.held import StandIns
+from dgc.torch.engine.horovod.held import Placeholders
 from worker_tools import report
 
-stand_ins = StandIns()
+placeholders = Placeholders()
 hvd.allreduce(torch.ones(1), name="begin")
 if hvd.rank() == 1:
     time.sleep(0.3)
@@ -21,7 +21,7 @@ if hvd.rank() == 1:
 count = 0
 try:
     while True:
-        hvd.allreduce_async_(stand_ins.take(), name=f"number.{count}")
+        hvd.allreduce_async_(placeholders.take(), name=f"number.{count}")
         count += 1
 except hvd.mpi_ops.HorovodInternalError:
     report(count)
@@ -30,21 +30,21 @@ except hvd.mpi_ops.HorovodInternalError:
 
 @pytest.mark.mpi
 def test_a_rank_that_hands_over_tensors_while_another_one_ends_is_told_of_it():
-    """With ``torch.ones(1)`` in the place of a stand-in the job hangs nearly always."""
+    """With ``torch.ones(1)`` in the place of a placeholder the job hangs nearly always."""
     result = run_mpi(2, HANDING_OVER, check=False)
     assert not result.timed_out, result.explain()
     assert result.values[0] is not None, result.explain()
 
 
-def test_stand_ins_are_used_again_and_are_1():
-    stand_ins = StandIns()
-    first = stand_ins.take()
-    other = stand_ins.take()
+def test_placeholders_are_used_again_and_are_1():
+    placeholders = Placeholders()
+    first = placeholders.take()
+    other = placeholders.take()
     assert first is not other
     for value in (5.0, 1.0):
         first.fill_(value)
-        stand_ins.give_back(first, value)
-        assert stand_ins.take() is first
+        placeholders.give_back(first, value)
+        assert placeholders.take() is first
         assert first.item() == 1
 
 

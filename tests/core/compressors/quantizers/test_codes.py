@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc.core.compressors.build import make_config
-from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, TILE, Coded, spread, tiles_of
+from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, TILE, Coded, magnitude_and_deviation, tiles_of
 from dgc.core.compressors.registry import compressor_class
 
 SHAPES = {"a": (31, 9), "b": (6, 5, 3, 3), "c": (70,), "d": (1,)}
@@ -67,7 +67,7 @@ def test_the_spread_from_moments_is_numpys(n, mean, seed):
     parts = [x[i : i + TILE] for i in range(0, n, TILE)]
     assert len(parts) == tiles_of(n)
     moments = np.array([(np.abs(p).max(), p.sum(), ((p - p.mean()) ** 2).sum()) for p in parts])
-    largest, deviation = spread(moments, n)
+    largest, deviation = magnitude_and_deviation(moments, n)
     assert largest == np.abs(x).max()
     assert deviation == pytest.approx(np.std(x), rel=1e-8, abs=1e-12)
 
@@ -82,11 +82,11 @@ def test_tiles_are_added_up_in_turn():
         apart = each / TILE - total / n
         squares += square
         about += TILE * apart * apart
-    assert spread(moments, n)[1] == np.sqrt((squares + about) / n)
+    assert magnitude_and_deviation(moments, n)[1] == np.sqrt((squares + about) / n)
 
 
 def test_a_spread_beyond_float64_is_infinite():
-    assert spread(np.array([[1e200, 0.0, np.inf]]), 5) == (1e200, np.inf)
+    assert magnitude_and_deviation(np.array([[1e200, 0.0, np.inf]]), 5) == (1e200, np.inf)
 
 
 def test_a_compressor_that_measures_nothing_has_no_common_scale():

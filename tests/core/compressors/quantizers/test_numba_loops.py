@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dgc.core.compressors.quantizers import numba_loops, numba_packing
-from dgc.core.compressors.quantizers.codes import spread, tiles_of
+from dgc.core.compressors.quantizers.codes import magnitude_and_deviation, tiles_of
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
@@ -209,7 +209,7 @@ def test_spread(n, dtype, mean):
         return (out,)
 
     (found,) = same(make)
-    largest, deviation = spread(found, n)
+    largest, deviation = magnitude_and_deviation(found, n)
     assert largest == np.abs(x).max()
     assert deviation == pytest.approx(np.std(x, dtype=np.float64), rel=1e-9, abs=1e-9)
 

@@ -13,10 +13,10 @@ def test_a_global_threshold_follows_the_last_step_over_all_tensors():
     rng = np.random.default_rng(4)
     x = alone.flat({"small": rng.standard_normal(2000) * 0.1, "large": rng.standard_normal(2000)})
     alone.encode(x)
-    alone.algorithm.finish(alone.spec, alone.control, refused=False)
-    threshold = alone.control[0, 0]
+    alone.algorithm.finish(alone.spec, alone.thresholds, refused=False)
+    threshold = alone.thresholds[0, 0]
     assert threshold == np.sort(np.abs(x))[3600 - 1]
-    assert (alone.control[:, 0] == threshold).all()
+    assert (alone.thresholds[:, 0] == threshold).all()
     decoded, count, _ = alone.sent(x, step=1)
     assert isinstance(decoded, SparseValues)
     np.testing.assert_array_equal(decoded.positions, np.flatnonzero(np.abs(x) > threshold))
@@ -29,8 +29,8 @@ def test_a_global_threshold_follows_the_last_step_over_all_tensors():
 def test_a_refused_step_leaves_the_global_threshold():
     alone = Alone(Case("topk", {"threshold": "global"}), {"w": (40, 50)})
     alone.encode(alone.random())
-    alone.algorithm.finish(alone.spec, alone.control, refused=True)
-    assert np.isnan(alone.control[:, 0]).all()
+    alone.algorithm.finish(alone.spec, alone.thresholds, refused=True)
+    assert np.isnan(alone.thresholds[:, 0]).all()
 
 
 def test_a_global_threshold_keeps_the_share_over_steps():

@@ -14,16 +14,16 @@ from dgc.core.state.layout import make_layout
 from dgc.core.wire.plan import Mode
 
 
-def test_the_vector_settles_before_its_memory_is_replaced_and_only_then():
+def test_the_vector_waits_before_its_memory_is_replaced_and_only_then():
     calls = Mock()
     buffers = Buffers(calls.sender, calls.vector)
     step = SimpleNamespace(fingerprint=5)
     for plan in ("a", "a", "b"):
         buffers.start(step, plan)
     assert calls.mock_calls == [
-        call.vector.settle(), call.sender.start("a", 5), call.vector.start("a"),
+        call.vector.wait_for_buffers(), call.sender.start("a", 5), call.vector.start("a"),
         call.sender.start("a", 5), call.vector.start("a"),
-        call.vector.settle(), call.sender.start("b", 5), call.vector.start("b"),
+        call.vector.wait_for_buffers(), call.sender.start("b", 5), call.vector.start("b"),
     ]  # fmt: skip
     assert buffers.payload is calls.sender.payload
 

@@ -49,7 +49,7 @@ def test_no_method_of_an_encoder_is_forgotten():
 def test_the_member_in_turn_gets_the_call(name, number, turn):
     encoder, members = composite()
     step = SimpleNamespace(step=number, density=0.1)
-    arguments = [Mock(control=np.ones(3)) for _ in range(ARGUMENTS[name])]
+    arguments = [Mock(thresholds=np.ones(3)) for _ in range(ARGUMENTS[name])]
     options = {"refused": True} if name == "finish" else {}
     result = getattr(encoder, name)(step, *arguments, **options)
     getattr(members[turn], name).assert_called_once_with(step, *arguments, **options)
@@ -70,9 +70,9 @@ def test_plans_follow_the_schedule_of_the_member_in_turn(number, turn):
 @pytest.mark.parametrize("number", [0, 2, 3, 4, 10, 11])
 def test_what_one_member_remembers_is_nothing_to_the_next(number):
     encoder, _ = composite()
-    state = SimpleNamespace(control=np.ones((2, 3)))
+    state = SimpleNamespace(thresholds=np.ones((2, 3)))
     encoder.compress(SimpleNamespace(step=number, density=0.1), Mock(), state, Mock(), Mock())
-    assert np.isnan(state.control).all() == (number in FIRST[1:])
+    assert np.isnan(state.thresholds).all() == (number in FIRST[1:])
 
 
 def test_sizes_are_checked_for_every_member():

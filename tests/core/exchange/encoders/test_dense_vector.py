@@ -71,7 +71,7 @@ def test_a_dense_sum_of_entries_keeps_what_the_encoder_wrote():
 
 @pytest.mark.parametrize("spoil", NAMES)
 @pytest.mark.parametrize("density", [None, 0.001])
-def test_a_value_that_is_not_finite_is_met_where_it_travels_dense(density, spoil):
+def test_a_value_that_is_not_finite_is_met_where_it_is_sent_dense(density, spoil):
     vector, plan, step, _ = prepared(density, spoil=spoil)
     assert vector.pack(step, plan) == (density is None or spoil in DENSE)
 

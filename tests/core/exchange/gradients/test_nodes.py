@@ -92,8 +92,8 @@ class Eager(ReferenceKernels):
 
     overlaps = True
 
-    def begin_selection(self, work, u, v, control):
-        selected = self.accumulate_and_select(work, u, v, control)
+    def begin_selection(self, work, u, v, thresholds):
+        selected = self.accumulate_and_select(work, u, v, thresholds)
         return lambda: selected
 
 

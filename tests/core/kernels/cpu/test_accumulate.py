@@ -50,10 +50,10 @@ def test_state_flags_and_selection_equal_the_reference(numba_kernels, state, tab
     size = offsets_of(lengths)[1]
     u, v = np.zeros(size + 5, state), np.zeros(size, state)
     expected_u, expected_v = u.copy(), v.copy()
-    control = numba_kernels.new_control(len(lengths))
+    thresholds = numba_kernels.new_thresholds(len(lengths))
     for step in range(3):
         work, _ = work_table(rng, lengths, ks, flags, dtypes, [kind[step] for kind in kinds])
-        chosen = numba_kernels.accumulate_and_select(work, u, v, control)
+        chosen = numba_kernels.accumulate_and_select(work, u, v, thresholds)
         with np.errstate(all="ignore"):
             nonfinite = reference.accumulate(work, expected_u, expected_v)
         np.testing.assert_array_equal(bits(u), bits(expected_u))
@@ -125,16 +125,16 @@ def test_one_bad_entry_anywhere_is_met_and_counts_as_zero(numba_kernels, positio
     g = np.ones(n, np.float32)
     g[position] = value
     u, v = np.ones(n, np.float32), np.ones(n, np.float32)
-    control = numba_kernels.new_control(1)
+    thresholds = numba_kernels.new_thresholds(1)
     for _ in range(2):  # cold, and with a threshold
         before = v[position], u[position]
-        chosen = numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, control)
+        chosen = numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, thresholds)
         assert chosen.nonfinite
         assert np.isfinite(v).all()
         assert u[position] == 0.5 * before[1]
         assert v[position] == before[0] + u[position]
     g[position] = 1
-    assert not numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, control).nonfinite
+    assert not numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, thresholds).nonfinite
 
 
 @pytest.mark.parametrize("position", [0, 63, 4095, 69999])
@@ -152,7 +152,7 @@ def test_finite_values_that_add_up_to_infinity_are_met_and_change_nothing(numba_
     expected_u, expected_v = u.copy(), v.copy()
     for before, kernels in (((u, v), numba_kernels), ((expected_u, expected_v), ReferenceKernels())):
         own_u, own_v = before
-        chosen = kernels.accumulate_and_select(work, own_u, own_v, kernels.new_control(1))
+        chosen = kernels.accumulate_and_select(work, own_u, own_v, kernels.new_thresholds(1))
         assert chosen.nonfinite
         assert np.isfinite(chosen.values).all()
         assert own_v[position] == np.float32(0.7 * largest)
@@ -174,7 +174,7 @@ def test_padding_between_segments_stays_untouched(numba_kernels):
     offsets, size = offsets_of(lengths)
     u, v = np.full(size, 7, np.float32), np.full(size, 7, np.float32)
     work = [SegmentWork(np.ones(n, np.float32), None, o, n, n, 0.9) for n, o in zip(lengths, offsets, strict=True)]
-    chosen = numba_kernels.accumulate_and_select(work, u, v, numba_kernels.new_control(3))
+    chosen = numba_kernels.accumulate_and_select(work, u, v, numba_kernels.new_thresholds(3))
     inside = np.zeros(size, bool)
     for n, o in zip(lengths, offsets, strict=True):
         inside[o : o + n] = True
@@ -219,5 +219,5 @@ def test_state_and_segments_that_do_not_fit_are_refused(numba_kernels):
         numba_kernels.accumulate(
             [SegmentWork(g, None, 0, 100, 1)], np.zeros(200, np.float32), np.zeros(200, np.float32)[::2]
         )
-    with pytest.raises(LayoutError, match="control"):
+    with pytest.raises(LayoutError, match="thresholds"):
         numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, 100, 1)], v.copy(), v, np.zeros((2, 6)))

@@ -24,7 +24,7 @@ class Buckets:
         self.kernels = kernels
         size = sum(SEGMENTS)
         self.states = [(np.zeros(size, np.float32), np.zeros(size, np.float32)) for _ in range(4)]
-        self.controls = [kernels.new_control(len(SEGMENTS)) for _ in self.states]
+        self.thresholds = [kernels.new_thresholds(len(SEGMENTS)) for _ in self.states]
         self.sent = []
 
     def work(self, step, bucket):
@@ -38,13 +38,13 @@ class Buckets:
 
     def in_turn(self, step):
         for b, (u, v) in enumerate(self.states):
-            chosen = self.kernels.accumulate_and_select(self.work(step, b), u, v, self.controls[b])
+            chosen = self.kernels.accumulate_and_select(self.work(step, b), u, v, self.thresholds[b])
             self.kernels.mask(u, v, chosen.positions, np.float32(0.5) * chosen.values, masking=True)
             self.sent.append((chosen.positions, chosen.values))
 
     def overlapping(self, step):
         def begin(b):
-            return self.kernels.begin_selection(self.work(step, b), *self.states[b], self.controls[b])
+            return self.kernels.begin_selection(self.work(step, b), *self.states[b], self.thresholds[b])
 
         last = len(self.states) - 1
         under_way = begin(0)
@@ -73,7 +73,7 @@ def test_overlapping_buckets_equal_buckets_in_turn(threads):
 
 def test_the_reference_begins_when_asked_for_the_result():
     wanted, got = Buckets(ReferenceKernels()), Buckets(ReferenceKernels())
-    got.kernels.begin_selection(got.work(0, 0), *got.states[0], got.controls[0])
+    got.kernels.begin_selection(got.work(0, 0), *got.states[0], got.thresholds[0])
     assert not np.any(got.states)
     wanted.in_turn(0)
     got.overlapping(0)
@@ -83,7 +83,7 @@ def test_the_reference_begins_when_asked_for_the_result():
 
 def test_a_pass_may_be_finished_by_another_thread():
     buckets = Buckets(NumbaKernels(2))
-    finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.controls[0])
+    finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.thresholds[0])
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(finish).result().positions.size
 

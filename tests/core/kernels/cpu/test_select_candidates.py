@@ -9,7 +9,7 @@ from dgc.core.kernels.cpu import select_candidates as module
 from dgc.core.kernels.cpu.select_candidates import BINS, FEW, UNFINISHED, Workspace, kth_key, write_largest
 from dgc.core.kernels.cpu.work_table import ENTRIES, FIRST_CHUNK, INTEGERS, LENGTH, OUT, REALS, USED
 from dgc.core.kernels.reference import top_k
-from dgc.core.kernels.threshold import new_control
+from dgc.core.kernels.threshold import new_thresholds
 
 BINS_OF_A_THREAD = np.empty(BINS, np.int64)
 
@@ -77,7 +77,7 @@ def tables(lengths, ks):
 def test_a_cold_bucket_is_divided_into_chunks_and_places():
     chunk = module.CHUNK
     integers, reals = tables([0, 1, chunk, chunk + 1], [0, 1, 5, 7])
-    chunks, room, out, elements = module.prepare(integers, reals, new_control(4), True, np.zeros(1, np.float32))
+    chunks, room, out, elements = module.prepare(integers, reals, new_thresholds(4), True, np.zeros(1, np.float32))
     assert integers[:, FIRST_CHUNK].tolist() == [0, 0, 1, 2]
     assert integers[:, OUT].tolist() == [0, 0, 1, 6]
     assert (chunks, out, elements) == (4, 13, 2 * chunk + 2)

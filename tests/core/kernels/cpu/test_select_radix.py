@@ -23,10 +23,10 @@ def test_the_largest_come_first_and_nothing_is_written_outside(threads, size, dt
     else:
         v[bad] = np.inf if broken == "inf" else np.nan
     kernels, k = NumbaKernels(threads), max(1, size // 100)
-    u, control, zeros = np.zeros(size, dtype), kernels.new_control(1), np.zeros(size, dtype)
+    u, thresholds, zeros = np.zeros(size, dtype), kernels.new_thresholds(1), np.zeros(size, dtype)
     for _ in range(3):
         before = v.copy()
-        chosen = kernels.accumulate_and_select([SegmentWork(zeros, None, 0, size, k, 0.9)], u, v, control)
+        chosen = kernels.accumulate_and_select([SegmentWork(zeros, None, 0, size, k, 0.9)], u, v, thresholds)
         positions = chosen.positions
         assert len(positions) <= k
         assert np.all(np.diff(positions) > 0)
@@ -44,7 +44,7 @@ def test_finite_gradients_that_overflow_v():
     u, v, g = np.zeros(size), np.zeros(size), np.zeros(size)
     g[::100] = 1.5e308
     for _ in range(4):
-        control = kernels.new_control(1)
-        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, size, 5, 0.0)], u, v, control)
+        thresholds = kernels.new_thresholds(1)
+        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, size, 5, 0.0)], u, v, thresholds)
         assert len(chosen.positions) == 5
         assert (chosen.positions % 100 == 0).all()

@@ -15,7 +15,7 @@ INFINITY = {"float32": 0x7F800000, "float64": 0x7FF << 52}
 @numba.njit(error_model="numpy")
 def arithmetic(a, b, out):
     for i in range(0, len(a), LANES):
-        x = simd.add(simd.multiply(simd.load(a, i), simd.spread(b[0])), simd.load(b, i))
+        x = simd.add(simd.multiply(simd.load(a, i), simd.splat(b[0])), simd.load(b, i))
         simd.store(out, i, x)
 
 

@@ -39,13 +39,13 @@ CONCURRENT = """
         offsets = np.cumsum([0, *lengths])
         u, v = np.zeros(offsets[-1], np.float32), np.zeros(offsets[-1], np.float32)
         expected_u, expected_v = u.copy(), v.copy()
-        control = kernels.new_control(3)
+        thresholds = kernels.new_thresholds(3)
         start.wait()
         for step in range(15):
             work = [SegmentWork(rng.standard_normal(n).astype(np.float32), None, int(o), n, n // 500, 0.9)
                     for n, o in zip(lengths, offsets)]
-            chosen = kernels.accumulate_and_select(work, u, v, control)
-            expected = reference.accumulate_and_select(work, expected_u, expected_v, control)
+            chosen = kernels.accumulate_and_select(work, u, v, thresholds)
+            expected = reference.accumulate_and_select(work, expected_u, expected_v, thresholds)
             if not (np.array_equal(u, expected_u) and np.array_equal(v, expected_v)
                     and np.array_equal(chosen.positions, expected.positions)):
                 failures.append((seed, step))
@@ -155,10 +155,10 @@ def test_kernels_and_torch_share_a_process():
         other = threading.Thread(target=compute)
         other.start()
         n = 500_000
-        u, v, control = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_control(1)
+        u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_thresholds(1)
         for step in range(30):
             g = torch.randn(n)
-            chosen = kernels.accumulate_and_select([SegmentWork(g.numpy(), None, 0, n, 500, 0.9)], u, v, control)
+            chosen = kernels.accumulate_and_select([SegmentWork(g.numpy(), None, 0, n, 500, 0.9)], u, v, thresholds)
             kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
             assert len(chosen.positions) == 500, step
         stop.set()
@@ -174,7 +174,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     outcomes = []
     for threads in (1, 2):
         kernels, rng = NumbaKernels(threads), np.random.default_rng(0)
-        u, v, control = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_control(len(lengths))
+        u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_thresholds(len(lengths))
         seen = []
         for step in range(15):
             factor = np.float32(1000 if step == 7 else 1)
@@ -182,9 +182,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
                 SegmentWork(rng.standard_normal(n).astype(np.float32) * factor, None, o, n, max(1, n // 200), 0.9)
                 for n, o in zip(lengths, offsets, strict=True)
             ]
-            chosen = kernels.accumulate_and_select(work, u, v, control)
+            chosen = kernels.accumulate_and_select(work, u, v, thresholds)
             kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
-            seen += [chosen.positions, chosen.values, control.copy()]
+            seen += [chosen.positions, chosen.values, thresholds.copy()]
         outcomes.append([*seen, u, v])
     for one, two in zip(*outcomes, strict=True):
         np.testing.assert_array_equal(one, two)

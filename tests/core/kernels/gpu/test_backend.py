@@ -34,8 +34,8 @@ def test_bad_arrays_are_refused():
     ):
         with pytest.raises(LayoutError, match=match):
             kernels.accumulate([work], u, v)
-    with pytest.raises(LayoutError, match="control"):
-        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, kernels.new_control(2))
+    with pytest.raises(LayoutError, match="thresholds"):
+        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, kernels.new_thresholds(2))
     with pytest.raises(LayoutError, match="both must be"):
         kernels.accumulate([SegmentWork(good, None, 0, 50, 1)], u.astype(np.float64), v)
     with pytest.raises(LayoutError, match="limit"):
@@ -50,8 +50,8 @@ def test_unaligned_arrays():
         whole = rng.standard_normal(9001).astype(kind)
         mine, theirs = bucket.work([whole[1:]], [whole[:-1]], dict(k=9, momentum=0.9, weight_decay=0.1))
         mine[0].gradient, mine[0].parameter = whole[1:], whole[:-1]
-        got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+        got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
         assert_same_selection(got, wanted)
         bucket.assert_same_state()
 
@@ -70,10 +70,10 @@ def test_nothing_to_send():
     u, v = np.zeros(64, np.float32), np.zeros(64, np.float32)
     empty = np.zeros(0, np.float32)
     work = [SegmentWork(np.ones(32, np.float32), None, 0, 32, 0), SegmentWork(empty, None, 32, 0, 3)]
-    got = kernels.accumulate_and_select(work, u, v, kernels.new_control(2))
+    got = kernels.accumulate_and_select(work, u, v, kernels.new_thresholds(2))
     assert got.positions.size == 0
     np.testing.assert_array_equal(v[:32], 1)
-    assert kernels.accumulate_and_select([], u, v, kernels.new_control(0)).positions.size == 0
+    assert kernels.accumulate_and_select([], u, v, kernels.new_thresholds(0)).positions.size == 0
 
 
 def test_conversions_of_all_halves():

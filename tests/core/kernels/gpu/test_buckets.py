@@ -48,7 +48,7 @@ def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, ma
     gradients = [draw(rng, n, pattern).astype(dtype) for n in lengths]
     mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.5) for k in ks])
     done, payload = compress(bucket, mine, codec)
-    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
     wanted = np.full(codec.max_bytes, 0xFF, np.uint8)
     decoded = codec.encode(selection.positions, selection.values, wanted)
     assert done.count == len(selection.positions)
@@ -82,7 +82,7 @@ def test_float16_scale_over_the_whole_range(largest):
     gradient[17] = largest
     mine, theirs = bucket.work([gradient], None, dict(k=500))
     done, payload = compress(bucket, mine, codec)
-    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
     wanted = np.zeros(codec.max_bytes, np.uint8)
     decoded = codec.encode(selection.positions, selection.values, wanted)
     np.testing.assert_array_equal(payload, wanted)
@@ -183,7 +183,7 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     parameters = [convert(rng.standard_normal(n), kind) for n in lengths]
     vector = np.full(4192, np.nan, dtype)
     items = [DenseTensor(gradient=g, vector=p, scale=1 / scale) for g, p in zip(gradients, places, strict=True)]
-    none = np.zeros(4192, dtype), np.zeros(0, dtype), kernels.new_control(0), None, np.zeros(0, np.uint8)
+    none = np.zeros(4192, dtype), np.zeros(0, dtype), kernels.new_thresholds(0), None, np.zeros(0, np.uint8)
     done = kernels.compress([], *none, items, vector)
     assert (done.count, done.nonfinite, done.positions) == (0, False, None)
     expected = np.zeros(4192, dtype)
@@ -220,7 +220,7 @@ def test_dense_tensors_tell_of_nonfinite_entries():
     kernels = DeviceKernels(HostRuntime())
     gradient = np.zeros(5000, np.float16)
     vector = np.zeros(5008, np.float32)
-    none = np.zeros(0, np.float32), np.zeros(0, np.float32), kernels.new_control(0), None, np.zeros(0, np.uint8)
+    none = np.zeros(0, np.float32), np.zeros(0, np.float32), kernels.new_thresholds(0), None, np.zeros(0, np.uint8)
     for bad, expected in ((1.0, False), (np.inf, True), (np.nan, True)):
         gradient[4999] = bad
         item = DenseTensor(gradient=gradient, vector=0)
@@ -239,7 +239,7 @@ def test_messages_over_steps_equal_the_cpus(values, dtype, short, monkeypatch):
     ks = [40, 30, 9]
     bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=11, deferred=True)))
     codec = codec_of(bucket, ks, "uint16", values)
-    u, v, control = bucket.u, bucket.v, cpu.new_control(3)
+    u, v, thresholds = bucket.u, bucket.v, cpu.new_thresholds(3)
     waits = []
     for step in range(9):
         scale = {4: 1000.0, 6: 0.0}.get(step, 1.0)
@@ -249,12 +249,12 @@ def test_messages_over_steps_equal_the_cpus(values, dtype, short, monkeypatch):
         done, payload = compress(bucket, mine, codec)
         waits.append(bucket.kernels.runtime.waits - before)
         bucket.kernels.subtract(bucket.device_u, bucket.device_v, done.positions, done.values, masking=True)
-        chosen = cpu.accumulate_and_select(theirs, u, v, control)
+        chosen = cpu.accumulate_and_select(theirs, u, v, thresholds)
         wanted = np.zeros(codec.max_bytes, np.uint8)
         decoded = codec.encode(chosen.positions, chosen.values, wanted)
         cpu.mask(u, v, chosen.positions, decoded, masking=True)
         np.testing.assert_array_equal(payload, wanted)
-        same_bits(bucket.control, control)
+        same_bits(bucket.thresholds, thresholds)
         bucket.kernels.wait()
         bucket.assert_same_state()
     assert waits[3] == 1
@@ -283,7 +283,7 @@ def test_buckets_that_are_begun_together_do_not_meet():
             given.append(mine)  # the kernels know their addresses
             form = device_format(codec.indices, codec.values)
             begun.append(
-                together.begin(mine, ours.device_u, ours.device_v, ours.control, form, payloads[0], scratch=scratch)
+                together.begin(mine, ours.device_u, ours.device_v, ours.thresholds, form, payloads[0], scratch=scratch)
             )
             payloads[1] = compress(alone, theirs, codec)[1]
         done = [each.finish() for each in begun]
@@ -291,7 +291,7 @@ def test_buckets_that_are_begun_together_do_not_meet():
         together.wait()
         for (ours, alone, _, _, payloads), each in zip(pairs, done, strict=True):
             np.testing.assert_array_equal(payloads[0], payloads[1])
-            same_bits(ours.control, alone.control)
+            same_bits(ours.thresholds, alone.thresholds)
             same_bits(ours.device_u, alone.device_u)
             same_bits(ours.device_v, alone.device_v)
             assert each.count > 0

@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: equal to the reference bit for bit, to the CPU backend in control, and never waiting."""
+"""The kernels on a real GPU: the reference's bits, the CPU backend's thresholds, and no waiting."""
 
 import time
 
@@ -58,8 +58,8 @@ def test_equals_the_reference(kernels, pattern, kind, dtype, momentum):
         gradients = [convert(draw(rng, n, pattern), kind) for n in LENGTHS]
         parameters = [convert(rng.standard_normal(n), kind) for n in LENGTHS]
         mine, theirs = bucket.work(gradients, parameters, options)
-        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+        wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
     bucket.assert_same_state()
     assert got.nonfinite == wanted.nonfinite
     np.testing.assert_array_equal(got.positions, wanted.positions)
@@ -72,16 +72,16 @@ def test_steps_equal_the_cpu_backend(kernels, dtype):
     rng = np.random.default_rng(1)
     bucket = bucket_of(kernels, LENGTHS, dtype)
     ks = [max(1, n // 1000) for n in LENGTHS]
-    u, v, control = bucket.u.copy(), bucket.v.copy(), cpu.new_control(len(LENGTHS))
+    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), cpu.new_thresholds(len(LENGTHS))
     for step in range(20):
         scale = {8: 1000.0, 14: 0.0}.get(step, 1.0)
         gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in LENGTHS]
         mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
-        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-        wanted = cpu.accumulate_and_select(theirs, u, v, control)
+        got = kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+        wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
         np.testing.assert_array_equal(got.positions, wanted.positions)
         same_bits(got.values, wanted.values)
-        same_bits(bucket.control, control)
+        same_bits(bucket.thresholds, thresholds)
         kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
         cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
     same_bits(kernels.memory.to_host(bucket.device_v), v)
@@ -100,8 +100,8 @@ def test_messages_equal_the_hosts(kernels, pattern, indices, values):
         [draw(rng, n, pattern).astype(np.float32) for n in LENGTHS], None, [dict(k=k, momentum=0.5) for k in ks]
     )
     payload = kernels.runtime.host_array(codec.max_bytes, np.uint8)
-    done = kernels.compress(mine, bucket.device_u, bucket.device_v, bucket.control, form, payload)
-    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    done = kernels.compress(mine, bucket.device_u, bucket.device_v, bucket.thresholds, form, payload)
+    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
     wanted = np.zeros(codec.max_bytes, np.uint8)
     decoded = codec.encode(selection.positions, selection.values, wanted)
     assert done.count == len(selection.positions)
@@ -187,7 +187,7 @@ def test_nothing_waits_but_the_message(kernels, monkeypatch):
         before()
         start = time.perf_counter()
         done = kernels.compress(
-            mine, bucket.device_u, bucket.device_v, bucket.control, form, payload,
+            mine, bucket.device_u, bucket.device_v, bucket.thresholds, form, payload,
             [DenseTensor(gradient=dense, vector=0)], vector,
         )  # fmt: skip
         middle = time.perf_counter()

@@ -26,8 +26,8 @@ def _quiet():
 
 def step_both(bucket, gradients, parameters, options):
     mine, theirs = bucket.work(gradients, parameters, options)
-    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-    wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.control)
+    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+    wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
     bucket.assert_same_state()
     assert got.nonfinite == wanted.nonfinite
     return got, wanted
@@ -102,21 +102,21 @@ def lists(request, monkeypatch):
 
 @pytest.mark.usefixtures("lists")
 def test_control_and_selection_equal_the_cpu_backends():
-    """Same thresholds, same candidates, same rows of control, step by step."""
+    """Same thresholds, same candidates, same rows of thresholds, step by step."""
     cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     rng = np.random.default_rng(5)
     lengths = [30000, 3000, 12000]
     ks = [60, 30, 12]
     bucket = Bucket(lengths, "float32", DeviceKernels(HostRuntime(seed=1)))
-    u, v, control = bucket.u.copy(), bucket.v.copy(), cpu.new_control(3)
+    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), cpu.new_thresholds(3)
     for step in range(12):
         scale = {6: 100.0, 9: 0.0}.get(step, 1.0)
         gradients = [(draw(rng, n, "heavy") * scale).astype(np.float32) for n in lengths]
         mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
-        got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-        wanted = cpu.accumulate_and_select(theirs, u, v, control)
+        got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+        wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
         assert_same_selection(got, wanted)
-        same_bits(bucket.control, control)
+        same_bits(bucket.thresholds, thresholds)
         bucket.kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
         cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
         same_bits(bucket.device_v, v)
@@ -125,23 +125,23 @@ def test_control_and_selection_equal_the_cpu_backends():
 @pytest.mark.usefixtures("lists")
 @pytest.mark.parametrize("extra", [-20, -3, -1, 0, 1, 2, 500, 5000])
 def test_candidates_just_enough_and_not(extra):
-    """Around k candidates, and far off: the same entries and the same control as on the CPU."""
+    """Around k candidates, and far off: the same entries and the same thresholds as on the CPU."""
     cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     n, k = 20000, 64
     magnitudes = np.linspace(0.5, 2.0, n, dtype=np.float32)
     gradient = np.random.default_rng(0).permutation(magnitudes) * np.float32(-1)
     bucket = Bucket([n], "float32", DeviceKernels(HostRuntime(seed=9)))
-    wanted_control = cpu.new_control(1)
-    for control in (bucket.control, wanted_control):
+    wanted_thresholds = cpu.new_thresholds(1)
+    for thresholds in (bucket.thresholds, wanted_thresholds):
         # What a pass over the same values leaves behind, and then another threshold.
         u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, control)
-        control[0, rules.NEXT] = np.sort(magnitudes)[n - k - extra]
+        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, thresholds)
+        thresholds[0, rules.NEXT] = np.sort(magnitudes)[n - k - extra]
     mine, _ = bucket.work([gradient], None, dict(k=k))
-    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
-    wanted = cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], bucket.u, bucket.v, wanted_control)
+    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
+    wanted = cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], bucket.u, bucket.v, wanted_thresholds)
     assert_same_selection(got, wanted)
-    same_bits(bucket.control, wanted_control)
+    same_bits(bucket.thresholds, wanted_thresholds)
     assert len(got.positions) == (k + extra if -0.2 * k <= extra < 0 else k)
 
 
@@ -153,18 +153,18 @@ def test_candidates_far_above_their_threshold(lists):
     gradient[::40] = np.linspace(1.0, 1.1, n // 40)
     gradient[7 : 7 + 100 * k : 100] = np.linspace(64.0, 65.0, k)
     bucket = Bucket([n], "float32", DeviceKernels(HostRuntime(seed=9)))
-    controls = [bucket.control, cpu.new_control(1)]
-    for control in controls:
+    both = [bucket.thresholds, cpu.new_thresholds(1)]
+    for thresholds in both:
         u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, control)
-        control[0, rules.NEXT] = 1.0
+        cpu.accumulate_and_select([SegmentWork(gradient, None, 0, n, k)], u, v, thresholds)
+        thresholds[0, rules.NEXT] = 1.0
     mine, theirs = bucket.work([gradient], None, dict(k=k))
-    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.control)
+    got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
     launches = bucket.kernels.runtime.launches
     assert (launches.count("choose"), launches.count("emit")) == ((1, 1) if lists else (0, 2))
-    wanted = cpu.accumulate_and_select(theirs, bucket.u, bucket.v, controls[1])
+    wanted = cpu.accumulate_and_select(theirs, bucket.u, bucket.v, both[1])
     assert_same_selection(got, wanted)
-    same_bits(*controls)
+    same_bits(*both)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -74,7 +74,7 @@ class DeviceEncoder(TopKEncoder):
             segment_work(self._bucket, self._config, step, plan, self._ranks) if active else [],
             state.u,
             state.v,
-            state.control,
+            state.thresholds,
             form,
             buffers.payload,
             self._vector.gradients(step, plan),

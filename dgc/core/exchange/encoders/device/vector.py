@@ -29,7 +29,7 @@ class DeviceVector(DenseVector):
         super().start(plan)
         self.is_packed = False
 
-    def settle(self) -> None:  # noqa: D102
+    def wait_for_buffers(self) -> None:  # noqa: D102
         self._kernels.wait()
 
     def pack(self, step: StepContext, plan: BucketPlan) -> bool:  # noqa: D102

@@ -266,7 +266,7 @@ __device__ __forceinline__ const Real* entries_of(
 
 // How many entries of each tile are above the k-th largest key (upper half of the sum), and how many equal it. In a
 // segment that is searched as a whole, found.total becomes the number of entries that reach `wider` times the k-th
-// largest magnitude: the threshold control learns from it how steeply their number falls.
+// largest magnitude: the rule for thresholds learns from it how steeply their number falls.
 // grid (tiles / WARPS), block (THREADS): one warp for each tile.
 extern "C" __global__ void __launch_bounds__(THREADS) dgc_count(
     const Segment* __restrict__ segments, const int* __restrict__ tile_segment, const Run* __restrict__ runs,

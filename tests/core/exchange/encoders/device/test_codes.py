@@ -19,7 +19,7 @@ from dgc.transport.local import run_ranks
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 
-# More than a tile, pieces of rows that are not full, a kernel of a convolution; vectors and what is small travel dense.
+# More than a tile, pieces of rows that are not full, a kernel of a convolution; vectors and small ones are sent dense.
 SHAPES = {"a.weight": (150, 90), "b.weight": (6, 5, 3, 3), "c.weight": (700,), "d.weight": (7, 5)}
 
 CASES = {

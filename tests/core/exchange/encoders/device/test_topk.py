@@ -46,7 +46,7 @@ CASES = {
 @pytest.mark.parametrize("ranks", once([3, 1]))
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_cpu(case, ranks):
-    """Results, u, v and control, bit for bit, over steps that nobody waits between."""
+    """Results, u, v and thresholds, bit for bit, over steps that nobody waits between."""
     options = {"sparsity": 0.99, **CASES[case]}
     exact = "clipping" not in case  # sums of squares are added up in another order
     got = run(device_kernels, ranks, 6, **options)

@@ -83,7 +83,7 @@ def test_equals_the_cpu(density, loss_scale, refused, options):
 
 @pytest.mark.parametrize("spoil", range(len(SHAPES)))
 @pytest.mark.parametrize("density", [None, 0.001])
-def test_a_value_that_is_not_finite_is_met_where_it_travels_dense(density, spoil):
+def test_a_value_that_is_not_finite_is_met_where_it_is_sent_dense(density, spoil):
     mine, theirs = both(density, spoil=spoil)
     assert mine.vector.pack(mine.step, mine.plan) == theirs.vector.pack(theirs.step, theirs.plan)
 

@@ -12,8 +12,8 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.inside import FIGURES, Inside, TensorFigures
 from dgc.core.state.layout import make_layout
+from dgc.core.state.probe import FIGURES, Probe, TensorFigures
 from dgc.transport.local import run_ranks
 
 STEPS = 9
@@ -26,7 +26,7 @@ class Seen:
         self.every, self.is_off, self.error = every, False, None
         self.taken, self.left_out, self.reminded = {}, {}, 0
 
-    def looks(self, step):
+    def wants(self, step):
         return step % self.every == 0
 
     def take(self, inside):
@@ -90,7 +90,7 @@ EXACT = [
 def test_figures_are_those_of_a_count_by_hand(case):
     def one_rank(transport):
         exchange, seen = make_exchange(transport, case), Seen()
-        exchange.inside = Inside(exchange.layout, seen)
+        exchange.probe = Probe(exchange.layout, seen)
         naive, expected = Naive(exchange), {}
         for step in range(STEPS):
             given = gradients(step, transport.rank)
@@ -102,7 +102,7 @@ def test_figures_are_those_of_a_count_by_hand(case):
         assert seen.error is None
         for step in range(STEPS):
             same_figures(seen.taken[step], expected[step])
-            assert all("travels dense" in why for why in seen.left_out[step].values())
+            assert all("sent dense" in why for why in seen.left_out[step].values())
         assert set(seen.left_out[0]) | set(seen.taken[0]) == {p.name for p in exchange.layout.parameters}
         return seen.taken
 
@@ -117,7 +117,7 @@ def test_training_has_the_same_bits(case):
     def one_rank(transport, every):
         exchange, seen = make_exchange(transport, case), Seen(every or 1)
         if every:
-            exchange.inside = Inside(exchange.layout, seen)
+            exchange.probe = Probe(exchange.layout, seen)
         results = [run_step(exchange, gradients(step, transport.rank))[1] for step in range(STEPS)]
         saved = exchange.state_dict()["parameters"]
         state = {f"{n}.{k}": a.tobytes() for n, entry in saved.items() for k, a in entry.items()}
@@ -138,7 +138,7 @@ def test_training_has_the_same_bits(case):
 def watched(transport, **options):
     default = {} if "algorithm" in options else {"sparsity": 0.9}
     exchange, seen = make_plain(transport, **default, **options), Seen()
-    exchange.inside = Inside(exchange.layout, seen)
+    exchange.probe = Probe(exchange.layout, seen)
     return exchange, seen
 
 
@@ -193,7 +193,7 @@ def test_who_cannot_look_goes_on_alone():
         exchange, seen = watched(transport)
         for step in range(4):
             if step == 1 and transport.rank == 1:
-                exchange.inside._name = None
+                exchange.probe._name = None
             _, results = run_step(exchange, grads_of(step, transport.rank))
         exchange.close()
         if transport.rank == 1:
@@ -214,7 +214,7 @@ def test_compressors_made_of_compressors():
         config = CompressorBase({"min_numel": 64}, kind, members).config
         exchange = Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
         seen = Seen()
-        exchange.inside = Inside(exchange.layout, seen)
+        exchange.probe = Probe(exchange.layout, seen)
         for step in range(5):
             run_step(exchange, grads_of(step, transport.rank))
         exchange.close()

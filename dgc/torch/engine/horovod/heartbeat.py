@@ -27,7 +27,7 @@ can say which one it is."""
 _NAP = 0.5e-3
 
 
-class StandIn:
+class Heartbeat:
     """Sends a 1.0 at the beginning of each step; costs no waiting unless the exchange itself is late.
 
     Where Horovod's collectives are the transport, the sum is awaited before the first of them, for no longer than
@@ -55,9 +55,9 @@ class StandIn:
         self._transport = transport
         self._process_set = process_set
         self._count_bytes = count_bytes
-        self._name = HOROVOD.unique_name("dgc.stand_in", process_set)
+        self._name = HOROVOD.unique_name("dgc.heartbeat", process_set)
         self._handle: int | None = None
-        self._owed = 0  # stand-ins of steps that have begun, which could not be sent yet
+        self._pending = 0  # heartbeats of steps that have begun, which could not be sent yet
         self._one = torch.ones(1)
         self._holder = hold(self._one)
 
@@ -69,8 +69,8 @@ class StandIn:
             StallError: Horovod's collectives are the transport, and a rank has not come for too long.
             TransportError: Horovod failed, or was shut down.
         """
-        self._owed += 1
-        self._send_owed()
+        self._pending += 1
+        self._send_pending()
         if self._transport.name == "horovod":
             self._wait()
             self._collect()
@@ -79,28 +79,28 @@ class StandIn:
         """Look at the sum if it is there.
 
         Args:
-            all_came: all ranks are in this step, so that every sum is under way. What is owed is then sent before the
-                caller goes on: Horovod names an operation without a name by counting, on each rank for itself, and a
-                rank that lags behind would wait for ever in the user's next one.
+            all_came: all ranks are in this step, so that every sum is under way. What is pending is then sent before
+                the caller goes on: Horovod names an operation without a name by counting, on each rank for itself, and
+                a rank that lags behind would wait for ever in the user's next one.
 
         Raises:
             ConfigError: a rank has joined.
             TransportError: Horovod failed, or was shut down.
         """
-        self._send_owed(all_came)
+        self._send_pending(all_came)
         if self._is_there():
             self._collect()
 
-    def _send_owed(self, patient: bool = False) -> None:
+    def _send_pending(self, patient: bool = False) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while self._owed:
+        while self._pending:
             while not self._is_there():
                 if not patient and time.monotonic() > deadline:
                     return
                 time.sleep(_NAP)
             self._collect()
             self._start()
-            self._owed -= 1
+            self._pending -= 1
 
     def _is_there(self) -> bool:
         with _explaining_shutdown(self._hvd):

@@ -1,4 +1,4 @@
-"""What users see of a compressor's inside: a mapping of the last step that was looked at, and a log of such steps.
+"""What residuals hold back, as users see it: a mapping of the last step that was looked at, and a log of such steps.
 
 Every figure is one rank's own. Nothing here asks the other ranks, so any of them may log, or rank 0 alone.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.state.inside import FIGURES, Inside, TensorFigures
+from dgc.core.state.probe import FIGURES, Probe, TensorFigures
 from dgc.errors import ConfigError
 
 OFF = "no log is on: call log_to(writer) first, on each rank that wants to see"
@@ -30,7 +30,7 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
-class Look(Mapping[str, TensorFigures]):
+class Metrics(Mapping[str, TensorFigures]):
     """The latest step that was looked at: a tensor's name -> its figures on this rank.
 
     Attributes:
@@ -57,11 +57,11 @@ class Look(Mapping[str, TensorFigures]):
         self.nothing: str | None = None if self._figures else said
 
     @classmethod
-    def into(cls, insides: Iterable[Inside], nothing: str = NOT_YET) -> Look:
+    def into(cls, probes: Iterable[Probe], nothing: str = NOT_YET) -> Metrics:
         """What several exchanges of one model have seen, together."""
-        seen = [inside for inside in insides if inside.step is not None]
-        figures = {name: f for inside in seen for name, f in inside.figures.items()}
-        left_out = {name: why for inside in seen for name, why in inside.left_out.items()}
+        seen = [probe for probe in probes if probe.step is not None]
+        figures = {name: f for probe in seen for name, f in probe.figures.items()}
+        left_out = {name: why for probe in seen for name, why in probe.left_out.items()}
         return cls(max((i.step for i in seen if i.step is not None), default=None), figures, left_out, nothing)
 
     def __getitem__(self, name: str) -> TensorFigures:
@@ -139,19 +139,19 @@ class Log:
         self._waits = waits
         self._untold: str | None = None
 
-    def looks(self, step: int) -> bool:
+    def wants(self, step: int) -> bool:
         """Whether to look at a step."""
         return step % self._every == 0
 
-    def take(self, inside: Inside) -> None:
+    def take(self, probe: Probe) -> None:
         """Write what was seen; a writer's error ends the log, and nothing else."""
         try:
-            step = inside.step
-            for name, figures in inside.figures.items():
+            step = probe.step
+            for name, figures in probe.figures.items():
                 for figure, value in figures.as_dict().items():
                     self._writer.add_scalar(f"{self._prefix}.{figure}/{name}", value, step)
-            if self.writes_total and inside.figures:
-                for figure, value in TensorFigures.together(inside.figures.values()).as_dict().items():
+            if self.writes_total and probe.figures:
+                for figure, value in TensorFigures.together(probe.figures.values()).as_dict().items():
                     self._writer.add_scalar(f"{self._prefix}.total/{figure}", value, step)
         except Exception as error:
             self.fail(error)
@@ -185,8 +185,8 @@ class Log:
             warnings.showwarning(warning, RuntimeWarning, __file__, 0)
 
 
-class SeesInside:
-    """Mixed into a compressor: what its user says and reads about its inside."""
+class CompressorMetrics:
+    """Mixed into a compressor: its log, and the metrics of the latest step that was measured."""
 
     _log: Log | None = None
     _guest: Log | None = None
@@ -211,10 +211,10 @@ class SeesInside:
 
     def _use_log(self, log: Log | None) -> None:
         self._log, self._guest = log, None
-        self._look_for(log)
+        self._attach(log)
 
-    def _look_for(self, log: Log | None) -> None:
-        if (engine := self._looked_into()) is not None:
+    def _attach(self, log: Log | None) -> None:
+        if (engine := self._probed_engine()) is not None:
             engine.use_log(log)
 
     def begin_log(self, writer: Any, every: int = 100, prefix: str = "compression") -> Log:
@@ -230,7 +230,7 @@ class SeesInside:
         """
         guest = Log(self._writer_of(writer), every, prefix, waits=self._waits)
         self._guest = guest
-        self._look_for(guest)
+        self._attach(guest)
         return guest
 
     def end_log(self, guest: Log) -> None:
@@ -244,13 +244,13 @@ class SeesInside:
         return self._log is not None and self._guest is not None
 
     @property
-    def inside(self) -> Look:
+    def inside(self) -> Metrics:
         """The latest step that was looked at, by the tensors' names; this rank's own figures."""
-        engine = self._looked_into()
+        engine = self._probed_engine()
         if engine is not None:
-            look: Look = engine.inside
-            return look
-        return Look(nothing=OFF if self._log is None and self._guest is None else self._unseen())
+            found: Metrics = engine.inside
+            return found
+        return Metrics(nothing=OFF if self._log is None and self._guest is None else self._unseen())
 
     _waits = False
     """Whether :meth:`Log.tell` is called after steps."""
@@ -259,7 +259,7 @@ class SeesInside:
         """What has ``add_scalar``; an adapter knows its framework's writers."""
         return writer
 
-    def _looked_into(self) -> Any:
+    def _probed_engine(self) -> Any:
         """The engine, if there is one."""
         raise NotImplementedError
 
@@ -268,32 +268,32 @@ class SeesInside:
         return ALONE
 
 
-class LooksInside:
-    """Mixed into an engine: the log, and the exchanges that it looks into."""
+class EngineMetrics:
+    """Mixed into an engine: the log, and the probes of its exchanges."""
 
     _exchanges: list[Exchange]
     _log: Log | None = None
-    _last_look: Look | None = None
+    _last_metrics: Metrics | None = None
 
     def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
-        """See :meth:`SeesInside.log_to`; for an optimizer that is its own compressor."""
+        """See :meth:`CompressorMetrics.log_to`; for an optimizer that is its own compressor."""
         self.use_log(None if writer is None else Log(writer, every, prefix, waits=True))
 
     def use_log(self, log: Log | None) -> None:
         """Look into all exchanges for a log, or no longer; what was seen last can still be read then."""
         if log is None and self._log is not None:
-            self._last_look = self.inside
+            self._last_metrics = self.inside
         self._log = log
         for exchange in self._exchanges:
-            exchange.inside = None
+            exchange.probe = None
         self._watch()
 
     @property
-    def inside(self) -> Look:
-        """See :attr:`SeesInside.inside`."""
+    def inside(self) -> Metrics:
+        """See :attr:`CompressorMetrics.inside`."""
         if self._log is None:
-            return self._last_look or Look(nothing=OFF)
-        return Look.into(e.inside for e in self._exchanges if e.inside is not None)
+            return self._last_metrics or Metrics(nothing=OFF)
+        return Metrics.into(e.probe for e in self._exchanges if e.probe is not None)
 
     def _watch(self) -> None:
         """Look into those exchanges that are new, too."""
@@ -301,8 +301,8 @@ class LooksInside:
             return
         self._log.writes_total = len(self._exchanges) <= 1
         for exchange in self._exchanges:
-            if exchange.inside is None:
-                exchange.inside = Inside(exchange.layout, self._log)
+            if exchange.probe is None:
+                exchange.probe = Probe(exchange.layout, self._log)
 
     def _tell_of_log(self) -> None:
         """After a step, where nothing is half done."""

@@ -1,6 +1,6 @@
 """Metrics of a residual, tensor by tensor: its norm, and the share that a step sent.
 
-An :class:`Inside` probes the steps of one exchange. It only reads: training has the same bits with and without it.
+A :class:`Probe` measures the steps of one exchange. It only reads: training has the same bits with and without it.
 
 Letters: n elements of a bucket's sparsified part, k entries that a step sent.
 """
@@ -50,11 +50,11 @@ class Sink(Protocol):
 
     is_off: bool
 
-    def looks(self, step: int) -> bool:
+    def wants(self, step: int) -> bool:
         """Whether to probe a step."""
         ...
 
-    def take(self, inside: Inside) -> None:
+    def take(self, probe: Probe) -> None:
         """A step was probed."""
         ...
 
@@ -114,8 +114,8 @@ FIGURES = ("residual_norm", "sent_share", "density")
 """What is shown of a tensor."""
 
 
-class Inside:
-    """Probes the steps of one exchange.
+class Probe:
+    """Measures the steps of one exchange.
 
     Attributes:
         step: number of the latest step that was probed; None before the first.
@@ -136,7 +136,7 @@ class Inside:
         self._layout = layout
         self._sink = sink
 
-    def look(self, step: Any, buckets: Sequence[Source]) -> None:
+    def measure(self, step: Any, buckets: Sequence[Source]) -> None:
         """Probe a finished step, before what was sent leaves the residual; never raises.
 
         Args:
@@ -147,12 +147,12 @@ class Inside:
             self._sink.remind()
             return
         try:
-            if not self._sink.looks(step.step):
+            if not self._sink.wants(step.step):
                 return
             figures: dict[str, TensorFigures] = {}
             left_out: dict[str, str] = {}
             for each in buckets:
-                left_out |= self._named(each.bucket.dense, "travels dense: all of it is sent in every step")
+                left_out |= self._named(each.bucket.dense, "sent dense: all of it is sent in every step")
                 if not each.bucket.sparse:
                     continue
                 sent = each.probe(step)

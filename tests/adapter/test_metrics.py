@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.inside import NOWHERE, Log, Look
-from dgc.core.state.inside import TensorFigures
+from dgc.adapter.metrics import NOWHERE, Log, Metrics
+from dgc.core.state.probe import TensorFigures
 from dgc.errors import ConfigError
 
 FIGURES = {"fc": TensorFigures(10, 2, 4.0, 1.0), "new": TensorFigures(5, 0, 0.0, 0.0)}
-SEEN = SimpleNamespace(step=200, figures=FIGURES, left_out={"bias": "travels dense"})
+SEEN = SimpleNamespace(step=200, figures=FIGURES, left_out={"bias": "sent dense"})
 OTHER = SimpleNamespace(step=199, figures={"head": TensorFigures(10, 0, 1.0, 1.0)}, left_out={})
 """What exchanges have looked at."""
 
@@ -25,14 +25,14 @@ class Kept:
 
 
 def test_several_exchanges_are_one_mapping():
-    look = Look.into([SEEN, OTHER])
+    look = Metrics.into([SEEN, OTHER])
     assert list(look) == ["fc", "new", "head"]
     assert look.step == 200
     assert look.nothing is None
     assert look.total.elements == 25
     assert look.total.sent == 2
     assert "bias" not in look
-    with pytest.raises(KeyError, match="travels dense"):
+    with pytest.raises(KeyError, match="sent dense"):
         look["bias"]
     with pytest.raises(KeyError, match="there is no such tensor"):
         look["?"]
@@ -42,9 +42,9 @@ def test_several_exchanges_are_one_mapping():
 
 
 def test_an_empty_one_says_why():
-    assert Look().nothing == "no step was looked at yet"
-    dense = Look(3, {}, {"a": "the step was dense", "b": "the step was dense", "c": "travels dense"})
-    assert dense.nothing == "the step was dense; travels dense"
+    assert Metrics().nothing == "no step was looked at yet"
+    dense = Metrics(3, {}, {"a": "the step was dense", "b": "the step was dense", "c": "sent dense"})
+    assert dense.nothing == "the step was dense; sent dense"
     assert str(dense) == dense.nothing
     with pytest.raises(KeyError, match="the step was dense"):
         dense["b"]
@@ -73,7 +73,7 @@ def test_a_log_of_some_tensors_has_no_total():
 
 def test_which_steps_are_looked_at():
     log = Log(NOWHERE, 100, "", waits=True)
-    assert [step for step in range(301) if log.looks(step)] == [0, 100, 200, 300]
+    assert [step for step in range(301) if log.wants(step)] == [0, 100, 200, 300]
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "1", None])

@@ -4,8 +4,8 @@ import pytest
 from launch_tools import run_mpi
 
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.torch.engine.horovod import stand_in
-from dgc.torch.engine.horovod.stand_in import StandIn
+from dgc.torch.engine.horovod import heartbeat
+from dgc.torch.engine.horovod.heartbeat import Heartbeat
 
 
 class Horovod:
@@ -43,10 +43,10 @@ class Transport:
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(stand_in.HOROVOD, "unique_name", lambda *_: "name", raising=False)
-    monkeypatch.setattr(stand_in, "_PATIENCE", 0.01)
+    monkeypatch.setattr(heartbeat.HOROVOD, "unique_name", lambda *_: "name", raising=False)
+    monkeypatch.setattr(heartbeat, "_PATIENCE", 0.01)
     hvd = Horovod()
-    return hvd, StandIn(hvd, Transport(), None)
+    return hvd, Heartbeat(hvd, Transport(), None)
 
 
 def test_one_is_sent_in_each_step(made):
@@ -68,7 +68,7 @@ def test_a_rank_that_is_late_is_not_waited_for_here_and_nothing_is_left_out(made
     assert hvd.sent == 3
 
 
-def test_nothing_is_owed_when_a_step_ends(made):
+def test_nothing_is_pending_when_a_step_ends(made):
     """A user's next operation has the same number on all ranks."""
     hvd, one = made
     one.send()
@@ -100,14 +100,14 @@ def test_where_horovod_carries_the_bytes_a_rank_that_does_not_come_is_given_up(m
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.05")
     hvd, _ = made
     hvd.rank = lambda: 0
-    one = StandIn(hvd, Transport(), None)
+    one = Heartbeat(hvd, Transport(), None)
     one.send()  # nobody is late
     hvd.late = 10**9
     with pytest.raises(StallError, match=r"rank 0 gives up at the beginning of a step.*checkpoint that it saves alone"):
         one.send()
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "soon")
     with pytest.raises(ConfigError, match="is 'soon'; allowed: a number of seconds"):
-        StandIn(hvd, Transport(), None)
+        Heartbeat(hvd, Transport(), None)
 
 
 SAVES_ALONE = """
