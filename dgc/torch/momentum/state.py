@@ -10,7 +10,7 @@ import torch
 
 from dgc.adapter.paddle import StateError, check_regularizer, checked_buffer, require_keys
 
-_EXTRAS = ("format", "step", "rank", "size", "sparse_gradients")
+_EXTRAS = ("format", "op", "step", "rank", "size", "sparse_gradients")
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
