@@ -149,31 +149,26 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def delete_replaced(folder: Path, token: str, rank: int, size: int) -> None:
-    """Delete this rank's share of a replaced checkpoint's files; another number of ranks may have saved it."""
-    for path, of in _candidates(folder, rank, size):
-        if of == token:
-            _delete(path)
-
-
-def sweep(folder: Path, token: str, rank: int, size: int) -> None:
-    """Delete this rank's share of what saves have left behind that were killed or have failed.
+def sweep(folder: Path, token: str, replaced: str, rank: int, size: int) -> None:
+    """Delete this rank's share of a replaced checkpoint's files, and of what failed or killed saves have left.
 
     A save under way holds its files locked. What is not locked and not named by the checkpoint belongs to none.
 
     Args:
         folder: the directory.
         token: of the save that has just been completed.
+        replaced: of the checkpoint before it, if any: its files go also where the file system has no locks.
         rank: this rank.
         size: number of ranks.
     """
     for path, of in _candidates(folder, rank, size):
-        if of == token:
-            continue
-        with _locked(path) as is_free:
-            # Asked only now: who held it may have completed its checkpoint meanwhile.
-            if is_free and token_in(folder) != of:
-                _delete(path)
+        if of == replaced:
+            _delete(path)
+        elif of != token:
+            with _locked(path) as is_free:
+                # Asked only now: the save that held it may have completed its checkpoint meanwhile.
+                if is_free and token_in(folder) != of:
+                    _delete(path)
 
 
 def _candidates(folder: Path, rank: int, size: int) -> Iterator[tuple[Path, str | None]]:
@@ -206,12 +201,12 @@ def _locked(path: Path) -> Iterator[bool]:
 
 def _save(content: object, file: BinaryIO) -> None:
     """``torch.save`` with checksums, and with the error of the file where torch raises one of its own."""
-    noting = _Noting(file)
     with _checksums():
         try:
-            torch.save(content, noting)
-        except RuntimeError as error:
-            raise (noting.error or error) from error
+            torch.save(content, file)
+        except RuntimeError:
+            file.flush()  # what could not be written is still in the buffer: this raises the reason
+            raise
 
 
 @contextlib.contextmanager
@@ -226,21 +221,3 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(chosen)
-
-
-class _Noting:
-    """A file that remembers why it could not be written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()

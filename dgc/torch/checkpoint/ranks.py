@@ -14,8 +14,6 @@ from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.transport.agreement import agree_or_raise
 
-_TOKEN_DIGITS = 16
-
 
 class Ranks:
     """Who takes part: the ranks that exchange gradients, or this process alone.
@@ -80,14 +78,18 @@ class Ranks:
         """
         return bool(self._gather(np.array([here], np.uint8)).any())
 
-    def of_first(self, token: str | None) -> str | None:
-        """What rank 0 has given, 16 hexadecimal digits or None. Collective.
+    def of_first(self, text: str, length: int) -> str:
+        """What rank 0 has given, in ASCII. Collective.
+
+        Args:
+            text: cut off after ``length``.
+            length: characters, the same on all ranks.
 
         Raises:
             TransportError: the ranks could not be asked.
         """
-        own = np.frombuffer((token or "").encode().ljust(_TOKEN_DIGITS), np.uint8).copy()
-        return self._gather(own)[0].tobytes().decode().strip() or None
+        own = np.frombuffer(text.encode("ascii", "replace").ljust(length)[:length], np.uint8).copy()
+        return self._gather(own)[0].tobytes().decode().rstrip()
 
     def _gather(self, own: np.ndarray) -> np.ndarray:
         if self._transport is None:

@@ -14,9 +14,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dgc.core.state.checks import require_sound
-from dgc.torch.checkpoint.files import MAIN_FILE, Written, delete_replaced, rank_file, sweep, token_in
+from dgc.torch.checkpoint.files import MAIN_FILE, Written, rank_file, sweep, token_in
 from dgc.torch.checkpoint.ranks import Ranks
 from dgc.torch.compressor import DGCCompressor
+
+_TOKEN_BYTES = 8
 
 
 def save_checkpoint(
@@ -61,10 +63,10 @@ def save_checkpoint(
         return {"step": state.get("step", 0)}
 
     ranks.agree(look, "save")
-    token = ranks.of_first(secrets.token_hex(8))
-    assert token is not None
+    before = token_in(folder) if ranks.rank == 0 else None
+    drawn = ranks.of_first(secrets.token_hex(_TOKEN_BYTES) + (before or ""), 4 * _TOKEN_BYTES)
+    token, replaced = drawn[: 2 * _TOKEN_BYTES], drawn[2 * _TOKEN_BYTES :]
     written = Written(token)
-    replaced: str | None = None
 
     def write_own() -> None:
         # Tensors, so that the file loads with weights_only=True.
@@ -72,7 +74,6 @@ def save_checkpoint(
         written.add(folder / rank_file(token, ranks.rank, ranks.size), own)
 
     def write_main() -> None:
-        nonlocal replaced
         if ranks.rank == 0:
             content = {
                 "token": token,
@@ -81,16 +82,12 @@ def save_checkpoint(
                 "optimizer": optimizer.state_dict(),
                 "extra": extra,
             }
-            replaced = token_in(folder)
             written.add(folder / MAIN_FILE, content)
 
     try:
         _write(ranks, written, write_own, "write the compressor's state")
         _write(ranks, written, write_main, "write the checkpoint")
-        replaced = ranks.of_first(replaced)
-        if replaced is not None:
-            delete_replaced(folder, replaced, ranks.rank, ranks.size)
-        sweep(folder, token, ranks.rank, ranks.size)
+        sweep(folder, token, replaced, ranks.rank, ranks.size)
     finally:
         written.release()
 

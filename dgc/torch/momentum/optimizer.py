@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +56,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     # away would leave the others waiting.
     _step_supports_amp_scaling = True
     _shows_gradients = False  # minimize() returns them
+    _scale = 1.0  # a GradScaler's, in this step
     _fuse_elementwise = False  # step() exchanges gradients, so fuse_optimizer must leave it whole
 
     def __init__(
@@ -149,15 +149,14 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
                 "regularization": regularization,
             }
             super(DGCMomentum, self).__init__(params, defaults)
-            return momentum_state.describe_groups(self.param_groups)
+            self._named = momentum_state.named_parameters(self.param_groups)
+            return momentum_state.describe(self.param_groups, self._named)
 
         agree_or_raise(self._transport, build, "arguments")
-        named = [(n, p) for n, p in momentum_state.named_parameters(self.param_groups) if p.requires_grad]
+        named = [(n, p) for n, p in self._named if p.requires_grad]
         config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
-        self._scale = 1.0
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
-        itself = weakref.ref(self)
-        self._engine.updates.obstacle = lambda _: _obstacle(itself())
+        self._engine.updates.obstacle = lambda _: self._obstacle()
         if self._transport.size > 1:
             heartbeat = Heartbeat(hvd, self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = heartbeat.send, heartbeat.check
@@ -184,21 +183,20 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
                 ranks; before any parameter is updated.
             DGCError: another rank failed.
         """
-        loss = self._evaluate(closure)
+        loss = None if closure is None else self._evaluate(closure)
         scale = getattr(self, "grad_scale", None)
         self._scale = 1.0 if scale is None else float(scale)
         refused_before = self._engine.stats.refused_steps
-        self._take_options()
-        self._submit_all()
+        exchanged = self._take_options()
+        for i, p, group in reversed(exchanged):  # as a backward pass would: the last layers' bucket leaves first
+            self._submit(i, p, group)
         self._engine.finish()
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
         self._engine.update(self)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if self._engine.index_of(p) is None or not p.requires_grad or p.grad is None:
-                    continue
+        for _, p, group in exchanged:
+            if p.requires_grad and p.grad is not None:
                 if self._scale != 1.0:
                     p.grad.div_(self._scale)
                 p.add_(p.grad, alpha=-float(group["lr"]))
@@ -271,7 +269,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             sent yet), in the parameter's shape; ``"param_groups"``; ``"step"``, ``"rank"`` and ``"size"``.
         """
         full = super().state_dict()
-        full.update(momentum_state.to_torch(self._engine.state_dict(), momentum_state.numbered(self.param_groups)))
+        full.update(momentum_state.to_torch(self._engine.state_dict(), self._named))
         return full
 
     def load_state_dict(
@@ -312,69 +310,52 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         if not resize and not isinstance(state_dict, Mapping):
             raise StateError(f"load_state_dict got {len(states)} states; pass this rank's own, or resize=True")
-        numbers = momentum_state.numbered(self.param_groups)
         momentum_state.check_groups(states[0], self.param_groups)
-        loaded = [momentum_state.from_torch(state, numbers) for state in states]
+        loaded = [momentum_state.from_torch(state, self._named) for state in states]
         with as_state_error():
             own = own_state(loaded, self._transport, self.options.rampup_begin_step) if resize else loaded[0]
             self._engine.load_state_dict(own)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-        return {"step": own["step"], **momentum_state.describe_groups(self.param_groups)}
+        return {"step": own["step"], **momentum_state.describe(self.param_groups, self._named)}
 
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
         try:
             with torch.enable_grad():
                 return closure()
         except Exception as error:
-            # The others are on their way into the exchange.
+            # The other ranks are on their way into the exchange.
             with contextlib.suppress(DGCError):
                 self._engine.fail(RemoteError(f"the closure failed: {type(error).__name__}: {error}"))
             raise
 
-    def _take_options(self) -> None:
-        """What the groups and the parameters say now; it is compared among the ranks."""
+    def _take_options(self) -> list[tuple[int, torch.Tensor, dict[str, Any]]]:
+        """Hand the engine what groups and parameters say now; it is compared among the ranks.
+
+        Returns:
+            (index, parameter, group) of those that are exchanged.
+        """
+        hyper, exchanged = self._engine.adoption.hyper, []
         try:
-            self._read_options()
-        except Exception as error:
-            # The others are on their way into the exchange.
-            if not isinstance(error, DGCError):
-                error = ConfigError(f"an option of a parameter group: {type(error).__name__}: {error}")
-            self._engine.fail(error)
-
-    def _read_options(self) -> None:
-        self._engine.learning_rates = tuple(float(group["lr"]) for group in self.param_groups)
-        hyper = self._engine.adoption.hyper
-        for group in self.param_groups:
-            for p in group["params"]:
-                i = self._engine.index_of(p)
-                if i is not None:
-                    hyper.momentum[i], hyper.nesterov[i] = float(group["momentum"]), bool(group["nesterov"])
-                    hyper.weight_decay[i] = max(self._decay(group, p))
-
-    def _decay(self, group: dict[str, Any], p: torch.Tensor) -> tuple[float, float]:
-        """(L1, L2) coefficients of a parameter, of which one at most is not 0."""
-        own = getattr(p, "regularizer", None)
-        if own is None:
-            return group["l1_decay"], group["l2_decay"]
-        return coefficients(check_regularizer(own, "a parameter's regularizer"))
-
-    def _submit_all(self) -> None:
-        # The last layers first, as a backward pass would: their bucket is the first to travel.
-        for group in reversed(self.param_groups):
-            for p in reversed(group["params"]):
-                i = self._engine.index_of(p)
-                if i is not None:
-                    self._submit(i, p, group)
-                elif p.grad is not None:
-                    self._engine.fail(
-                        LayoutError(
+            self._engine.learning_rates = tuple(float(group["lr"]) for group in self.param_groups)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    i = self._engine.index_of(p)
+                    if i is not None:
+                        hyper.momentum[i], hyper.nesterov[i] = float(group["momentum"]), bool(group["nesterov"])
+                        hyper.weight_decay[i] = max(_decay(group, p))
+                        exchanged.append((i, p, group))
+                    elif p.grad is not None:
+                        raise LayoutError(
                             "a parameter that needed no gradient when the optimizer was built has one now; build the "
                             "optimizer after all its parameters require gradients"
                         )
-                    )
+        except Exception as error:
+            # The other ranks are on their way into the exchange.
+            if not isinstance(error, DGCError):
+                error = ConfigError(f"an option of a parameter group: {type(error).__name__}: {error}")
+            self._engine.fail(error)
+        return exchanged
 
     def _submit(self, i: int, p: torch.Tensor, group: dict[str, Any]) -> None:
         if p.grad is None:
@@ -385,15 +366,20 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
                 self._engine.fail(sparse_refusal(self._engine.names[i], advice), i)
             p.grad = p.grad.to_dense()
         # G = clip(g) + c * sign(p) is G = clip(g) + c * x with another x: the core adds it where it adds weight decay.
-        decayed = torch.sign(p) if self._decay(group, p)[0] else None
-        p.grad = self._engine.submit(i, p.grad, decayed)
+        p.grad = self._engine.submit(i, p.grad, torch.sign(p) if _decay(group, p)[0] else None)
+
+    def _obstacle(self) -> str | None:
+        """Why the results of a step that begins must be dense; see :mod:`dgc.torch.engine.step.sparse_updates`."""
+        if self._shows_gradients:
+            return "minimize() returns gradients"
+        if self._scale != 1.0:
+            return "a GradScaler's scale is in them"
+        return next(filter(None, (refusal_of_rate(group["lr"]) for group in self.param_groups)), None)
 
 
-def _obstacle(optimizer: DGCMomentum | None) -> str | None:
-    """Why the results of a step that begins must be dense; see :mod:`dgc.torch.engine.step.sparse_updates`."""
-    assert optimizer is not None, "it takes the step"
-    if optimizer._shows_gradients:
-        return "minimize() returns gradients"
-    if optimizer._scale != 1.0:
-        return "a GradScaler's scale is in them"
-    return next(filter(None, (refusal_of_rate(group["lr"]) for group in optimizer.param_groups)), None)
+def _decay(group: dict[str, Any], p: torch.Tensor) -> tuple[float, float]:
+    """(L1, L2) coefficients of a parameter, of which one at most is not 0."""
+    own = getattr(p, "regularizer", None)
+    if own is None:
+        return group["l1_decay"], group["l2_decay"]
+    return coefficients(check_regularizer(own, "a parameter's regularizer"))
