@@ -77,9 +77,9 @@ class Settings:
         Nothing is adopted in a job of one process.
 
         Raises:
-            ConfigError: momentum twice.
+            ConfigError: momentum twice, or ``process_set`` is none.
         """
-        if self.compression is not None and not self.lost and is_alone(self.process_set) is False:
+        if is_alone(self.process_set) is False and self.compression is not None and not self.lost:
             self.compression.adopt(optimizer, self.process_set)
 
     def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
