@@ -20,7 +20,7 @@ TRAIN_IMAGES = 898
 
 
 def main() -> None:
-    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     images, labels = load_digits(return_X_y=True)

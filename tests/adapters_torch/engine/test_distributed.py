@@ -22,7 +22,7 @@ def test_under_torchrun(results, name):
 
 @pytest.mark.mpi
 def test_the_example_trains():
-    output = run_mpi(2, REPOSITORY / "examples" / "torchrun_digits.py", "4", launcher="torchrun").stdout
+    output = run_mpi(2, REPOSITORY / "examples" / "torchrun_digits.py", "10", launcher="torchrun").stdout
     accuracy, ratio = map(float, re.search(r"accuracy ([\d.]+) %, (\d+) times", output).groups())
     assert accuracy > 85
     assert ratio > 100
