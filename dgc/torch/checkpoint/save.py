@@ -64,7 +64,7 @@ def save_checkpoint(
 
     ranks.agree(look, "save")
     before = token_in(folder) if ranks.rank == 0 else None
-    drawn = ranks.of_first(secrets.token_hex(_TOKEN_BYTES) + (before or ""), 4 * _TOKEN_BYTES)
+    drawn = ranks.gather(secrets.token_hex(_TOKEN_BYTES) + (before or ""), 4 * _TOKEN_BYTES)[0]
     token, replaced = drawn[: 2 * _TOKEN_BYTES], drawn[2 * _TOKEN_BYTES :]
     written = Written(token)
 
@@ -99,11 +99,11 @@ def _write(ranks: Ranks, written: Written, work: Callable[[], None], what: str) 
     """
     failed: Exception | None = None
     try:
-        with ranks.busy():
+        with ranks.transport.busy():
             work()
     except Exception as error:
         failed = error
-    if ranks.any(failed is not None):
+    if "failed" in ranks.gather("" if failed is None else "failed", len("failed")):
         written.discard()
 
     def outcome() -> dict[str, Any]:

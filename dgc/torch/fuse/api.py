@@ -120,22 +120,19 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
             return record.update(seam, closure)
 
     local_step = Optimizer.profile_hook_step(update)
-    if not seam.communicates:
+    around = seam.around
+    if around is None:
         return local_step(seam.local, *arguments)
 
     def distributed_step(_optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        try:
-            closure = _evaluated(closure)
-            if seam.before is not None:
-                seam.before()
-            result = local_step(seam.local) if closure is None else local_step(seam.local, closure)
-        except Exception as error:
-            if seam.failed is not None:
-                seam.failed(error)
-            raise
-        if seam.after is not None:
-            seam.after()
-        return result
+        evaluated: list[Callable[[], Any]] = []
+
+        def compute() -> None:
+            if (loss := _evaluated(closure)) is not None:
+                evaluated.append(loss)
+
+        with around(compute):
+            return local_step(seam.local, *evaluated)
 
     if seam.local is not optimizer:  # the outer optimizer has hooks of its own
         distributed_step = Optimizer.profile_hook_step(distributed_step)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,22 +25,14 @@ class StepSeam:
     Attributes:
         local: the optimizer that owns the parameter groups and the state to update.
         update_class: the class whose ``step`` is the local update and nothing else.
-        before: brings gradients and options up to date; runs after the closure and before the update.
-        after: publishes the updated weights.
-        failed: called with an error of the closure, of ``before`` or of the update before it is raised, for other
-            ranks that wait for ``after``.
+        around: the context of the update; None where nothing else happens in a step. It gets a function that computes
+            the gradients, which it calls first; at the end it publishes the updated weights. An error of that function
+            or of the update is raised in it, so that other ranks can be told.
     """
 
     local: Optimizer
     update_class: type[Optimizer]
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
-    failed: Callable[[Exception], None] | None = None
-
-    @property
-    def communicates(self) -> bool:
-        """Whether anything besides the local update happens in a step."""
-        return self.before is not None or self.after is not None or self.failed is not None
+    around: Callable[[Callable[[], None]], AbstractContextManager[None]] | None = None
 
 
 def step_without_hooks(update_class: type[Optimizer]) -> Callable[..., Any]:
@@ -66,12 +59,17 @@ def resolve(optimizer: Optimizer) -> StepSeam:
     # Horovod derives a class from the user's at run time, so the user's comes right behind the last such class.
     inner = _describe(optimizer, bases[wrapping[-1] + 1])
 
-    def before() -> None:
-        _synchronize(optimizer)
-        if inner.before is not None:
-            inner.before()
+    def around(compute: Callable[[], None]) -> AbstractContextManager[None]:
+        def averaged() -> None:
+            compute()
+            _synchronize(optimizer)
 
-    return replace(inner, before=before)
+        if inner.around is not None:
+            return inner.around(averaged)
+        averaged()
+        return nullcontext()
+
+    return StepSeam(inner.local, inner.update_class, around)
 
 
 def _describe(optimizer: Optimizer, cls: type) -> StepSeam:

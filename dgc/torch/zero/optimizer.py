@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.fuse.seam import StepSeam
 from dgc.torch.zero.delta import Shard
 from dgc.torch.zero.groups import (
     Group,
@@ -36,9 +38,6 @@ from dgc.torch.zero.sharing import Sharing
 from dgc.torch.zero.state import ShardedState
 from dgc.torch.zero.wrapped import OwnedGroups, averaging, require_hooks, require_same_set
 from dgc.transport.agreement import agree_or_raise
-
-if TYPE_CHECKING:
-    from dgc.torch.fuse.seam import StepSeam
 
 
 class ZeroRedundancyOptimizer(ShardedState):
@@ -193,19 +192,9 @@ class ZeroRedundancyOptimizer(ShardedState):
             RemoteError: the update failed on another rank.
             TransportError: the new values could not be sent, for instance because a rank has joined (``hvd.join``).
         """
-        unfinished = self._begin()
-        try:
-            self._before_update(gradients_known=closure is None)
-            if closure is None:
-                loss = self.optim.step(**kwargs)
-            else:
-                loss = self.optim.step(averaging(self, closure), **kwargs)
-            self._after_update()
-        except Exception as error:
-            self._sharing.fail(error)
-            raise
-        self._publish(unfinished)
-        return loss
+        arguments = () if closure is None else (averaging(self, closure),)
+        with self._around_update(gradients_known=closure is None):
+            return self.optim.step(*arguments, **kwargs)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, which are given to the ranks with the least elements; old ones keep their owners.
@@ -259,35 +248,34 @@ class ZeroRedundancyOptimizer(ShardedState):
 
     def _fuse_seam(self) -> StepSeam:
         """This optimizer's step taken apart, for ``fuse_step``."""
-        from dgc.torch.fuse.seam import StepSeam
+        return StepSeam(self.optim, type(self.optim), self._around_update)
 
-        unfinished: bool | None = None
+    @contextlib.contextmanager
+    def _around_update(
+        self, compute: Callable[[], None] | None = None, *, gradients_known: bool = True
+    ) -> Iterator[None]:
+        """The context of a local update, which all ranks enter.
 
-        def before() -> None:
-            nonlocal unfinished
-            unfinished = self._begin()
-            self._before_update(gradients_known=True)
-
-        def after() -> None:
-            try:
-                self._after_update()
-            except Exception as error:
-                self._sharing.fail(error)
-                raise
-            self._publish(bool(unfinished))
-
-        def failed(error: Exception) -> None:
-            if unfinished is None:  # the closure failed, and the other ranks are on their way to their own update
-                self._begin()
-            self._sharing.fail(error)
-
-        return StepSeam(self.optim, type(self.optim), before, after, failed)
-
-    def _begin(self) -> bool:
-        """Begin a step, which all ranks do; returns whether the last one may not have reached its end."""
-        unfinished, self._unfinished = self._unfinished, True
+        Args:
+            compute: computes the gradients, if that is not done yet.
+            gradients_known: whether the update begins with all gradients.
+        """
+        unfinished, self._unfinished = self._unfinished, True  # whether the last step may not have reached its end
         self._ranks.begin_count()
-        return unfinished
+        try:
+            if compute is not None:
+                compute()
+            self._before_update(gradients_known=gradients_known)
+            yield
+            self._pull_options()
+            self._sharing.after_update(self.param_groups)
+        except Exception as error:
+            self._sharing.fail(error)
+            raise
+        step = self._sharing.publish(unfinished=unfinished)
+        if step is not None:
+            self.stats.record(step, refused=False)
+        self._state_loaded = self._unfinished = False
 
     def _before_update(self, *, gradients_known: bool) -> None:
         require_same_set(self, self._ranks.members)
@@ -298,22 +286,12 @@ class ZeroRedundancyOptimizer(ShardedState):
         if trainable != self._kinds[1]:
             warnings.warn(
                 "parameters were frozen or unfrozen since the last step; the sharded optimizer rebuilds its buckets",
-                stacklevel=4,
+                stacklevel=6,
             )
         if (types, trainable) != self._kinds or (self._views is not None and not self._views.intact()):
             self._rebuild_shards()
         self._push_options()
         self._sharing.before_update(self.param_groups, gradients_known=gradients_known, state_loaded=self._state_loaded)
-
-    def _after_update(self) -> None:
-        self._pull_options()
-        self._sharing.after_update(self.param_groups)
-
-    def _publish(self, unfinished: bool) -> None:
-        step = self._sharing.publish(unfinished=unfinished)
-        if step is not None:
-            self.stats.record(step, refused=False)
-        self._state_loaded = self._unfinished = False
 
     def _local_groups(self, rank: int | None = None) -> list[Group]:
         rank = self._ranks.rank if rank is None else rank

@@ -166,7 +166,7 @@ class Sharing:
             self._explain_difference()
         different = _UNFINISHED not in counts and len(set(values)) > 1
         if different:
-            warnings.warn(_DIFFERENT, stacklevel=6)
+            warnings.warn(_DIFFERENT, stacklevel=7)
         if different or _UNFINISHED in counts:
             counts, with_frozen, changes = [UNKNOWN] * len(counts), [True] * len(counts), None
         itemsize = self._parameters[0].element_size()  # all are of one type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,15 @@ class Sharded(torch.optim.Optimizer):
         self._publish()
         return loss
 
+    @contextlib.contextmanager
+    def _around(self, compute):
+        compute()
+        self._push_options()
+        yield
+        self._publish()
+
     def _fuse_seam(self) -> StepSeam:
-        return StepSeam(self.optim, type(self.optim), self._push_options, self._publish)
+        return StepSeam(self.optim, type(self.optim), self._around)
 
 
 def test_an_optimizer_that_describes_its_step():
@@ -62,8 +70,14 @@ def test_an_optimizer_that_describes_its_step():
 
 def test_an_update_that_fails_is_made_known_before_the_error_is_raised():
     class Telling(Sharded):
-        def _fuse_seam(self) -> StepSeam:
-            return StepSeam(self.optim, type(self.optim), self._push_options, self._publish, self.calls.append)
+        @contextlib.contextmanager
+        def _around(self, compute):
+            try:
+                compute()
+                yield
+            except ValueError as error:
+                self.calls.append(error)
+                raise
 
     error = ValueError("no gradient today")
 
@@ -162,13 +176,21 @@ def test_a_wrapper_around_a_wrapper_and_around_one_that_describes_itself():
     wrapped.calls = []
     seam = resolve(wrapped)
     assert seam.local is wrapped.optim
-    seam.before()
-    assert wrapped.calls == ["synchronize", "before"]
+    with seam.around(lambda: wrapped.calls.append("closure")):
+        assert wrapped.calls == ["closure", "synchronize", "before"]
+    assert wrapped.calls[3:] == ["after"]
 
 
 def test_a_wrapper_that_describes_itself_is_believed():
     cls = wrapped_like_horovod(torch.optim.SGD)
-    cls._fuse_seam = lambda self: StepSeam(self, torch.optim.SGD, None, lambda: self.calls.append("mine"))
+
+    @contextlib.contextmanager
+    def around(self, compute):
+        compute()
+        yield
+        self.calls.append("mine")
+
+    cls._fuse_seam = lambda self: StepSeam(self, torch.optim.SGD, lambda compute: around(self, compute))
     optimizer = cls(make_params(), lr=0.1)
     fuse_optimizer(optimizer)
     optimizer.fuse_step()
