@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.exchange.encoders.base import Buffers, Encoder, largest
+from dgc.core.exchange.encoders.base import BucketStep, Buffers, Encoder, largest
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
 from dgc.core.kernels.base import Array, Kernels
@@ -52,33 +52,33 @@ class BucketExchange:
         self.sent = False
         self.outcome: Outcome | None = None
         self._vector = vector
-        self._all_states = state
+        self._states = state
         self._kernels: Any = kernels
         self._memory = kernels.memory
         self._transport = transport
         self._share = 1.0 / transport.size if op == "average" else 1.0
         self._buffers = Buffers(Sender(bucket.index, transport, self._memory), vector)
-        self._plan: BucketPlan | None = None
         self._step: StepContext | None = None
+        self._at: BucketStep | None = None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """A step begins."""
+    def start(self, step: StepContext) -> None:
+        """Begin a step, to which all that follows belongs."""
         self.sent = False
-        self.outcome = self._plan = self._step = None
+        self.outcome = self._at = None
+        self._step = step
 
-    def plan(self, step: StepContext) -> BucketPlan:
-        """How the bucket travels in this step."""
-        if self._plan is None or self._step is not step:
-            self._plan, self._step = self.encoder.plan(step), step
-        return self._plan
+    @property
+    def plan(self) -> BucketPlan:
+        """How the bucket is sent in this step."""
+        return self._current.plan
 
-    def begin(self, step: StepContext) -> None:
+    def begin(self) -> None:
         """Let other threads begin to compress, while this one has another bucket to do; :meth:`run` goes on with it."""
-        self.encoder.begin(step, self.plan(step), self._state, self._buffers)
+        self.encoder.begin(self._current)
 
-    def run(self, step: StepContext) -> None:
+    def run(self) -> None:
         """Exchange the bucket; all its gradients are in.
 
         Raises:
@@ -86,10 +86,12 @@ class BucketExchange:
             WireError: a message does not belong to this bucket, step or layout.
             TransportError: a collective failed.
         """
-        plan, outcome = self.plan(step), Outcome()
+        at = self._current
+        step, outcome = at.step, at.outcome
         with step.stats.timed("compress"):
-            plan = self._write_message(step, plan, outcome)
-        messages = self._exchange_messages(step, plan)
+            self._write_message(at)
+        plan = at.plan
+        messages = self._exchange_messages(at)
         outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
         outcome.flagged = bool(outcome.flagged_by)
         if plan.allreduces:
@@ -98,27 +100,29 @@ class BucketExchange:
                 self._transport.allreduce(plain, "sum")
             step.stats.count_collective(plain.nbytes)
         with step.stats.timed("apply"):
-            self._apply(step, plan, messages, outcome)
+            self._apply(at, messages)
         self.outcome = outcome
-        self._count(step, plan, outcome.count)
+        self._count(at)
 
-    def send_error(self, step: StepContext, error: DGCError, parameter: int | None) -> None:
+    def send_error(self, error: DGCError, parameter: int | None) -> None:
         """Send a message of normal size that carries an error instead of entries.
 
         Raises:
             RemoteFailure: always; with the first failing rank's error, which may be another's.
         """
-        plan = self.encoder.catch_up(step, self.plan(step))
-        self._buffers.start(step, plan)
-        self._buffers.sender.write_error(step.step, error, parameter)
-        self._exchange_messages(step, plan)
+        at = self._current
+        self.encoder.catch_up(at)
+        self._buffers.start(at.step, at.plan)
+        self._buffers.sender.write_error(at.step.step, error, parameter)
+        self._exchange_messages(at)
 
-    def overflows(self, step: StepContext) -> Callable[[], bool]:
+    def overflows(self) -> Callable[[], bool]:
         """Ask whether a result will not fit the narrower type it is cast to (the same answer on every rank).
 
         What comes back answers, and flags the outcome: once all buckets have been asked, a device is waited for once.
         """
-        answer = self._vector.overflows(step, self.plan(step), self._state.u)
+        at = self._current
+        answer = self._vector.overflows(at.step, at.plan, at.state.u)
 
         def flagged() -> bool:
             self.required_outcome.flagged = answer()
@@ -126,21 +130,21 @@ class BucketExchange:
 
         return flagged
 
-    def finish(self, step: StepContext, *, refused: bool) -> None:
+    def finish(self, *, refused: bool) -> None:
         """Write the results of dense tensors.
 
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
-        plan, outcome = self.plan(step), self.required_outcome
-        self.encoder.finish(step, plan, self._state, refused=refused)
+        at, outcome = self._current, self.required_outcome
+        self.encoder.finish(at, refused=refused)
         if refused and outcome.flagged:
-            for item in step.submissions.of(self.bucket.segments):
+            for item in at.step.submissions.of(self.bucket.segments):
                 self._memory.fill(item.result, np.nan)
             self.take_deferred()
             return
         if not refused:
-            self._vector.commit(plan, self._state)
-        self._vector.write(step, plan, self._state.u, refused=refused)
+            self._vector.commit(at.plan, at.state)
+        self._vector.write(at.step, at.plan, at.state.u, refused=refused)
         if refused or outcome.deferred is None:
             self.write_deferred()
 
@@ -148,7 +152,7 @@ class BucketExchange:
         """Let what was sent leave the residual; again does nothing."""
         if self.outcome is not None and not self.outcome.committed:
             self.outcome.committed = True
-            self._commit(self._state)
+            self.encoder.commit(self._current, self._state)
 
     def commit_to(self, copy: BucketState) -> Array | None:
         """Let what was sent leave a copy of the residual, unless it has left that already.
@@ -156,7 +160,9 @@ class BucketExchange:
         Returns:
             (k,) positions of what was sent; None for all of them or none.
         """
-        return None if self.outcome is None or self.outcome.committed else self._commit(copy)
+        if self.outcome is None or self.outcome.committed:
+            return None
+        return self.encoder.commit(self._current, copy)
 
     def take_deferred(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
@@ -172,9 +178,9 @@ class BucketExchange:
             self.outcome.deferred.write(self._step, self._kernels)
         self.take_deferred()
 
-    def probe(self, step: StepContext) -> Sent | str:
+    def probe(self) -> Sent | str:
         """Copy the residual before and after the commit of a finished step to the host; or say why there is none."""
-        if (empty := self.encoder.why_empty(step, self.plan(step))) is not None:
+        if (empty := self.encoder.why_empty(self._current)) is not None:
             return empty
         after = self._state.copy()
         positions = self.commit_to(after)
@@ -183,8 +189,9 @@ class BucketExchange:
             positions = self._memory.to_host(positions)
         return Sent(positions, *values)
 
-    def refusal(self, step: StepContext, own: int, names: Sequence[str]) -> str:
+    def refusal(self, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
+        step = self._current.step
         ranks = self.required_outcome.flagged_by
         if own in ranks or not ranks:
             where = f"{self._transport.label(own)} in the gradient of {names[self._worst_parameter(step)]!r}"
@@ -207,34 +214,37 @@ class BucketExchange:
 
     @property
     def _state(self) -> BucketState:
-        return self._all_states.buckets[self.bucket.index]
+        return self._states.buckets[self.bucket.index]
+
+    @property
+    def _current(self) -> BucketStep:
+        if self._at is None:
+            assert self._step is not None, "a step has begun"
+            self._at = BucketStep(self._step, self.encoder.plan(self._step), self._state, self._buffers)
+        return self._at
 
     def _worst_parameter(self, step: StepContext) -> int:
         """The parameter whose gradient is not finite, or else has the largest entry."""
         size = {s.parameter: _worst(step.submissions[s.parameter].gradient) for s in self.bucket.segments}
         return max(size, key=lambda parameter: size[parameter])
 
-    def _commit(self, state: BucketState) -> Array | None:
-        assert self._step is not None, "the bucket has run"
-        return self.encoder.commit(self._step, self.plan(self._step), state, self.required_outcome)
-
-    def _write_message(self, step: StepContext, plan: BucketPlan, outcome: Outcome) -> BucketPlan:
-        plan = self.encoder.compress(step, plan, self._state, self._buffers, outcome)
-        nonfinite = self._vector.pack(step, plan) or outcome.flagged
+    def _write_message(self, at: BucketStep) -> None:
+        self.encoder.compress(at)
+        nonfinite = self._vector.pack(at.step, at.plan) or at.outcome.flagged
         sender = self._buffers.sender
-        nonfinite |= self._vector.code_small(plan, self._state, sender.coded)
-        if plan.inline_bytes:
-            sender.inline(self._vector.values[plan.plain_start :])
-        sender.finish(step.step, count=outcome.count, nonfinite=nonfinite)
-        return plan
+        nonfinite |= self._vector.code_small(at.plan, at.state, sender.coded)
+        if at.plan.inline_bytes:
+            sender.inline(self._vector.values[at.plan.plain_start :])
+        sender.finish(at.step.step, count=at.outcome.count, nonfinite=nonfinite)
 
-    def _exchange_messages(self, step: StepContext, plan: BucketPlan) -> Sequence[Incoming]:
+    def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
         """Gather the messages of all ranks.
 
         Raises:
             RemoteFailure: a rank sent an error.
         """
         self.sent = True
+        step, plan = at.step, at.plan
         with step.stats.timed("exchange"):
             self._buffers.sender.exchange()
         step.stats.bytes_sent += plan.message_bytes
@@ -245,7 +255,8 @@ class BucketExchange:
                 raise RemoteFailure(message.error)
         return messages
 
-    def _apply(self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], outcome: Outcome) -> None:
+    def _apply(self, at: BucketStep, messages: Sequence[Incoming]) -> None:
+        plan, outcome = at.plan, at.outcome
         if plan.vector_size:
             self._vector.add(plan, messages)
             if not self._vector.average(self._share, plan):
@@ -253,16 +264,16 @@ class BucketExchange:
         if not plan.ks or outcome.flagged:
             return
         if plan.mode is Mode.SUM:
-            self._vector.write_sum(step, plan)
+            self._vector.write_sum(at.step, plan)
         else:
-            self.encoder.apply(step, plan, messages, self._share, outcome)
+            self.encoder.apply(at, messages, self._share)
 
-    def _count(self, step: StepContext, plan: BucketPlan, count: int) -> None:
-        stats, itemsize = step.stats, 8 if self.bucket.dtype == "float64" else 4
+    def _count(self, at: BucketStep) -> None:
+        stats, plan, itemsize = at.step.stats, at.plan, 8 if self.bucket.dtype == "float64" else 4
         stats.dense_bytes += itemsize * sum(s.length for s in self.bucket.segments)
         elements = sum(s.length for s in self.bucket.sparse)
         stats.sparse_elements += elements
-        stats.entries_sent += elements if plan.mode is Mode.DENSE else count
+        stats.entries_sent += elements if plan.mode is Mode.DENSE else at.outcome.count
         if plan.mode is Mode.SPARSE:
             stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 

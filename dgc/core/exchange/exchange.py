@@ -36,6 +36,7 @@ class Exchange:
 
     Attributes:
         state: u, v and the step counter of this rank.
+        latest: the latest step: its stage, its error, and the way back.
         stats: bytes, densities and seconds.
         hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
@@ -76,10 +77,10 @@ class Exchange:
         self._kernels = kernels
         made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
         self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
-        self._step = Step(self.state, self._buckets, transport, exact=config.discardable)
+        self.latest = Step(self.state, self._buckets, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
-        self._pipeline = Pipeline(self._buckets, clipping, kernels, self._step, transport, nodes)
+        self._pipeline = Pipeline(self._buckets, clipping, kernels, self.latest, transport, nodes)
         self._warned = False
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -87,12 +88,7 @@ class Exchange:
     @property
     def in_step(self) -> bool:
         """Whether gradients of a step have come in that :meth:`finish` has not ended."""
-        return self._step.under_way
-
-    @property
-    def failure_pending(self) -> bool:
-        """Whether a failure came too late for its step; the first message of the next one tells the other ranks."""
-        return self._step.failure_pending
+        return self.latest.under_way
 
     def submit(
         self,
@@ -116,7 +112,7 @@ class Exchange:
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
         """
-        self._step.require_usable()
+        self.latest.require_usable()
         built = self.layout.parameters[index]
         if gradient.shape != (built.numel,) or result.shape != (built.numel,):
             wrong = LayoutError(
@@ -125,9 +121,9 @@ class Exchange:
             )
             self.fail(wrong, index)
         try:
-            with self._step.lock:
+            with self.latest.lock:
                 if self._begin().submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
-                    self._step.lock.notify_all()
+                    self.latest.lock.notify_all()
         except LayoutError as error:
             self.fail(error, index)
 
@@ -140,7 +136,7 @@ class Exchange:
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
         """
-        step = self._step
+        step = self.latest
         step.require_usable()
         with step.lock:
             self._begin()
@@ -154,11 +150,11 @@ class Exchange:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all buckets of the step are through; returns False when ``timeout`` seconds did not suffice."""
-        context = self._step.context
+        context = self.latest.context
         if context is None:
             return True
         with context.stats.timed("wait"):
-            return self._step.wait(timeout)
+            return self.latest.wait(timeout)
 
     def finish(self) -> bool:
         """Wait until all buckets are through and write the results of dense tensors.
@@ -171,7 +167,7 @@ class Exchange:
             LayoutError: a gradient is missing. All ranks get it.
             DGCError: this rank or another one failed.
         """
-        step = self._step
+        step = self.latest
         step.require_usable()
         if step.failure_pending and step.announced is not None:
             # It came too late for its step: the others are in the next one.
@@ -184,13 +180,13 @@ class Exchange:
         assert context is not None, "a step is under way"
         refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
         if not refused:
-            answers = [bucket.overflows(context) for bucket in self._buckets]
+            answers = [bucket.overflows() for bucket in self._buckets]
             refused = any([answer() for answer in answers])
         if refused and not callable(self.loss_scale):
-            self._warn_of_refusal(context)
+            self._warn_of_refusal()
         with context.stats.timed("apply"):
             for bucket in self._buckets:
-                bucket.finish(context, refused=refused)
+                bucket.finish(refused=refused)
         self.state.step += not refused
         if self.probe is not None and not refused:
             self.probe.measure(context, self._buckets)
@@ -207,7 +203,7 @@ class Exchange:
         Raises:
             LayoutError: names a missing one.
         """
-        step = self._step
+        step = self.latest
         missing = (Submissions(self.layout) if step.context is None else step.context.submissions).missing()
         if missing and step.announced is None and step.error is None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -219,18 +215,9 @@ class Exchange:
 
     # -- after the exchange: applied or dropped --------------------------------------------------------------------
 
-    @property
-    def undecided(self) -> bool:
-        """Whether the latest step was finished, and neither applied nor dropped."""
-        return self._step.undecided
-
-    def capture(self) -> None:
-        """Copy the state from before a step, if steps are discardable; only the first call before a step does."""
-        self._step.capture()
-
     def applied(self) -> None:
         """The optimizer applies the latest step: it counts."""
-        self._step.applied()
+        self.latest.applied()
 
     def drop(self) -> bool:
         """Leave the results of the latest step unused: what was sent in it stays in the residual.
@@ -238,11 +225,7 @@ class Exchange:
         Returns:
             False when there is nothing to drop: no step, or one that was refused, applied or dropped.
         """
-        return self._step.drop()
-
-    def remember(self) -> None:
-        """Let :meth:`drop` go back to what the state holds now: another exchange finished the latest step."""
-        self._step.remember()
+        return self.latest.drop()
 
     def deferred(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
@@ -268,7 +251,7 @@ class Exchange:
             "transport": self.transport.name,
             "ranks": self.transport.rank_info()["size"],
             "kernels": self._kernels.name,
-            "discardable": self._step.exact,
+            "discardable": self.latest.exact,
         }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
@@ -300,7 +283,7 @@ class Exchange:
             LayoutError: a step is under way on this rank, or one has failed.
         """
         self.require_between_steps(what)
-        step = self._step
+        step = self.latest
         if step.failure_pending or (step.stage is Stage.FAILED and not step.exact):
             cause = step.error or (step.announced or ["?"])[0]
             raise LayoutError(
@@ -312,7 +295,7 @@ class Exchange:
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet, an undecided step taken for an applied one."""
-        return self._step.counted().residual_norm()
+        return self.latest.counted().residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as plain containers of NumPy arrays (copies), an undecided step taken for an applied one.
@@ -321,7 +304,7 @@ class Exchange:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         self.require_whole("state_dict()")
-        return {**self._step.counted().to_dict(), **self.transport.rank_info(), "op": self.config.op}
+        return {**self.latest.counted().to_dict(), **self.transport.rank_info(), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
@@ -334,12 +317,12 @@ class Exchange:
         self.abandon()
         require_place(saved, op=self.config.op, **self.transport.rank_info())
         self.state.load(saved, self.config.own_share(self.transport.size))
-        self._step.recover()
+        self.latest.recover()
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
         self.abandon()
-        self._step.recover()
+        self.latest.recover()
         self.state.reset()
         self.stats = Stats()
 
@@ -349,13 +332,13 @@ class Exchange:
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
-        with self._step.lock:
+        with self.latest.lock:
             under_way = self.in_step
-            if self._step.stage is Stage.OPEN:
-                self._step.announce(given_up)  # the others may be waiting for this rank's messages
+            if self.latest.stage is Stage.OPEN:
+                self.latest.announce(given_up)  # the others may be waiting for this rank's messages
         self.wait()
         if under_way:
-            self._step.fail(given_up)
+            self.latest.fail(given_up)
 
     def close(self) -> bool:
         """End the communication thread. The transport stays open: it belongs to the caller.
@@ -367,11 +350,11 @@ class Exchange:
 
     def _begin(self) -> StepContext:
         """The context of the step under way, or of a new one. The caller holds the lock."""
-        if self._step.context is not None:
-            return self._step.context
+        if self.latest.context is not None:
+            return self.latest.context
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
-            self._step.announce(refused)
+            self.latest.announce(refused)
             scale = 1.0
         number = self.state.step
         context = StepContext(
@@ -387,7 +370,7 @@ class Exchange:
         self._pipeline.start(context)
         return context
 
-    def _warn_of_refusal(self, context: StepContext) -> None:
+    def _warn_of_refusal(self) -> None:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
         bucket = next(b for b in self._buckets if b.required_outcome.flagged)
         ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
@@ -395,4 +378,4 @@ class Exchange:
         if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):
             self._warned = True
             names = [p.name for p in self.layout.parameters]
-            warnings.warn(bucket.refusal(context, own, names), RuntimeWarning, stacklevel=3)
+            warnings.warn(bucket.refusal(own, names), RuntimeWarning, stacklevel=3)

@@ -151,12 +151,12 @@ class Pipeline:
             try:
                 self._prepare(context, index)
                 self._prepare_following(context, index)
-                bucket.run(context)
+                bucket.run()
                 return
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(context, index)):
+                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(index)):
                     raise  # the others see it in the messages as well, or cannot hear of it in this step
                 step.announce(_told(error))
                 if bucket.sent:
@@ -167,14 +167,14 @@ class Pipeline:
         assert announced is not None
         cause, parameter = announced
         try:
-            bucket.send_error(context, cause, parameter)
+            bucket.send_error(cause, parameter)
         except RemoteFailure as failure:
             failure.error.__cause__ = cause
             raise
 
-    def _sends_no_more(self, context: StepContext, index: int) -> bool:
+    def _sends_no_more(self, index: int) -> bool:
         """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
-        return index == len(self._buckets) - 1 or self._buckets[index].plan(context).allreduces
+        return index == len(self._buckets) - 1 or self._buckets[index].plan.allreduces
 
     def _add_up(self, context: StepContext, index: int, nodes: NodeSums) -> Announced | None:
         """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
@@ -207,7 +207,7 @@ class Pipeline:
         with context.stats.timed("compress"):
             self._clip(context, index)
             if self._kernels.overlaps and bucket.encoder.begins_early:
-                bucket.begin(context)
+                bucket.begin()
         self._prepared = index + 1
 
     def _clip(self, context: StepContext, index: int) -> None:

@@ -224,7 +224,7 @@ class Step:
         if not self.exact:
             self._before = None
         for bucket in self._buckets:
-            bucket.start()
+            bucket.start(context)
         self.enter(Event.BEGIN)
         self.context = context
 

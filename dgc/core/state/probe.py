@@ -36,7 +36,7 @@ class Source(Protocol):
 
     bucket: Bucket
 
-    def probe(self, step: Any) -> Sent | str:
+    def probe(self) -> Sent | str:
         """What leaves the residual, or why nothing stays in it."""
         ...
 
@@ -155,7 +155,7 @@ class Probe:
                 left_out |= self._named(each.bucket.dense, "sent dense: all of it is sent in every step")
                 if not each.bucket.sparse:
                     continue
-                sent = each.probe(step)
+                sent = each.probe()
                 if isinstance(sent, str):
                     left_out |= self._named(each.bucket.sparse, sent)
                 else:

@@ -108,7 +108,7 @@ class Group:
             # 0 times another one would not be 0, or -0.
             self.dense_for = "the learning rate is not a positive number"
         self.exchange.defers = self.dense_for is None
-        self.exchange.capture()
+        self.exchange.latest.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
             self._follow(learning_rate)

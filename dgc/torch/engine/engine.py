@@ -214,7 +214,7 @@ class Engine(EngineBase):
         """Remember what the exchange has raised, in a step that is over with it."""
         self._error, self._opened = error, False
         self._tensors.release()
-        self._untold = self.exchange.failure_pending
+        self._untold = self.exchange.latest.failure_pending
         if self._untold:
             self.exchange.write_deferred()
             self._conclude()  # as the others do

@@ -130,5 +130,5 @@ def carry_over(before: Exchange, after: Exchange, kept: Collection[str]) -> None
         state["parameters"] = {n: s for n, s in state["parameters"].items() if n in kept}
         if len(state["parameters"]) == len(kept):
             if place:
-                after.remember()
+                after.latest.remember()
             after.state.load(state, after.config.own_share(after.transport.size))

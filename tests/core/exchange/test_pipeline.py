@@ -98,7 +98,7 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
         exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
         given = gradients(0, 0)
         # All gradients are there before the first bucket may run.
-        with exchange._step.lock:
+        with exchange.latest.lock:
             run_all = [exchange.submit(i, g, np.empty(g.size, np.float32)) for i, g in enumerate(given)]
         assert len(run_all) == len(given)
         exchange.finish()

@@ -63,7 +63,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
         if transport.rank == 0:
             with pytest.raises(LayoutError, match=r"^the gradient of 'fc.weight' was given twice"):
                 exchange.submit(2, grads[2], results[2])
-            assert exchange.failure_pending
+            assert exchange.latest.failure_pending
         else:
             assert not exchange.finish()
         next_step = functools.partial(run_step, exchange, grads)
@@ -152,7 +152,7 @@ def test_reset_after_an_abandoned_step_starts_anew():
 
 
 def stage_of(exchange):
-    return exchange._step.stage
+    return exchange.latest.stage
 
 
 def submit(exchange, indices=None):
@@ -223,7 +223,7 @@ def send_on(exchange, stage, event):
         submit(exchange, range(1, len(SHAPES)))
         assert exchange.wait()
     elif event is Event.BREAK:
-        exchange._step.broke(RemoteError("given up"))
+        exchange.latest.broke(RemoteError("given up"))
     elif event is Event.REFUSE:
         exchange._buckets[0].outcome.flagged = True
         assert exchange.finish()
@@ -238,7 +238,7 @@ def send_on(exchange, stage, event):
     elif event is Event.DROP:
         assert exchange.drop() == (stage is Stage.EXCHANGED)
     elif event is Event.TAKE_OVER:
-        exchange.remember()
+        exchange.latest.remember()
     else:
         exchange.reset()
 
@@ -273,11 +273,11 @@ def test_every_other_pair_is_an_error_of_this_package():
         for stage in Stage:
             for event in Event:
                 if (stage, event) not in TABLE and (stage, event) not in IGNORED:
-                    exchange._step.stage = stage
+                    exchange.latest.stage = stage
                     with pytest.raises(RuntimeError, match=f"{event.name} came in the stage {stage.name}"):
-                        exchange._step.enter(event)
+                        exchange.latest.enter(event)
                     assert stage_of(exchange) is stage
-        exchange._step.stage = Stage.NONE
+        exchange.latest.stage = Stage.NONE
 
     assert not IGNORED & TABLE.keys()
     alone(row)
@@ -327,8 +327,8 @@ def test_an_error_before_or_between_messages_is_told_in_the_next_one():
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN
-        assert "rank 1 failed in step 0: MemoryError: no room" in str(exchange._step.error)
-        assert (exchange._step.announced is not None) == (transport.rank == 1)
+        assert "rank 1 failed in step 0: MemoryError: no room" in str(exchange.latest.error)
+        assert (exchange.latest.announced is not None) == (transport.rank == 1)
         exchange.close()
 
     run_ranks(3, rank)
@@ -345,12 +345,12 @@ def test_an_error_after_the_last_bucket_is_told_in_the_next_step():
         else:
             exchange.finish()
         assert stage_of(exchange) is Stage.APPLIED
-        assert exchange.failure_pending == (transport.rank == 1)
+        assert exchange.latest.failure_pending == (transport.rank == 1)
         assert exchange.state.step == 1
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN, "the first message of the next step tells it"
-        assert "rank 1 failed in step 1: " in str(exchange._step.error)
+        assert "rank 1 failed in step 1: " in str(exchange.latest.error)
         exchange.close()
 
     run_ranks(2, rank)
@@ -368,7 +368,7 @@ def test_a_damaged_message_breaks_the_step():
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN
-        assert isinstance(exchange._step.error, WireError)
+        assert isinstance(exchange.latest.error, WireError)
 
     alone(damaged)
 
@@ -424,7 +424,7 @@ def test_no_state_is_saved_in_a_step_or_after_a_failure():
         exchange.wait()
         with pytest.raises(LayoutError, match="mine"):
             exchange.fail(LayoutError("mine"))
-        assert exchange.failure_pending
+        assert exchange.latest.failure_pending
         with pytest.raises(LayoutError, match=r"after a step that failed \(mine\)"):
             exchange.state_dict()
 
@@ -452,11 +452,11 @@ def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load):
         saved = exchange.state_dict()
         bring_to(exchange, stage)
         if stage is Stage.OPEN:
-            announce = exchange._step.announce = Mock(wraps=exchange._step.announce)
+            announce = exchange.latest.announce = Mock(wraps=exchange.latest.announce)
         exchange.load_state_dict(saved) if load else exchange.reset()
         assert stage is not Stage.OPEN or announce.called
         assert stage_of(exchange) is Stage.NONE
-        assert exchange._step.announced is None
+        assert exchange.latest.announced is None
         assert exchange.state.step == (saved["step"] if load else 0)
         assert run_step(exchange, first_gradients(0))[0] is False
 

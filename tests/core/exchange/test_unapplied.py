@@ -244,9 +244,9 @@ def test_nothing_is_kept_unasked():
     def one_rank(transport):
         exchange = make_exchange(transport, **OPTIONS["momentum"])
         run_step(exchange, grads_of(0, transport.rank, parameters()))
-        assert not exchange.undecided
+        assert not exchange.latest.undecided
         assert not exchange.drop()
-        assert exchange._step._before is None
+        assert exchange.latest._before is None
         exchange.close()
 
     run_ranks(2, one_rank)
@@ -258,9 +258,9 @@ def test_what_was_kept_goes_when_the_next_step_begins():
         exchange.awaits_update = True
         grads = grads_of(0, transport.rank, parameters())
         run_step(exchange, grads)
-        assert exchange.undecided
+        assert exchange.latest.undecided
         exchange.submit(0, grads[0], np.empty_like(grads[0]))
-        assert not exchange.undecided
+        assert not exchange.latest.undecided
         for i in range(1, COUNT):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.finish()
@@ -396,7 +396,7 @@ def test_an_undecided_step_is_saved_as_an_applied_one_and_can_still_be_dropped(c
         run_step(exchange, grads_of(1, transport.rank, specs))
         uncommitted = [b.v.tobytes() for b in exchange.state.buckets]
         saved, norm = everything(exchange), exchange.residual_norm()
-        assert exchange.undecided
+        assert exchange.latest.undecided
         assert [b.v.tobytes() for b in exchange.state.buckets] == uncommitted
         if dropped:
             assert exchange.drop()
@@ -440,14 +440,14 @@ def test_what_another_exchange_finished_goes_back_to_the_remembered_state():
         for drops in (True, False):
             exchange.load_state_dict(dropped)
             wanted = everything(exchange)
-            exchange.remember()
+            exchange.latest.remember()
             exchange.state.load(applied, 1.0)
             if drops:
                 assert exchange.drop()
             else:
                 wanted = everything(exchange)
                 exchange.applied()
-            assert not exchange.undecided
+            assert not exchange.latest.undecided
             assert everything(exchange) == wanted
         exchange.close()
 

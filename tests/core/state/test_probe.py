@@ -164,7 +164,7 @@ def test_an_undecided_step_shows_what_an_applied_one_does():
             exchange.awaits_update = awaits
             for step in range(3):
                 run_step(exchange, grads_of(step, transport.rank))
-                assert exchange.undecided is awaits
+                assert exchange.latest.undecided is awaits
             exchange.close()
             found.append(seen.taken)
         assert found[0] == found[1]

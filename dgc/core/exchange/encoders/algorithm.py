@@ -13,7 +13,7 @@ import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import (
-    Buffers,
+    BucketStep,
     Encoder,
     is_active,
     masks,
@@ -23,7 +23,7 @@ from dgc.core.exchange.encoders.base import (
     why_empty,
 )
 from dgc.core.exchange.encoders.finite import is_finite
-from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
@@ -114,15 +114,14 @@ class AlgorithmEncoder(Encoder):
             )
         return self._plans[density]
 
-    def compress(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
+    def compress(self, at: BucketStep) -> None:  # noqa: D102
+        step, plan, state, buffers, outcome = at.step, at.plan, at.state, at.buffers, at.outcome
         if not is_active(plan, self._tensors):
             buffers.start(step, plan)
-            return plan
+            return
         algorithm, spec = self._algorithm, self._spec(plan.density)
         info = StepInfo(step.step, self._transport.rank, self._config.seed, state.thresholds)
-        outcome.flagged = self._accumulate(step, plan, state, info)
+        outcome.flagged = self._accumulate(at, info)
         if algorithm.shares:
             info.shared = self._share(step, self._prepare(state, spec))
         in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
@@ -135,38 +134,36 @@ class AlgorithmEncoder(Encoder):
         self._own[used:] = 0
         self._count_sent = outcome.count
         if in_message:
-            return plan
+            return
         if self._varies(plan):
-            plan = self._fit(step, plan, used)
+            plan = at.plan = self._fit(step, plan, used)
         buffers.start(step, plan)
         if plan.mode is Mode.SPARSE:
             buffers.payload[...] = self._own[: plan.payload_bytes]
         else:
             self._fill_vector(buffers.vector.values, spec)
-        return plan
 
-    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102
+    def catch_up(self, at: BucketStep) -> None:  # noqa: D102
+        step, plan = at.step, at.plan
         if not is_active(plan, self._tensors):
-            return plan
+            return
         if self._algorithm.shares and self._shared_in is not step:
             self._share(step, np.zeros(len(self._tensors)))
         if not self._varies(plan):
-            return plan
+            return
         if self._measured_in is not step:
             self._fit(step, plan, 0)
         assert self._fitted is not None
-        return self._fitted
+        at.plan = self._fitted
 
-    def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
-        spec, factor = self._spec(plan.density), share * step.loss_scale
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
+        spec, factor = self._spec(at.plan.density), share * at.step.loss_scale
         decoded = [self._decode(message, spec) for message in messages]
         entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
         if len(entries) == len(decoded):
-            put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
+            put_entries(at, self._bucket, entries, factor, self._kernels)
             return
-        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
+        results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
         for each in decoded:
@@ -176,28 +173,26 @@ class AlgorithmEncoder(Encoder):
             with np.errstate(over="ignore", invalid="ignore"):
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
-        outcome.flagged = not all(is_finite(result) for result in results)
+        at.outcome.flagged = not all(is_finite(result) for result in results)
 
-    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
-        if not is_active(plan, self._tensors):
+    def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
+        if not is_active(at.plan, self._tensors):
             return
-        self._algorithm.finish(self._spec(plan.density), state.thresholds, refused=refused)
+        self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
         if not self._keeps_residual:
-            self._memory.fill(state.v, 0)
+            self._memory.fill(at.state.v, 0)
 
-    def commit(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
-    ) -> Array | None:
-        return self._subtract(plan, state) if self._keeps_residual and is_active(plan, self._tensors) else None
+    def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
+        return self._subtract(at.plan, state) if self._keeps_residual and is_active(at.plan, self._tensors) else None
 
-    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
-        return why_empty(is_active(plan, self._tensors), self._keeps_residual, self._algorithm.name)
+    def why_empty(self, at: BucketStep) -> str | None:  # noqa: D102
+        return why_empty(is_active(at.plan, self._tensors), self._keeps_residual, self._algorithm.name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, step: StepContext, plan: BucketPlan, state: BucketState, info: StepInfo) -> bool:
+    def _accumulate(self, at: BucketStep, info: StepInfo) -> bool:
         """Add the gradients to u and v; returns whether one is not finite."""
-        work = segment_work(self._bucket, self._config, step, plan, self._transport.size)
+        state, work = at.state, segment_work(self._bucket, self._config, at, self._transport.size)
         if not self._algorithm.needs_increment:
             return self._kernels.accumulate(work, state.u, state.v)
         info.increment = np.zeros_like(state.v)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,25 @@ class Buffers:
     def payload(self) -> np.ndarray:
         """(plan.payload_bytes,) uint8, of any content."""
         return self.sender.payload
+
+
+@dataclass(slots=True)
+class BucketStep:
+    """One bucket in one step, from its gradients to the commit.
+
+    Attributes:
+        step: all gradients of the bucket are in.
+        plan: how the bucket is sent; once compressed, with the sizes that this step's messages have on all ranks.
+        state: u and v, which take in the gradients and nothing else before the commit, and thresholds; in place.
+        buffers: where the payload goes; for a dense sum of entries, the vector.
+        outcome: gets the count, whether a value is not finite, and what was sent.
+    """
+
+    step: StepContext
+    plan: BucketPlan
+    state: BucketState
+    buffers: Buffers
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class Encoder(ABC):
@@ -84,11 +104,8 @@ class Encoder(ABC):
         """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
         return
 
-    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:
-        """Let others (threads, a device) begin to compress while this thread has another bucket to do.
-
-        :meth:`compress`, with the same arguments, goes on.
-        """
+    def begin(self, at: BucketStep) -> None:
+        """Let others (threads, a device) begin to compress while this thread has another bucket to do."""
         return
 
     def abandon(self) -> None:
@@ -96,67 +113,45 @@ class Encoder(ABC):
         return
 
     @abstractmethod
-    def compress(
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
-        """Accumulate, select and encode: start the message, write its payload and nothing else of it.
+    def compress(self, at: BucketStep) -> None:
+        """Accumulate, select and encode: start the message, write its payload and nothing else of it."""
 
-        Args:
-            step: the step; all gradients of the bucket are in.
-            plan: of this step.
-            state: u and v, which take in the gradients and nothing else, and thresholds; in place.
-            buffers: where the payload goes; for a dense sum of entries, the vector.
-            outcome: gets the count, whether a gradient is not finite, and the entries of a selection.
-
-        Returns:
-            The plan with the sizes that this step's messages have on all ranks.
-        """
-
-    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:
-        """In place of :meth:`compress`, or after it failed: the collectives that the other ranks made before theirs.
-
-        Returns:
-            The plan, as :meth:`compress` does.
-        """
-        return plan
+    def catch_up(self, at: BucketStep) -> None:
+        """Make the collectives that the other ranks made before their message, where :meth:`compress` did not."""
+        return
 
     @abstractmethod
-    def apply(
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
-            step: the step; where it ``defers``, entries may become ``outcome.deferred`` instead of being written.
-            plan: of this step; its mode is SPARSE.
+            at: its plan's mode is SPARSE. Where the step ``defers``, entries may become ``outcome.deferred`` instead of
+                being written; the outcome is flagged where a message holds NaN or infinity, or the sum overflows.
             messages: of all ranks.
             share: 1 / P, or 1 for a sum.
-            outcome: is flagged where a message holds NaN or infinity, or the sum overflows.
 
         Raises:
             WireError: a message is damaged; names its sender.
         """
 
-    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:
+    def finish(self, at: BucketStep, *, refused: bool) -> None:
         """End the exchange of a step, whatever becomes of it: a compressor without a residual empties v."""
         return
 
     @abstractmethod
-    def commit(self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome) -> Array | None:
+    def commit(self, at: BucketStep, state: BucketState) -> Array | None:
         """Subtract what was sent from v and mask momentum; the step counts. Nothing else changes u and v for good.
 
         Args:
-            step: the step; finished.
-            plan: of the step.
+            at: a finished step.
             state: as :meth:`compress` left it, or a copy of it.
-            outcome: of the step.
 
         Returns:
             (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
         """
 
     @abstractmethod
-    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:
+    def why_empty(self, at: BucketStep) -> str | None:
         """Say why nothing stays in the residual after the step; None where something does."""
 
 
@@ -166,20 +161,15 @@ def largest(values: np.ndarray) -> float:
 
 
 def put_entries(
-    step: StepContext,
-    bucket: Bucket,
-    entries: Sequence[tuple[Any, Any]],
-    factor: float,
-    kernels: Kernels,
-    outcome: Outcome,
+    at: BucketStep, bucket: Bucket, entries: Sequence[tuple[Any, Any]], factor: float, kernels: Kernels
 ) -> None:
     """The last part of :meth:`Encoder.apply` where messages hold entries and the results are on the host."""
     total = EntrySum.of(bucket, entries, factor)
-    outcome.flagged = not total.is_finite
-    if step.defers and not outcome.flagged:
-        outcome.deferred = total
+    at.outcome.flagged = not total.is_finite
+    if at.step.defers and not at.outcome.flagged:
+        at.outcome.deferred = total
     else:
-        total.write(step, kernels)
+        total.write(at.step, kernels)
 
 
 def why_empty(active: bool, keeps_residual: bool, name: str) -> str | None:
@@ -213,14 +203,12 @@ def small_codec(config: DGCConfig, density: float | None) -> str:
     return "float32" if exact else config.small
 
 
-def segment_work(
-    bucket: Bucket, config: DGCConfig, step: StepContext, plan: BucketPlan, ranks: int
-) -> list[SegmentWork]:
+def segment_work(bucket: Bucket, config: DGCConfig, at: BucketStep, ranks: int) -> list[SegmentWork]:
     """What the kernels do with each sparsified tensor of the bucket in this step."""
-    hyper = step.hyper
+    step, hyper = at.step, at.step.hyper
     share = config.own_share(ranks)
     work = []
-    for segment, k in zip(bucket.sparse, plan.ks, strict=True):
+    for segment, k in zip(bucket.sparse, at.plan.ks, strict=True):
         i = segment.parameter
         item = step.submissions[i]
         decay = hyper.weight_decay[i] * share

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc.core.config.schedule import Schedule
-from dgc.core.exchange.encoders.base import Buffers, Encoder
-from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.exchange.encoders.base import BucketStep, Encoder
+from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming
@@ -51,33 +51,27 @@ class CompositeEncoder(Encoder):
     def await_gradients(self, step: StepContext) -> None:  # noqa: D102
         self._in_turn(step).encoder.await_gradients(step)
 
-    def compress(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
-        member = self._in_turn(step)
-        if member is not self.members[0] and step.step == member.first:
+    def compress(self, at: BucketStep) -> None:  # noqa: D102
+        member = self._in_turn(at.step)
+        if member is not self.members[0] and at.step.step == member.first:
             # Each compressor remembers something else there.
-            state.thresholds[...] = np.nan
-        return member.encoder.compress(step, plan, state, buffers, outcome)
+            at.state.thresholds[...] = np.nan
+        member.encoder.compress(at)
 
-    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:  # noqa: D102
-        return self._in_turn(step).encoder.catch_up(step, plan)
+    def catch_up(self, at: BucketStep) -> None:  # noqa: D102
+        self._in_turn(at.step).encoder.catch_up(at)
 
-    def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
-        self._in_turn(step).encoder.apply(step, plan, messages, share, outcome)
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
+        self._in_turn(at.step).encoder.apply(at, messages, share)
 
-    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
-        self._in_turn(step).encoder.finish(step, plan, state, refused=refused)
+    def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
+        self._in_turn(at.step).encoder.finish(at, refused=refused)
 
-    def commit(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
-    ) -> Array | None:
-        return self._in_turn(step).encoder.commit(step, plan, state, outcome)
+    def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
+        return self._in_turn(at.step).encoder.commit(at, state)
 
-    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
-        return self._in_turn(step).encoder.why_empty(step, plan)
+    def why_empty(self, at: BucketStep) -> str | None:  # noqa: D102
+        return self._in_turn(at.step).encoder.why_empty(at)
 
     def _in_turn(self, step: StepContext) -> Member:
         return next(m for m in reversed(self.members) if step.step >= m.first or m is self.members[0])

@@ -11,7 +11,7 @@ from typing import Any
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.base import (
-    Buffers,
+    BucketStep,
     Encoder,
     is_active,
     masks,
@@ -20,7 +20,7 @@ from dgc.core.exchange.encoders.base import (
     small_codec,
     why_empty,
 )
-from dgc.core.exchange.records import Outcome, SentEntries, StepContext, bounds_of
+from dgc.core.exchange.records import SentEntries, StepContext, bounds_of
 from dgc.core.kernels.base import Array, Kernels, Selection
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
@@ -59,71 +59,66 @@ class TopKEncoder(Encoder):
             )
         return self._plans[density]
 
-    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
-        if is_active(plan, plan.ks):
-            work = segment_work(self._bucket, self._config, step, plan, self._ranks)
-            self._begun = self._kernels.begin_selection(work, state.u, state.v, state.thresholds)
+    def begin(self, at: BucketStep) -> None:  # noqa: D102
+        if is_active(at.plan, at.plan.ks):
+            work = segment_work(self._bucket, self._config, at, self._ranks)
+            self._begun = self._kernels.begin_selection(work, at.state.u, at.state.v, at.state.thresholds)
 
     def abandon(self) -> None:  # noqa: D102
         begun, self._begun = self._begun, None
         if begun is not None:
             begun()
 
-    def compress(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
-        buffers.start(step, plan)
+    def compress(self, at: BucketStep) -> None:  # noqa: D102
+        plan, state, outcome = at.plan, at.state, at.outcome
+        at.buffers.start(at.step, plan)
         if not is_active(plan, plan.ks):
-            return plan
+            return
         begun, self._begun = self._begun, None
         if begun is not None:
             selection = begun()
         else:
-            work = segment_work(self._bucket, self._config, step, plan, self._ranks)
+            work = segment_work(self._bucket, self._config, at, self._ranks)
             selection = self._kernels.accumulate_and_select(work, state.u, state.v, state.thresholds)
         positions, values = selection.positions, selection.values
         if plan.mode is Mode.SPARSE:
-            decoded = plan.codec.encode(positions, values, buffers.payload)
+            decoded = plan.codec.encode(positions, values, at.buffers.payload)
         else:
             decoded = plan.codec.roundtrip(positions, values)
-            vector = buffers.vector.values
+            vector = at.buffers.vector.values
             vector[: self._bucket.sparse_size] = 0
             vector[positions] = decoded
         outcome.sent = SentEntries(positions, decoded)
         outcome.count, outcome.flagged = len(positions), selection.nonfinite
-        return plan
 
-    def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         entries = []
         for message in messages:
             with blaming(message.who, self._bucket.index):
-                entries.append(plan.codec.decode(message.payload, message.count))
+                entries.append(at.plan.codec.decode(message.payload, message.count))
                 bounds_of(self._bucket, entries[-1][0])
-        self._put(step, entries, share * step.loss_scale, outcome)
+        self._put(at, entries, share * at.step.loss_scale)
 
-    def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
-        """What came is added up, and written or deferred."""
-        put_entries(step, self._bucket, entries, factor, self._kernels, outcome)
+    def _put(self, at: BucketStep, entries: Sequence[tuple[Any, Any]], factor: float) -> None:
+        """Add up what came, and write or defer it."""
+        put_entries(at, self._bucket, entries, factor, self._kernels)
 
-    def finish(self, step: StepContext, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
-        if not self._config.error_feedback and is_active(plan, plan.ks):
-            self._memory.fill(state.v, 0)
+    def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
+        if not self._config.error_feedback and is_active(at.plan, at.plan.ks):
+            self._memory.fill(at.state.v, 0)
 
-    def commit(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, outcome: Outcome
-    ) -> Array | None:
-        if outcome.sent is None:
+    def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
+        sent = at.outcome.sent
+        if sent is None:
             return None
-        masking = masks(self._config, sum(plan.ks), sum(s.length for s in self._bucket.sparse))
-        self._mask(plan, state, outcome.sent, masking)
+        masking = masks(self._config, sum(at.plan.ks), sum(s.length for s in self._bucket.sparse))
+        self._mask(at.plan, state, sent, masking)
         if not self._config.error_feedback:
             self._memory.fill(state.v, 0)
-        return outcome.sent.positions
+        return sent.positions
 
     def _mask(self, plan: BucketPlan, state: BucketState, sent: SentEntries, masking: bool) -> None:
         self._kernels.mask(state.u, state.v, sent.positions, sent.values, masking=masking)
 
-    def why_empty(self, step: StepContext, plan: BucketPlan) -> str | None:  # noqa: D102
-        return why_empty(is_active(plan, plan.ks), self._config.error_feedback, self._config.algorithm)
+    def why_empty(self, at: BucketStep) -> str | None:  # noqa: D102
+        return why_empty(is_active(at.plan, at.plan.ks), self._config.error_feedback, self._config.algorithm)

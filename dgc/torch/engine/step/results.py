@@ -77,7 +77,7 @@ class Results:
     @property
     def undecided(self) -> bool:
         """Whether the latest step can still be dropped."""
-        return self._exchange().undecided
+        return self._exchange().latest.undecided
 
     @property
     def stand(self) -> bool:

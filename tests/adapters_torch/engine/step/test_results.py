@@ -286,7 +286,7 @@ def applied_step(*gradients):
     parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
-    exchange = SimpleNamespace(undecided=False)
+    exchange = SimpleNamespace(latest=SimpleNamespace(undecided=False))
     results = Results(parameters, lambda: exchange, lambda: False)
     results.stepped()
     return results

@@ -7,9 +7,9 @@ from exchange_tools import gradient, parameters
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_class, compressor_names
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.base import Buffers
+from dgc.core.exchange.encoders.base import BucketStep, Buffers
 from dgc.core.exchange.encoders.dense_vector import DenseVector
-from dgc.core.exchange.records import Hyper, Outcome, StepContext, Submission, Submissions
+from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.state.layout import make_layout
 from dgc.core.state.state import BucketState
@@ -48,51 +48,54 @@ def prepared(name, options, density=0.5):
         step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", kernels)
     buffers = Buffers(Sender(0, transport), DenseVector(bucket, kernels))
-    return encoder, step, state, buffers, transport
+    return encoder, BucketStep(step, encoder.plan(step), state, buffers), transport
 
 
 @pytest.mark.parametrize("density", [0.5, 0.01, None])
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_a_rank_that_gave_up_makes_the_collectives_of_the_others(name, options, density):
-    encoder, step, state, buffers, transport = prepared(name, options, density)
-    plan = encoder.plan(step)
-    fitted = encoder.compress(step, plan, state, buffers, Outcome())
+    encoder, at, transport = prepared(name, options, density)
+    plan = at.plan
+    encoder.compress(at)
+    fitted, at.plan = at.plan, plan
     compressed, transport.calls = transport.calls, []
     # After it has failed at the end, nothing is left to do.
-    assert encoder.catch_up(step, plan) == fitted
+    encoder.catch_up(at)
+    assert at.plan == fitted
     assert transport.calls == []
-    other, step, _, _, transport = prepared(name, options, density)
-    caught_up = other.catch_up(step, plan)
+    other, at, transport = prepared(name, options, density)
+    other.catch_up(at)
     assert transport.calls == compressed
-    assert caught_up.mode is fitted.mode
+    assert at.plan.mode is fitted.mode
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_what_was_sent_leaves_the_residual_when_the_step_counts(name, options):
-    encoder, step, state, buffers, _ = prepared(name, options)
-    plan, outcome = encoder.plan(step), Outcome()
-    plan = encoder.compress(step, plan, state, buffers, outcome)
+    encoder, at, _ = prepared(name, options)
+    state = at.state
+    encoder.compress(at)
     before = state.v.copy()
     assert before.any()
-    encoder.finish(step, plan, state, refused=False)
+    encoder.finish(at, refused=False)
     if not encoder._algorithm.error_feedback:
         assert not state.v.any()
-        assert f"{name} keeps no residual" in encoder.why_empty(step, plan)
-        encoder.commit(step, plan, state, outcome)
+        assert f"{name} keeps no residual" in encoder.why_empty(at)
+        encoder.commit(at, state)
         assert not state.v.any()
         return
     np.testing.assert_array_equal(state.v, before)
-    encoder.commit(step, plan, state, outcome)
+    encoder.commit(at, state)
     assert not np.array_equal(state.v, before)
-    assert encoder.why_empty(step, plan) is None
+    assert encoder.why_empty(at) is None
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_a_refused_step_leaves_the_residual(name, options):
-    encoder, step, state, buffers, _ = prepared(name, options)
-    plan = encoder.compress(step, encoder.plan(step), state, buffers, Outcome())
+    encoder, at, _ = prepared(name, options)
+    state = at.state
+    encoder.compress(at)
     before = state.v.copy()
-    encoder.finish(step, plan, state, refused=True)
+    encoder.finish(at, refused=True)
     np.testing.assert_array_equal(state.v, before if encoder._algorithm.error_feedback else 0)
 
 
@@ -109,13 +112,13 @@ def test_a_refused_step_leaves_the_residual(name, options):
 def test_no_momentum_is_cleared_where_no_entry_waits_for_room(name, options, density, clears):
     """Also where entries are not sent: those below a threshold, and zeros."""
     options = {"momentum": 0.9, "momentum_masking": True, **options}
-    encoder, step, state, buffers, _ = prepared(name, options, density)
+    encoder, at, _ = prepared(name, options, density)
+    state = at.state
     state.u[:] = 1.0
     for i in range(5):
-        step.submissions[i].gradient[:3] = -0.9  # these have nothing to send
-    outcome = Outcome()
-    plan = encoder.compress(step, encoder.plan(step), state, buffers, outcome)
+        at.step.submissions[i].gradient[:3] = -0.9  # these have nothing to send
+    encoder.compress(at)
     velocity = state.u.copy()
-    encoder.commit(step, plan, state, outcome)
-    assert 0 < outcome.count < state.v.size
+    encoder.commit(at, state)
+    assert 0 < at.outcome.count < state.v.size
     assert (state.u != velocity).any() == clears

@@ -57,7 +57,7 @@ def test_the_work_of_a_step_is_that_of_the_sparsified_tensors(op, share, decay):
             i, Submission(np.zeros(p.numel, np.float32), np.zeros(p.numel, np.float32), np.ones(p.numel))
         )
     ks = tuple(range(3, 3 + len(bucket.sparse)))
-    work = segment_work(bucket, config, step, SimpleNamespace(ks=ks), 4)
+    work = segment_work(bucket, config, SimpleNamespace(step=step, plan=SimpleNamespace(ks=ks)), 4)
     assert len(work) == len(bucket.sparse) > 1
     for w, segment, k in zip(work, bucket.sparse, ks, strict=True):
         i = segment.parameter

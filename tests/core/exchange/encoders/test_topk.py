@@ -8,10 +8,10 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors.build import make_config
-from dgc.core.exchange.encoders.base import Buffers
+from dgc.core.exchange.encoders.base import BucketStep, Buffers
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
-from dgc.core.exchange.records import Hyper, Outcome, StepContext, Submission, Submissions
+from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.state.layout import make_layout
 from dgc.core.state.state import BucketState
@@ -31,24 +31,25 @@ def prepared(density=0.1, ranks=2, kernels=KERNELS, algorithm="dgc", **options):
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", KERNELS)
     vector = DenseVector(bucket, KERNELS)
     buffers = Buffers(Sender(0, SimpleNamespace(rank=0, size=ranks)), vector)
-    return TopKEncoder(bucket, config, kernels, ranks), step, state, buffers
+    encoder = TopKEncoder(bucket, config, kernels, ranks)
+    return encoder, BucketStep(step, encoder.plan(step), state, buffers)
 
 
 @pytest.mark.parametrize(("density", "ranks", "mode"), [(0.1, 2, Mode.SPARSE), (0.5, 64, Mode.SUM)])
 def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
-    encoder, step, state, buffers = prepared(density, ranks)
-    plan, outcome = encoder.plan(step), Outcome()
+    encoder, at = prepared(density, ranks)
+    step, plan, state, outcome = at.step, at.plan, at.state, at.outcome
     assert plan.mode is mode
-    encoder.compress(step, plan, state, buffers, outcome)
+    encoder.compress(at)
     for segment in encoder._bucket.sparse:
         np.testing.assert_array_equal(state.v[segment.slice], step.submissions[segment.parameter].gradient)
-    assert encoder.commit(step, plan, state, outcome).size == outcome.count
+    assert encoder.commit(at, at.state).size == outcome.count
     sent = np.zeros_like(state.v)
     if mode is Mode.SPARSE:
-        positions, values = plan.codec.decode(buffers.payload, outcome.count)
+        positions, values = plan.codec.decode(at.buffers.payload, outcome.count)
         sent[positions] = values
     else:
-        sent[: encoder._bucket.sparse_size] = buffers.vector.values[: encoder._bucket.sparse_size]
+        sent[: encoder._bucket.sparse_size] = at.buffers.vector.values[: encoder._bucket.sparse_size]
     assert np.count_nonzero(sent) == outcome.count == sum(plan.ks)
     for segment in encoder._bucket.sparse:
         np.testing.assert_array_equal((sent + state.v)[segment.slice], step.submissions[segment.parameter].gradient)
@@ -56,26 +57,27 @@ def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step(refused):
-    encoder, step, state, buffers = prepared(algorithm="topk", error_feedback=False)
-    plan, outcome = encoder.plan(step), Outcome()
-    encoder.compress(step, plan, state, buffers, outcome)
-    assert outcome.count
-    encoder.finish(step, plan, state, refused=refused)
+    encoder, at = prepared(algorithm="topk", error_feedback=False)
+    state = at.state
+    encoder.compress(at)
+    assert at.outcome.count
+    encoder.finish(at, refused=refused)
     assert not state.v.any()
-    encoder.commit(step, plan, state, outcome)
+    encoder.commit(at, at.state)
     assert not state.v.any()
-    assert "topk keeps no residual" in encoder.why_empty(step, plan)
+    assert "topk keeps no residual" in encoder.why_empty(at)
 
 
 def test_in_a_dense_step_the_kernels_have_nothing_to_do():
-    encoder, step, state, buffers = prepared(None, kernels=Mock(spec=["memory"]))
-    outcome = Outcome()
-    encoder.begin(step, encoder.plan(step), state, None)
+    encoder, at = prepared(None, kernels=Mock(spec=["memory"]))
+    outcome = at.outcome
+    encoder.begin(at)
     encoder.abandon()
-    assert encoder.compress(step, encoder.plan(step), state, buffers, outcome).mode is Mode.DENSE
+    encoder.compress(at)
+    assert at.plan.mode is Mode.DENSE
     assert (outcome.count, outcome.sent) == (0, None)
-    assert encoder.commit(step, encoder.plan(step), state, outcome) is None
-    assert "dense" in encoder.why_empty(step, encoder.plan(step))
+    assert encoder.commit(at, at.state) is None
+    assert "dense" in encoder.why_empty(at)
 
 
 class Early(ReferenceKernels):
@@ -92,22 +94,22 @@ class Early(ReferenceKernels):
 
 
 def test_what_was_begun_is_finished_once_and_not_done_again():
-    encoder, step, state, buffers = prepared(kernels=(kernels := Early()))
-    plan, outcome = encoder.plan(step), Outcome()
-    encoder.begin(step, plan, state, None)
-    encoder.compress(step, plan, state, buffers, outcome)
+    encoder, at = prepared(kernels=(kernels := Early()))
+    plan, outcome = at.plan, at.outcome
+    encoder.begin(at)
+    encoder.compress(at)
     encoder.abandon()
     assert (kernels.begun, kernels.finished) == (1, 1)
-    positions, values = plan.codec.decode(buffers.payload, outcome.count)
-    twin, step, state, buffers = prepared()
-    twin.compress(step, plan, state, buffers, outcome)
-    for one, other in zip((positions, values), plan.codec.decode(buffers.payload, outcome.count), strict=True):
+    positions, values = plan.codec.decode(at.buffers.payload, outcome.count)
+    twin, at = prepared()
+    twin.compress(at)
+    for one, other in zip((positions, values), plan.codec.decode(at.buffers.payload, outcome.count), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_what_was_begun_and_is_abandoned_runs_to_its_end_once():
-    encoder, step, state, _ = prepared(kernels=(kernels := Early()))
-    encoder.begin(step, encoder.plan(step), state, None)
+    encoder, at = prepared(kernels=(kernels := Early()))
+    encoder.begin(at)
     encoder.abandon()
     encoder.abandon()
     assert (kernels.begun, kernels.finished) == (1, 1)

@@ -13,7 +13,8 @@ import numpy as np
 from dgc.core.compressors.base import BucketSpec, StepInfo
 from dgc.core.compressors.quantizers.codes import Coded
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.records import Outcome, StepContext
+from dgc.core.exchange.encoders.base import BucketStep
+from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.codes import CodedTensor
@@ -63,17 +64,16 @@ class DeviceCodesEncoder(AlgorithmEncoder):
         for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
-    def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         for message in messages:
             with blaming(message.who, self._bucket.index):
                 self._check(message)
-        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
+        results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         payloads = [message.payload for message in messages]
-        damaged, outcome.flagged = self._kernels.add_codes(results, self._parts, payloads, share * step.loss_scale)
+        factor = share * at.step.loss_scale
+        damaged, at.outcome.flagged = self._kernels.add_codes(results, self._parts, payloads, factor)
         if damaged:
-            self._find_damaged(messages, plan)
+            self._find_damaged(messages, at.plan)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import Buffers, is_active, segment_work
+from dgc.core.exchange.encoders.base import BucketStep, is_active, segment_work
 from dgc.core.exchange.encoders.device.vector import DeviceVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
-from dgc.core.exchange.records import Outcome, SentEntries, StepContext
+from dgc.core.exchange.records import SentEntries, StepContext
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.buckets import Begun
@@ -65,19 +65,20 @@ class DeviceEncoder(TopKEncoder):
         for event in step.submissions.events(self._bucket.index):
             self._kernels.runtime.wait_for(event.handle)
 
-    def begin(self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers) -> None:  # noqa: D102
+    def begin(self, at: BucketStep) -> None:  # noqa: D102
+        plan, state = at.plan, at.state
         form, active = _format(plan), is_active(plan, plan.ks)
         if active and form is None:
             return
-        buffers.start(step, plan)
+        at.buffers.start(at.step, plan)
         self._enqueued = self._kernels.begin(
-            segment_work(self._bucket, self._config, step, plan, self._ranks) if active else [],
+            segment_work(self._bucket, self._config, at, self._ranks) if active else [],
             state.u,
             state.v,
             state.thresholds,
             form,
-            buffers.payload,
-            self._vector.gradients(step, plan),
+            at.buffers.payload,
+            self._vector.gradients(at.step, plan),
             self._vector.values[: plan.vector_size],
             scratch=self._scratch,
         )
@@ -87,46 +88,41 @@ class DeviceEncoder(TopKEncoder):
         if enqueued is not None:
             enqueued.finish()
 
-    def catch_up(self, step: StepContext, plan: BucketPlan) -> BucketPlan:
+    def catch_up(self, at: BucketStep) -> None:
         """See :class:`Encoder`; nobody may write into the message any more."""
         self.abandon()
-        return plan
 
-    def compress(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, state: BucketState, buffers: Buffers, outcome: Outcome
-    ) -> BucketPlan:
-        active = is_active(plan, plan.ks)
-        if active and _format(plan) is None:
-            return super().compress(step, plan, state, buffers, outcome)
+    def compress(self, at: BucketStep) -> None:  # noqa: D102
+        active = is_active(at.plan, at.plan.ks)
+        if active and _format(at.plan) is None:
+            super().compress(at)
+            return
         if self._enqueued is None:
-            self.begin(step, plan, state, buffers)
+            self.begin(at)
         enqueued, self._enqueued = self._enqueued, None
         assert enqueued is not None
         done = enqueued.finish()
         self._vector.is_packed = True
         if active:
-            outcome.sent = SentEntries(done.positions, done.values)
-        outcome.count, outcome.flagged = done.count, done.nonfinite
-        return plan
+            at.outcome.sent = SentEntries(done.positions, done.values)
+        at.outcome.count, at.outcome.flagged = done.count, done.nonfinite
 
-    def apply(  # noqa: D102
-        self, step: StepContext, plan: BucketPlan, messages: Sequence[Incoming], share: float, outcome: Outcome
-    ) -> None:
-        form = _format(plan)
+    def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
+        form = _format(at.plan)
         if form is None:
-            super().apply(step, plan, messages, share, outcome)
+            super().apply(at, messages, share)
             return
         # A damaged message is refused before anything is applied.
         for message in messages:
             with blaming(message.who, self._bucket.index):
-                check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
+                check_payload(form, message.payload, self._bucket.sparse_size, message.count, at.plan.codec.indices)
         self._kernels.receive(
-            [item.result for item in step.submissions.of(self._bucket.sparse)],
+            [item.result for item in at.step.submissions.of(self._bucket.sparse)],
             self._bucket.sparse_offsets,
             self._bucket.sparse_size,
             form,
             [(message.payload, message.count) for message in messages],
-            share * step.loss_scale,
+            share * at.step.loss_scale,
         )
         # What other ranks send is finite, and nobody waits for the device to look at the sum.
 
@@ -134,8 +130,8 @@ class DeviceEncoder(TopKEncoder):
         mask = self._kernels.mask if _format(plan) is None else self._kernels.subtract
         mask(state.u, state.v, sent.positions, sent.values, masking=masking)
 
-    def _put(self, step: StepContext, entries: Sequence[tuple[Any, Any]], factor: float, outcome: Outcome) -> None:
-        results = [item.result for item in step.submissions.of(self._bucket.sparse)]
+    def _put(self, at: BucketStep, entries: Sequence[tuple[Any, Any]], factor: float) -> None:
+        results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         for result in results:
             self._memory.fill(result, 0)
         for positions, values in entries:

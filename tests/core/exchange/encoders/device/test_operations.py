@@ -35,7 +35,7 @@ def operations_of_a_step(options, limit=None, algorithm="dgc"):
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     runtime = Idle()
     exchange = Exchange(layout, config, Echo(RANKS), DeviceKernels(runtime))
-    pipeline, state = exchange._pipeline, exchange._step
+    pipeline, state = exchange._pipeline, exchange.latest
 
     def wait(step, index):
         with state.lock:
