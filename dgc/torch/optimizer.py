@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -27,6 +27,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.step.scaler import steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
 
 
@@ -95,10 +96,14 @@ def DistributedOptimizer(
         "skip_synchronize": steps.skip_synchronize,
         "set_backward_passes_per_step": steps.set_backward_passes_per_step,
         "zero_grad": steps.zero_grad,
+        "__reduce_ex__": _refuse_copy,
     }
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     return optimizer
+
+
+_all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 
 class Steps:
@@ -123,12 +128,14 @@ class Steps:
         self._sparse_as_dense = sparse_as_dense
         self._parameters = [] if engine is None else engine.parameters
         self._results: dict[int, torch.Tensor | None] = {}  # of the gradients that were handed over; None: sparse
+        self._handed_over: dict[int, tuple[torch.Tensor, int]] = {}  # gradient and its version then; none if sparse
         self._passes = passes
         self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
         self._begun = self._synchronized = self._skipping = self._updating = False
-        self.in_step = False
+        self.in_step = self._replaced = False
         if engine is not None:
             engine.watch.own(optimizer, self)
+            self._replace_others()
             for i, p in enumerate(self._parameters):
                 p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[attr-defined]
 
@@ -139,12 +146,17 @@ class Steps:
         """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
 
         Raises:
-            LayoutError: a gradient was replaced or cleared while it was exchanged.
+            ConfigError: another optimizer over these parameters was wrapped since.
+            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
         engine = self._engine
         if engine is None:
             return
+        if self._replaced:
+            raise ConfigError(
+                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
+            )
         if self.averaged and engine.is_done():
             engine.require_same_results()
             for p in self._parameters:
@@ -155,9 +167,7 @@ class Steps:
         for i, p in enumerate(self._parameters):
             if i not in self._results:
                 self._hand_over(i, p)
-        for i, p in enumerate(self._parameters):
-            if p.grad is None:
-                engine.fail(LayoutError(f"the gradient of {engine.names[i]!r} was cleared while it was exchanged"), i)
+        self._refuse_changes(engine)
         engine.finish()
         for i, result in self._results.items():
             _deliver(self._parameters[i], result)
@@ -218,10 +228,16 @@ class Steps:
 
     def before_update(self, closure: bool) -> None:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
+        optimizer, engine = self._optimizer(), self._engine
+        assert optimizer is not None, "it steps"
+        assert engine is not None, "its parameters are watched"
+        if self._skipping and self._handed_over:
+            engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
         if self._skipping or (closure and not self._begun):
             return
-        optimizer = self._optimizer()
-        assert optimizer is not None, "it steps"
+        if self._handed_over and steps_by_scaler():
+            # It has divided them by its scale, which raises no version.
+            engine.fail(LayoutError(_CHANGED.format(engine.names[next(iter(self._handed_over))])))
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -256,13 +272,37 @@ class Steps:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _refuse_changes(self, engine: Engine) -> None:
+        """Whether the exchange has read a gradient before or after a change of it is a matter of chance."""
+        for i, p in enumerate(self._parameters):
+            if p.grad is None:
+                engine.fail(LayoutError(f"the gradient of {engine.names[i]!r} was cleared while it was exchanged"), i)
+            if i not in self._handed_over:
+                continue
+            gradient, version = self._handed_over[i]
+            if p.grad is not gradient or (gradient._version != version and not _shares_memory(gradient)):
+                engine.fail(LayoutError(_CHANGED.format(engine.names[i])), i)
+
     def _begin_anew(self) -> None:
-        self._results = {}
+        self._results, self._handed_over = {}, {}
+        if (optimizer := self._optimizer()) is not None:
+            self._passes = optimizer.backward_passes_per_step  # type: ignore[attr-defined]  # scripts set it as well
         self._left = [self._passes] * len(self._left)
         self._begun = self._synchronized = self._updating = False
 
+    def _replace_others(self) -> None:
+        """Take parameters over from optimizers that were wrapped before, as somebody may still refer to them."""
+        own = {id(p) for p in self._parameters}
+        for other in list(_all_steps):
+            if any(id(p) in own for p in other._parameters):
+                other.give_up()
+                other._replaced = True
+        _all_steps.add(self)
+
     def _arrived(self, index: int, p: torch.Tensor) -> None:
         """A backward pass has added to a gradient."""
+        if self._replaced:
+            return
         if self._left[index] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -286,6 +326,27 @@ class Steps:
                 return
             gradient = gradient.to_dense()
         self._results[index] = engine.submit(index, gradient)
+        self._handed_over[index] = p.grad, p.grad._version
+
+
+_CHANGED = (
+    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
+    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
+    "hook that changes gradients before the optimizer is wrapped"
+)
+
+
+def _shares_memory(gradient: torch.Tensor) -> bool:
+    """Whether it may be a part of a buffer, whose other parts have the same version."""
+    return not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
+    """Neither ``copy`` nor ``pickle``; both look this up on the instance."""
+    raise TypeError(
+        "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
+        "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"
+    )
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor | None) -> None:

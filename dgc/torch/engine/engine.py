@@ -161,10 +161,10 @@ class Engine(EngineBase):
         """
         if self._error is not None:
             raise self._error
+        zeros = self._fill_in_sparse() if self.exchange.in_step or not self.sparse.settled else []
         if not self.exchange.in_step:
             self._opened = False
             return
-        zeros = self._fill_in_sparse()
         try:
             self.exchange.require_complete()
             # While the others keep this rank waiting, look whether one of them will never come.
@@ -379,7 +379,11 @@ class Engine(EngineBase):
         """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""
         zeros = []
         for index, zero in self.sparse.without_result(self._pending):
+            if (failed := self._open_step(index)) is not None:  # where all gradients are sparse
+                self._raise_on_all_ranks(failed)
             self.require_own_momentum(index)
+            if self.sparse.settled:
+                self.fail(self.sparse.late(index), index)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)
             self.exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
