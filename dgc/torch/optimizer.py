@@ -134,6 +134,8 @@ class Steps:
         self._begun = self._synchronized = self._skipping = self._updating = False
         self.in_step = self._replaced = False
         if engine is not None:
+            # Torch gives the class's step() its hooks, again if a script has replaced it since.
+            torch.optim.Optimizer.__setstate__(optimizer, {})
             engine.watch.own(optimizer, self)
             self._replace_others()
             for i, p in enumerate(self._parameters):

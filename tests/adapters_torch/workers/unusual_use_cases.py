@@ -400,6 +400,31 @@ def a_second_optimizer_over_the_same_parameters():
 
 
 @case
+def a_class_whose_step_was_replaced():
+    class Replaced(torch.optim.SGD):
+        pass
+
+    def step(self, closure=None):
+        return torch.optim.SGD.step(self, closure)
+
+    def plain(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+
+    for replacement in (step, plain):
+        model = make_model()
+        expected = dense_reference(model, 3)
+        optimizer = Replaced(model.parameters(), lr=0.1)
+        Replaced.step = replacement
+        optimizer, compression = wrap("b", model, optimizer, **EXACT)
+        train(optimizer, model, 3)
+        assert worst_difference(model, expected) <= 1e-5, replacement.__name__
+        compression.close()
+
+
+@case
 def backward_passes_per_step_set_as_an_attribute():
     """Horovod reads it when a step is exchanged."""
     models = []
