@@ -27,7 +27,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.torch.engine.step.scaler import steps_by_scaler
+from dgc.torch.engine.step.handed_over import HandedOver
 from dgc.torch.engine.step.untraced import untraced
 
 
@@ -128,7 +128,7 @@ class Steps:
         self._sparse_as_dense = sparse_as_dense
         self._parameters = [] if engine is None else engine.parameters
         self._results: dict[int, torch.Tensor | None] = {}  # of the gradients that were handed over; None: sparse
-        self._handed_over: dict[int, tuple[torch.Tensor, int]] = {}  # gradient and its version then; none if sparse
+        self._handed_over = HandedOver([] if engine is None else engine.names, self._parameters)
         self._passes = passes
         self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
         self._begun = self._synchronized = self._skipping = self._updating = False
@@ -169,7 +169,8 @@ class Steps:
         for i, p in enumerate(self._parameters):
             if i not in self._results:
                 self._hand_over(i, p)
-        self._refuse_changes(engine)
+        if (changed := self._handed_over.changed()) is not None:
+            engine.fail(*changed)
         engine.finish()
         for i, result in self._results.items():
             _deliver(self._parameters[i], result)
@@ -237,9 +238,8 @@ class Steps:
             engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
         if self._skipping or (closure and not self._begun):
             return
-        if self._handed_over and steps_by_scaler():
-            # It has divided them by its scale, which raises no version.
-            engine.fail(LayoutError(_CHANGED.format(engine.names[next(iter(self._handed_over))])))
+        if (changed := self._handed_over.changed_by_scaler()) is not None:
+            engine.fail(*changed)
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -274,19 +274,9 @@ class Steps:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _refuse_changes(self, engine: Engine) -> None:
-        """Whether the exchange has read a gradient before or after a change of it is a matter of chance."""
-        for i, p in enumerate(self._parameters):
-            if p.grad is None:
-                engine.fail(LayoutError(f"the gradient of {engine.names[i]!r} was cleared while it was exchanged"), i)
-            if i not in self._handed_over:
-                continue
-            gradient, version = self._handed_over[i]
-            if p.grad is not gradient or (gradient._version != version and not _shares_memory(gradient)):
-                engine.fail(LayoutError(_CHANGED.format(engine.names[i])), i)
-
     def _begin_anew(self) -> None:
-        self._results, self._handed_over = {}, {}
+        self._results = {}
+        self._handed_over.clear()
         if (optimizer := self._optimizer()) is not None:
             self._passes = optimizer.backward_passes_per_step  # type: ignore[attr-defined]  # scripts set it as well
         self._left = [self._passes] * len(self._left)
@@ -328,19 +318,7 @@ class Steps:
                 return
             gradient = gradient.to_dense()
         self._results[index] = engine.submit(index, gradient)
-        self._handed_over[index] = p.grad, p.grad._version
-
-
-_CHANGED = (
-    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
-    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
-    "hook that changes gradients before the optimizer is wrapped"
-)
-
-
-def _shares_memory(gradient: torch.Tensor) -> bool:
-    """Whether it may be a part of a buffer, whose other parts have the same version."""
-    return not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
+        self._handed_over.add(index)
 
 
 def _refuse_copy(protocol: SupportsIndex) -> NoReturn:

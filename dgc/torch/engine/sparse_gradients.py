@@ -69,8 +69,10 @@ class SparseGradients:
             "parameter changes the way it is used"
         )
 
-    def late(self, index: int) -> LayoutError:
-        """What is wrong with a sparse gradient where the first step had none."""
+    def late(self, index: int) -> LayoutError | None:
+        """What is wrong with a sparse gradient of a parameter that is exchanged, once it is settled which are."""
+        if not self.settled:
+            return None
         return LayoutError(
             f"{self._names[index]!r} has a sparse gradient, but had none in the first step on any rank; use it in the "
             "first step, or give sparse_as_dense=True to dgc.torch.DistributedOptimizer"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
 import threading
 import time
@@ -310,7 +309,7 @@ def an_optimizer_of_sparse_gradients_alone():
 
 @case
 def gradients_that_are_changed_while_they_are_exchanged():
-    """On one rank alone, too: what was read of them before and after is a matter of chance."""
+    """What was read of them before and after is a matter of chance."""
 
     def clip(model, optimizer):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -329,13 +328,13 @@ def gradients_that_are_changed_while_they_are_exchanged():
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    for change, ranks in itertools.product((clip, replace, scale, skip), ((0, 1), (1,))):
+    for change in (clip, replace, scale, skip):
         model = make_model()
         optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
         loss_of(model, 0).backward()
         before = flat(model).clone()
-        run = partial(change, model, optimizer) if hvd.rank() in ranks else optimizer.step
-        on_every_rank(dgc.LayoutError, r"call optimizer.synchronize\(\) first", run, f"{change.__name__} {ranks}")
+        run = partial(change, model, optimizer)
+        on_every_rank(dgc.LayoutError, r"call optimizer.synchronize\(\) first", run, change.__name__)
         assert torch.equal(flat(model), before)
         compression.close()
 
