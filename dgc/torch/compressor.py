@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -152,6 +153,38 @@ class TorchCompression(CompressionBase):
         require_momentum_source(optimizer, compressor.config, "named_parameters")
         compressor.bind(named, optimizer, stock=True)
         return compressor
+
+
+def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """The (name, parameter) pairs, checked as Horovod does.
+
+    Raises:
+        ConfigError: something else than pairs, a name twice, or a parameter of the optimizer without a name.
+    """
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        ]
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ConfigError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    counts = collections.Counter(name for name, _ in pairs)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ConfigError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    known = {id(p) for _, p in pairs}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if missing:
+        raise ConfigError(
+            f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
+            f"first of shape {tuple(missing[0].shape)}; pass model.named_parameters() of the whole model (a generator "
+            "can be used once only)"
+        )
+    return pairs
 
 
 def _layout_of(

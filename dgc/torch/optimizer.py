@@ -6,13 +6,12 @@ optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The o
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -25,9 +24,10 @@ from dgc.adapter.compression import (
 )
 from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.compressor import DGCCompressor
+from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.step.handed_over import HandedOver
 from dgc.torch.engine.step.untraced import untraced
 
 
@@ -89,7 +89,7 @@ def DistributedOptimizer(
     check_predivide(gradient_predivide_factor, op)
     compression.use_op(op)
     members = compression.process_set(process_set)
-    named = _named(optimizer, named_parameters)
+    named = named_pairs(optimizer, named_parameters)
     compression.bind(named, optimizer, members)
     steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense)
     attributes = {
@@ -104,10 +104,14 @@ def DistributedOptimizer(
         "skip_synchronize": steps.skip_synchronize,
         "set_backward_passes_per_step": steps.set_backward_passes_per_step,
         "zero_grad": steps.zero_grad,
+        "__reduce_ex__": _refuse_copy,
     }
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     return optimizer
+
+
+_all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 
 class Steps:
@@ -132,12 +136,16 @@ class Steps:
         self._sparse_as_dense = sparse_as_dense
         self._parameters = [] if engine is None else engine.parameters
         self._results: dict[int, torch.Tensor | None] = {}  # of the gradients that were handed over; None: sparse
+        self._handed_over = HandedOver([] if engine is None else engine.names, self._parameters)
         self._passes = passes
         self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
         self._begun = self._synchronized = self._skipping = self._updating = False
-        self.in_step = False
+        self.in_step = self._replaced = False
         if engine is not None:
+            # Torch gives the class's step() its hooks, again if a script has replaced it since.
+            torch.optim.Optimizer.__setstate__(optimizer, {})
             engine.watch.own(optimizer, self)
+            self._replace_others()
             for i, p in enumerate(self._parameters):
                 p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[attr-defined]
 
@@ -148,12 +156,17 @@ class Steps:
         """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
 
         Raises:
-            LayoutError: a gradient was replaced or cleared while it was exchanged.
+            ConfigError: another optimizer over these parameters was wrapped since.
+            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
         engine = self._engine
         if engine is None:
             return
+        if self._replaced:
+            raise ConfigError(
+                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
+            )
         if self.averaged and engine.is_done():
             engine.require_same_results()
             for p in self._parameters:
@@ -164,9 +177,8 @@ class Steps:
         for i, p in enumerate(self._parameters):
             if i not in self._results:
                 self._hand_over(i, p)
-        for i, p in enumerate(self._parameters):
-            if p.grad is None:
-                engine.fail(LayoutError(f"the gradient of {engine.names[i]!r} was cleared while it was exchanged"), i)
+        if (changed := self._handed_over.changed()) is not None:
+            engine.fail(*changed)
         engine.finish()
         for i, result in self._results.items():
             _deliver(self._parameters[i], result)
@@ -227,10 +239,15 @@ class Steps:
 
     def before_update(self, closure: bool) -> None:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
+        optimizer, engine = self._optimizer(), self._engine
+        assert optimizer is not None, "it steps"
+        assert engine is not None, "its parameters are watched"
+        if self._skipping and self._handed_over:
+            engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
         if self._skipping or (closure and not self._begun):
             return
-        optimizer = self._optimizer()
-        assert optimizer is not None, "it steps"
+        if (changed := self._handed_over.changed_by_scaler()) is not None:
+            engine.fail(*changed)
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -267,11 +284,25 @@ class Steps:
 
     def _begin_anew(self) -> None:
         self._results = {}
+        self._handed_over.clear()
+        if (optimizer := self._optimizer()) is not None:
+            self._passes = optimizer.backward_passes_per_step  # type: ignore[attr-defined]  # scripts set it as well
         self._left = [self._passes] * len(self._left)
         self._begun = self._synchronized = self._updating = False
 
+    def _replace_others(self) -> None:
+        """Take parameters over from optimizers that were wrapped before, as somebody may still refer to them."""
+        own = {id(p) for p in self._parameters}
+        for other in list(_all_steps):
+            if any(id(p) in own for p in other._parameters):
+                other.give_up()
+                other._replaced = True
+        _all_steps.add(self)
+
     def _arrived(self, index: int, p: torch.Tensor) -> None:
         """A backward pass has added to a gradient."""
+        if self._replaced:
+            return
         if self._left[index] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -295,6 +326,15 @@ class Steps:
                 return
             gradient = gradient.to_dense()
         self._results[index] = engine.submit(index, gradient)
+        self._handed_over.add(index)
+
+
+def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
+    """Neither ``copy`` nor ``pickle``; both look this up on the instance."""
+    raise TypeError(
+        "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
+        "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"
+    )
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor | None) -> None:
@@ -317,38 +357,6 @@ def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], Non
             itself._arrived(index, p)
 
     return arrived
-
-
-def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """The (name, parameter) pairs, checked as Horovod does.
-
-    Raises:
-        ConfigError: something else than pairs, a name twice, or a parameter of the optimizer without a name.
-    """
-    if named_parameters is None:
-        return [
-            (f"allreduce.noname.{i}.{j}", p)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, p in enumerate(group["params"])
-        ]
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ConfigError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    counts = collections.Counter(name for name, _ in pairs)
-    if twice := sorted(name for name, count in counts.items() if count > 1):
-        raise ConfigError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    known = {id(p) for _, p in pairs}
-    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if missing:
-        raise ConfigError(
-            f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
-            f"first of shape {tuple(missing[0].shape)}; pass model.named_parameters() of the whole model (a generator "
-            "can be used once only)"
-        )
-    return pairs
 
 
 def _only_torch_distributed() -> bool:

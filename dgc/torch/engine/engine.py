@@ -128,8 +128,7 @@ class Engine(EngineBase):
         if (failed := self._open_step(index) or self._tensors.refusal()) is not None:
             self._raise_on_all_ranks(failed)
         if index in self.sparse:
-            refused = self.sparse.refusal(index, gradient)
-            if refused is not None:
+            if (refused := self.sparse.refusal(index, gradient)) is not None:
                 self.fail(refused)
             return gradient.zero_()
         result = self._memory.place(index, gradient)
@@ -161,10 +160,10 @@ class Engine(EngineBase):
         """
         if self._error is not None:
             raise self._error
+        zeros = self._fill_in_sparse() if self.exchange.in_step or not self.sparse.agreed else []
         if not self.exchange.in_step:
             self._opened = False
             return
-        zeros = self._fill_in_sparse()
         try:
             self.exchange.require_complete()
             # While the others keep this rank waiting, look whether one of them will never come.
@@ -370,15 +369,16 @@ class Engine(EngineBase):
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
-        if index in self.sparse:
-            return
-        share = self._config.own_share(self.between.size)
-        self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
+        if index not in self.sparse:
+            share = self._config.own_share(self.between.size)
+            self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""
         zeros = []
         for index, zero in self.sparse.without_result(self._pending):
+            if (failed := self._open_step(index) or self.sparse.late(index)) is not None:
+                self._raise_on_all_ranks(failed, index)
             self.require_own_momentum(index)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)

@@ -69,6 +69,15 @@ class SparseGradients:
             "parameter changes the way it is used"
         )
 
+    def late(self, index: int) -> LayoutError | None:
+        """What is wrong with a sparse gradient of a parameter that is exchanged, once the ranks have agreed which are."""
+        if not self.agreed:
+            return None
+        return LayoutError(
+            f"{self._names[index]!r} has a sparse gradient, but had none in the first step on any rank; use it in the "
+            "first step, or give sparse_as_dense=True to dgc.torch.DistributedOptimizer"
+        )
+
     def momentum_refusal(self, index: int) -> ConfigError:
         """What is wrong with a sparse gradient whose momentum was adopted: nobody would apply it."""
         return ConfigError(
@@ -99,11 +108,19 @@ class SparseGradients:
         Args:
             transport: connects the ranks.
             submitted: indices of those that were exchanged, whose sparse gradients were made dense before.
+
+        Raises:
+            LayoutError: all have one.
         """
-        self.agreed = True
         sparse = [p.grad is not None and p.grad.is_sparse for p in self._parameters]
         mask = np.array([s and i not in submitted for i, s in enumerate(sparse)], np.float32)
         transport.allreduce(mask, "max")
+        if mask.all():
+            raise LayoutError(
+                "all gradients of this optimizer are sparse, so that none is compressed: wrap it with "
+                "hvd.DistributedOptimizer, or give sparse_as_dense=True to dgc.torch.DistributedOptimizer"
+            )
+        self.agreed = True
         return {int(i) for i in np.flatnonzero(mask)}
 
 

@@ -195,4 +195,5 @@ def _restore(cls: Any, options: FuseOptions) -> Optimizer:
 def _install(optimizer: Any, record: FuseRecord) -> None:
     setattr(optimizer, _RECORD, record)
     optimizer.fuse_step = _FuseStepMethod(optimizer)
-    optimizer.__reduce_ex__ = _Reduce(optimizer)
+    if "__reduce_ex__" not in vars(optimizer):  # a distributed optimizer is not copied
+        optimizer.__reduce_ex__ = _Reduce(optimizer)

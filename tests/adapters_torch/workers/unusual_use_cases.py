@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import warnings
+from functools import partial
 
 import horovod.torch as hvd
 import pytest
@@ -273,6 +276,174 @@ def a_sparse_embedding_that_goes_unused_later():
             optimizer.step()
         assert_replicas_identical(model, f"unused {way}")
         compression.close()
+
+
+def embedding_model():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 40, sparse=True), "linear": torch.nn.Linear(40, 64)})
+
+
+@case
+def an_embedding_that_is_first_used_in_the_second_step():
+    for way in "ab":
+        model = embedding_model()
+        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+        model["linear"](torch.ones(8, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
+        on_every_rank(dgc.LayoutError, "'table.weight' has a sparse gradient, but", optimizer.step, way)
+        compression.close()
+
+
+@case
+def an_optimizer_of_sparse_gradients_alone():
+    model = embedding_model()
+    before = flat(model).clone()
+    optimizer, compression = wrap("b", model, torch.optim.SparseAdam(model["table"].parameters()), sparsity=0.9)
+    model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
+    on_every_rank(dgc.LayoutError, "all gradients of this optimizer are sparse", optimizer.step)
+    assert torch.equal(flat(model), before)
+    compression.close()
+
+
+@case
+def gradients_that_are_changed_while_they_are_exchanged():
+    """What was read of them before and after is a matter of chance."""
+
+    def clip(model, optimizer):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    def replace(model, optimizer):
+        model.left.weight.grad = model.left.weight.grad / 2
+        optimizer.step()
+
+    def scale(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(torch.zeros(1))
+        scaler.step(optimizer)
+
+    def skip(model, optimizer):
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    for change in (clip, replace, scale, skip):
+        model = make_model()
+        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+        loss_of(model, 0).backward()
+        before = flat(model).clone()
+        run = partial(change, model, optimizer)
+        on_every_rank(dgc.LayoutError, r"call optimizer.synchronize\(\) first", run, change.__name__)
+        assert torch.equal(flat(model), before)
+        compression.close()
+
+
+@case
+def gradients_that_are_changed_before_they_are_exchanged():
+    """By a hook that was there before the wrapping, or in passes that are added up."""
+    model, expected = make_model(), make_model()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(halve)
+    optimizer, compression = wrap("b", model, sgd(model), hvd_options={"backward_passes_per_step": 1}, **EXACT)
+    train(optimizer, model, 3)
+    dense = hvd.DistributedOptimizer(sgd(expected), named_parameters=expected.named_parameters())
+    for step in range(3):
+        dense.zero_grad()
+        (loss_of(expected, step) / 2).backward()
+        dense.step()
+    assert worst_difference(model, expected) <= 1e-5
+    compression.close()
+
+
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+@case
+def a_hook_that_changes_gradients_after_the_wrapping():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    model.left.weight.register_post_accumulate_grad_hook(halve)
+    loss_of(model, 0).backward()
+    on_every_rank(dgc.LayoutError, "register a hook", optimizer.step)
+    compression.close()
+
+
+@case
+def an_optimizer_that_is_copied():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    train(optimizer, model, 1)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda o: copy.deepcopy(dgc.fuse_optimizer(o))):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(optimizer)
+    compression.close()
+
+
+@case
+def a_second_optimizer_over_the_same_parameters():
+    """The first one is referred to still, as by a scheduler."""
+    model = make_model()
+    expected = dense_reference(dense_reference(model, 2, momentum=0.9), 3, momentum=0.9)
+    first, _ = wrap("b", model, sgd(model), **EXACT)
+    train(first, model, 2)
+    second, compression = wrap("b", model, sgd(model), **EXACT)
+    model.zero_grad()
+    train(second, model, 3)
+    assert worst_difference(model, expected) <= 1e-5
+    loss_of(model, 8).backward()
+    on_every_rank(dgc.ConfigError, "wrapped since", first.step)
+    compression.close()
+
+
+@case
+def a_class_whose_step_was_replaced():
+    class Replaced(torch.optim.SGD):
+        pass
+
+    def step(self, closure=None):
+        return torch.optim.SGD.step(self, closure)
+
+    def plain(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+
+    for replacement in (step, plain):
+        model = make_model()
+        expected = dense_reference(model, 3)
+        optimizer = Replaced(model.parameters(), lr=0.1)
+        Replaced.step = replacement
+        optimizer, compression = wrap("b", model, optimizer, **EXACT)
+        train(optimizer, model, 3)
+        assert worst_difference(model, expected) <= 1e-5, replacement.__name__
+        compression.close()
+
+
+@case
+def backward_passes_per_step_set_as_an_attribute():
+    """Horovod reads it when a step is exchanged."""
+    models = []
+    for dense in (True, False):
+        model = make_model()
+        optimizer = sgd(model)
+        if dense:
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        else:
+            optimizer, compression = wrap("b", model, optimizer, **EXACT)
+        optimizer.backward_passes_per_step = 2
+        train(optimizer, model, 1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, 10 + step).backward()
+            loss_of(model, 20 + step).backward()
+            optimizer.step()
+        models.append(model)
+    assert worst_difference(models[1], models[0]) <= 1e-5
+    compression.close()
 
 
 @case

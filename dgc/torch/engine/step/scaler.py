@@ -43,13 +43,18 @@ def read_later(scale: torch.Tensor) -> Callable[[], float]:
     return value
 
 
+def steps_by_scaler() -> bool:
+    """Whether a scaler steps the optimizer that is about to step."""
+    scaler = stepping_scaler(_Scaler)
+    return scaler is not None and scaler.is_enabled()
+
+
 def warn_of_unknown_scaler() -> bool:
     """Warn if a scaler steps the optimizer that is about to step; returns whether one does.
 
     No error: a script may divide its gradients by the scale before they are exchanged.
     """
-    scaler = stepping_scaler(_Scaler)
-    if scaler is None or not scaler.is_enabled():
+    if not steps_by_scaler():
         return False
     warnings.warn(
         "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "

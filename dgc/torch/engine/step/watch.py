@@ -224,8 +224,8 @@ class StepWatch:
                 if id(p) not in self._ids and p.requires_grad and p.grad is not None:
                     raise LayoutError(
                         f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
-                        "compressor was built but has one now, which is not averaged: wrap the optimizer anew after "
-                        "adding or unfreezing parameters"
+                        "compressor was built but has one now, which is not averaged: build a new optimizer and "
+                        "wrap it after adding or unfreezing parameters"
                     )
 
 
