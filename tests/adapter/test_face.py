@@ -50,6 +50,7 @@ ONLY = {
     # What the frameworks force; docs/tensorflow.md has the reasons.
     "torch": {
         "ZeroRedundancyOptimizer",
+        "broadcast_parameters",
         "fuse_optimizer",
         "fuse_step",
         "is_fused_optimizer",
