@@ -146,8 +146,9 @@ class Steps:
             torch.optim.Optimizer.__setstate__(optimizer, {})
             engine.watch.own(optimizer, self)
             self._replace_others()
-            for i, p in enumerate(self._parameters):
-                p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[attr-defined]
+            itself = weakref.ref(self)
+            hooks = [p.register_post_accumulate_grad_hook(_hook(itself, i)) for i, p in enumerate(self._parameters)]
+            weakref.finalize(self, _remove, hooks).atexit = False
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
@@ -346,6 +347,11 @@ def _deliver(p: torch.Tensor, result: torch.Tensor | None) -> None:
         gradient.zero_().add_(result.to_sparse())
     else:
         gradient.set_(result)  # type: ignore[call-overload]
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], None]:

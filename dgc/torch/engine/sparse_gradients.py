@@ -70,7 +70,7 @@ class SparseGradients:
         )
 
     def late(self, index: int) -> LayoutError | None:
-        """What is wrong with a sparse gradient of a parameter that is exchanged, once the ranks have agreed which are."""
+        """What is wrong with a sparse gradient of an exchanged parameter, once the ranks agreed on them."""
         if not self.agreed:
             return None
         return LayoutError(

@@ -77,8 +77,8 @@ class SparseUpdates:
             in_step: whether its ``step()`` exchanges, so that no code of the script sees gradients before the update.
         """
         self._steps_at_once = in_step
-        # What was no reason when the step began may be one by now; where there was one, nothing is deferred.
-        self.pending = self._steps_at_once and self.reason is None and self._refusal(optimizer) is None
+        # The optimizer may have got a reason since the step began; where there was one, nothing is deferred.
+        self.pending = in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
         self._remember_gradients()
         return self.pending
 
@@ -143,8 +143,9 @@ class SparseUpdates:
             return "nothing is sparsified"
         if self.obstacle is None:
             return "nobody can apply anything else"
-        if not all(is_plain(p) for p in self._parameters):
-            return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
+        for p in self._parameters:
+            if not is_plain(p):
+                return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
         if not self._lie_apart():
             return "two parameters share memory"
         if (refused := self.obstacle(optimizer)) is not None:
@@ -169,20 +170,24 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
             return "loss_scale is given"
         if optimizer is None or _class_of(optimizer) is not torch.optim.SGD:
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
-        steppers = [optimizer, getattr(optimizer, "optim", optimizer)]
-        hooked = any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in steppers)
-        everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-        if hooked or any(len(hooks) > 1 for hooks in everywhere):
+        everywhere = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
+        hooked = max(everywhere) > 1
+        for stepping in (optimizer, getattr(optimizer, "optim", optimizer)):
+            hooked |= bool(stepping._optimizer_step_pre_hooks or stepping._optimizer_step_post_hooks)
+        if hooked:
             return "a hook before or after step() may look at them"
         step = vars(torch.optim.SGD)["step"]
         if not getattr(step, "hooked", False):
             return "torch calls no hooks before SGD's step"
         if not _is_of_torch(step):
             return "somebody has replaced SGD's step"
-        if not ids <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
-            return "a parameter is in no group of the optimizer"
-        ours = (group for group in optimizer.param_groups if any(id(p) in ids for p in group["params"]))
-        return next(filter(None, (_refusal_of_group(group, applied) for group in ours)), None)
+        missing = set(ids)
+        for group in optimizer.param_groups:
+            members = set(map(id, group["params"]))
+            if members & ids and (refused := _refusal_of_group(group, applied)) is not None:
+                return refused
+            missing -= members
+        return "a parameter is in no group of the optimizer" if missing else None
 
     return obstacle
 

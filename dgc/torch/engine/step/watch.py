@@ -209,7 +209,7 @@ class StepWatch:
         return self._concerns(optimizer) and not broadcasting()
 
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+        return not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
         owner = self.owner

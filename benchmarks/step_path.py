@@ -1,0 +1,60 @@
+"""Count the files, functions and calls of the package that one steady training step passes, on all threads.
+
+Usage: mpirun -np 2 python benchmarks/step_path.py
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import dgc
+import dgc.torch as dgc_torch
+
+HOME = str(Path(dgc.__file__).parent)
+
+
+def main() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = dgc_torch.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=dgc_torch.Compression.dgc(sparsity=0.99)
+    )
+    x = torch.randn(8, 64)
+    calls: collections.Counter[Any] = collections.Counter()
+    counting = False
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if counting and event == "call" and frame.f_code.co_filename.startswith(HOME):
+            calls[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
+
+    threading.setprofile(profile)  # of the communication thread, which starts with the first step
+    sys.setprofile(profile)
+    for step in range(6):
+        counting = step == 5
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    counting = False
+    sys.setprofile(None)
+    if hvd.rank() == 0:
+        files = {file for file, _ in calls}
+        print(f"{len(files)} files, {len(calls)} functions, {sum(calls.values())} calls")
+        if "-v" in sys.argv:
+            for file in sorted(files):
+                inside = {name: n for (f, name), n in calls.items() if f == file}
+                print(f"  {file[len(HOME) + 1 :]}: {len(inside)} functions, {sum(inside.values())} calls")
+
+
+if __name__ == "__main__":
+    main()
