@@ -121,7 +121,7 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     _waits = True
     _pending_error: DGCError | None = None
-    _giving_up = False  # the other ranks' placeholders of a failed step get theirs, and nothing else
+    _giving_up = False  # placeholders of a failed step are sent for the other ranks, and nothing else
     _last_found = 0
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
