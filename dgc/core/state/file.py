@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -83,7 +84,8 @@ def write_whole(
         ready()
         os.replace(draft, path)
     except BaseException as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be what cannot be written
+            draft.unlink()
         if isinstance(error, OSError):
             raise TransportError(
                 f"{path} could not be written: {error.strerror or error}; what was saved before stays. Make room or "

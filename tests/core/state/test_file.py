@@ -129,6 +129,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch,
     assert load_state(path)["step"] == 3
 
 
+def test_a_folder_that_is_a_file_is_an_error_that_names_the_place(tmp_path):
+    (tmp_path / "file").write_text("something else")
+    with pytest.raises(TransportError, match=r"file/state could not be written: .*save elsewhere"):
+        save_state(tmp_path / "file" / "state", {"step": 1})
+
+
 def test_a_save_that_another_rank_refuses_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.npz"
     save_state(path, {"step": 3})
