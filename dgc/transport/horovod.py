@@ -29,6 +29,7 @@ class HorovodTransportBase(Transport):
     """
 
     name = "horovod"
+    shut_down = "Horovod is shut down: stop exchanging before hvd.shutdown()"
 
     def __init__(self, rank: int, size: int) -> None:
         """Remember this process' place in its group."""
@@ -83,7 +84,7 @@ class HorovodTransportBase(Transport):
         if self._closed:
             raise TransportError(f"this {self.name} transport is closed")
         if not self._is_running():
-            raise TransportError(f"{self.name} is shut down: train before that")
+            raise TransportError(self.shut_down)
 
     def _gather_and_fold(self, array: np.ndarray, op: str) -> None:
         parts = np.empty((self.size, array.nbytes), np.uint8)

@@ -91,7 +91,7 @@ class Page:
         )
         parts += [self._verdict(name) for name in self._titles if self._pair(name)]
         parts += [f"- {name} was left out: {sentence}" for name, sentence in self._missing.items()]
-        missing = self._missing()
+        missing = self._without_result()
         if missing:
             parts.append(f"- No result yet, of the full plan: {', '.join(missing)}.")
         return [*parts, ""]
@@ -112,7 +112,7 @@ class Page:
         ratio = "as wanted" if found.ratio >= WANTED_RATIO else f"less than the {WANTED_RATIO} that are wanted"
         return f"- {self._titles[name]}: {said}: {close}. {found.ratio:.0f} times fewer bytes: {ratio}."
 
-    def _missing(self) -> list[str]:
+    def _without_result(self) -> list[str]:
         """Of the variants in the plan those without any run."""
         wanted = {(run.application, run.variant) for run in plan([0])}
         return [f"{name} {variant}" for name, variant in sorted(wanted) if (name, variant) not in self._groups]

@@ -80,6 +80,7 @@ class DistributedTransport(HorovodTransportBase):
     """Collectives of a Gloo group of its own, so that DDP, FSDP and the script share no group with the exchange."""
 
     name = "torch.distributed"
+    shut_down = "torch.distributed is shut down: stop exchanging before destroy_process_group()"
 
     def __init__(self, group: Any = None) -> None:
         """Make the group. Collective over the ranks of ``group``, all ranks if None."""

@@ -114,19 +114,20 @@ import faulthandler, os, sys, time
 import horovod.torch as hvd
 hvd.init()
 import numpy as np
-from dgc.core.exchange.status import StepStatus
+from dgc.core.exchange.step import Step
 from dgc.errors import TransportError
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.transport.mpi import MPITransport
 from worker_tools import report
 
 HOROVOD.require_ready()
-transport, status = MPITransport(), StepStatus()
+transport = MPITransport()
+step = Step(None, (), transport, exact=False)
 out = np.empty((2, 4), np.uint8)
 faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
 child = os.fork()
 if child == 0:
-    for refused in (lambda: transport.allgather(np.zeros(4, np.uint8), out), status.require_usable):
+    for refused in (lambda: transport.allgather(np.zeros(4, np.uint8), out), step.require_usable):
         try:
             refused()
         except TransportError as error:
