@@ -395,6 +395,6 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
             self._engine.reset()
 
     def close(self) -> None:
-        """End the communication threads and free the communicator."""
+        """End the communication threads."""
         if self._engine is not None:
             self._engine.close()

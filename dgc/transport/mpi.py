@@ -235,13 +235,13 @@ class MPITransport(Divisible):
         self._stall.tell_busy()
 
     def close(self) -> None:
-        """Free the communicator, unless MPI is finalized or this is a child of the rank. To be called on every rank."""
-        if self._closed:
-            return
+        """Refuse every later call. The communicator (8 kB) stays until the process ends.
+
+        A rank that closes in the middle of another rank's exchange still receives that rank's message. In a freed
+        communicator Open MPI keeps it for the next communicator that gets the same number: it is taken for a message
+        of that one, or ends the process if its sender is no member.
+        """
         self._closed = True
-        if not is_child() and not self._mpi.Is_finalized():
-            with _as_transport_error("freeing the communicator"):
-                self._comm.Free()
 
     def busy(self) -> AbstractContextManager[None]:  # noqa: D102
         self._require_open()

@@ -61,5 +61,5 @@ class ExchangeMethods:
         self._exchanges.reset()
 
     def close(self) -> None:
-        """End the communication thread and free the communicator."""
+        """End the communication thread."""
         self._exchanges.close()

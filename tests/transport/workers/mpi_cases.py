@@ -103,6 +103,24 @@ def large_collectives_of_different_sizes_are_an_error_everywhere():
     transport.close()
 
 
+@case("2ranks")
+def a_message_to_a_rank_that_has_closed_reaches_no_later_communicator():
+    transport = MPITransport()
+    if RANK == 0:
+        transport.close()
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 1:
+        late = transport._comm.Iallgather(np.ones(1, np.int64), np.zeros(2, np.int64))
+        transport.close()
+    MPI.COMM_WORLD.Barrier()
+    MPITransport(ranks=[RANK]).close()  # a message from rank 1 would end rank 0's process here
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        transport._comm.Iallgather(np.zeros(1, np.int64), np.zeros(2, np.int64)).Wait()
+    else:
+        late.Wait()
+
+
 @case
 def an_error_of_mpi_is_a_transport_error():
     class Failing:
