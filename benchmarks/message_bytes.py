@@ -24,6 +24,8 @@ CHOICES = (
     {"indices": "elias_fano"},
     {"indices": "elias_fano", "values": "int8"},
     {"indices": "elias_fano", "values": "int8", "small": "sign"},
+    {"indices": "elias_fano", "values": "int2", "small": "int2"},
+    {"indices": "elias_fano", "values": "int2", "small": "sign"},
 )
 
 

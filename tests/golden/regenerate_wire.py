@@ -32,8 +32,8 @@ VALUE_CASES = {
     "extremes": ([3.4028234663852886e38, -(2.0**-149), 2.0**-126, -1e30, 1.0, 65_504.0], [0, 2, 6]),
     "thirds": ([i / 3.0 - 5.0 for i in range(33)], [0, 33]),
 }
-# The means of "extremes" and "thirds" do round, in float64 first; sign is held by cases that do not.
-SIGN_CASES = ("empty", "groups")
+# The means of "extremes" and "thirds" do round, in float64 first; codecs of means are held by cases that do not.
+MEANS, MEAN_CASES = ("sign", "int2"), ("empty", "groups")
 
 MESSAGE_POSITIONS = [3, 70, 65_535, 65_536, 99_999]
 MESSAGE_VALUES = [1.0, -0.5, 0.25, 3.0, -0.0009765625]
@@ -92,13 +92,14 @@ def cases() -> dict[str, bytes]:
             golden[f"index_{codec.name}_{case}"] = out[:used].tobytes()
     for codec in map(wire.value_codec, wire.value_codec_names()):
         for case, (values, bounds) in VALUE_CASES.items():
-            if codec.name == "sign" and case not in SIGN_CASES:
+            if codec.name in MEANS and case not in MEAN_CASES:
                 continue
             out = np.empty(codec.max_bytes(len(values), len(bounds) - 1), np.uint8)
             used = codec.encode(np.array(values, codec.dtype), np.array(bounds, np.int64), out)
             golden[f"value_{codec.name}_{case}"] = out[:used].tobytes()
     golden["message_uint16_float16"] = whole_message("uint16", "float16").tobytes()
     golden["message_elias_fano_sign"] = whole_message("elias_fano", "sign").tobytes()
+    golden["message_elias_fano_int2"] = whole_message("elias_fano", "int2", "int2").tobytes()
     golden["message_small_int8"] = whole_message("uint16", "float16", "int8").tobytes()
     return golden
 

@@ -10,7 +10,7 @@ from dgc.core.state.layout import Parameter, make_layout
 from dgc.core.wire.small import SmallCodec
 from dgc.errors import ConfigError, WireError
 
-NAMES = ("float16", "bfloat16", "int8", "sign")
+NAMES = ("float16", "bfloat16", "int8", "int2", "sign")
 TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
@@ -148,7 +148,7 @@ def test_an_infinite_scale_makes_its_own_tensor_not_finite():
 
 def test_sizes_are_those_of_the_elements_without_padding():
     lengths = [1, 10, 17, 0]
-    for name, size in (("int8", 16 + 32), ("float16", 8 + 56), ("bfloat16", 56), ("sign", 24 + 8)):
+    for name, size in (("int8", 16 + 32), ("float16", 8 + 56), ("bfloat16", 56), ("int2", 24 + 8), ("sign", 24 + 8)):
         assert coder(lengths, name)[0].max_bytes == size, name
     with pytest.raises(ConfigError, match="unknown"):
         coder([3], "int9")

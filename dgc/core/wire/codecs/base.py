@@ -36,6 +36,7 @@ class ValueCodecId(IntEnum):
     INT8 = 4
     SIGN = 5
     FLOAT64 = 6
+    INT2 = 7
 
 
 @runtime_checkable

@@ -85,6 +85,80 @@ class Int8Values:
         return values
 
 
+class Int2Values:
+    """2 bits an entry: its sign, and which of its group's two magnitudes it gets.
+
+    The magnitudes are the mean of those above the group's mean magnitude, and the mean of the others; so the sum of a
+    group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
+
+    A block: (groups, 2) float32 smaller and larger magnitude, 0 without members; then two bits an entry, lowest bits
+    first, 1 = negative and 2 = larger magnitude, padded.
+    """
+
+    id = ValueCodecId.INT2
+    name = "int2"
+    dtype = np.dtype(np.float32)
+    grouped = True
+
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+        return 8 * groups + 8 * words_for(2 * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        check_values(values, self.dtype, self.name)
+        sizes = _group_sizes(bounds, values.size, self.name)
+        block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
+        table = 8 * sizes.size
+        codes, magnitudes = self._quantize(values, bounds, sizes)
+        block[:table].view("<f4")[...] = magnitudes.reshape(-1)
+        bits = np.packbits(codes, bitorder="little")
+        block[table : table + bits.size] = bits
+        block[table + bits.size :] = 0
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        sizes = _group_sizes(bounds, count, self.name)
+        block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
+        table = 8 * sizes.size
+        magnitudes = block[:table].view("<f4").reshape(-1, 2)
+        codes = np.unpackbits(block[table:], count=2 * count, bitorder="little").reshape(-1, 2)
+        return self._restore(codes, magnitudes, sizes), block.size
+
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
+        check_values(values, self.dtype, self.name)
+        sizes = _group_sizes(bounds, values.size, self.name)
+        return self._restore(*self._quantize(values, bounds, sizes), sizes)
+
+    @staticmethod
+    def _quantize(values: np.ndarray, bounds: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (k, 2) uint8, whether an entry is negative and is large, and (groups, 2) float32 magnitudes."""
+        codes = np.empty((values.size, 2), np.uint8)
+        magnitudes = np.zeros((sizes.size, 2), np.float32)
+        if values.size:
+            filled = sizes > 0
+            starts, members = bounds[:-1][filled], sizes[filled]
+            size = np.abs(values)
+            # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
+            total = np.add.reduceat(size, starts, dtype=np.float64)
+            large = size > np.repeat((total / members).astype(np.float32), members)
+            above = np.add.reduceat(np.where(large, size, np.float32(0)), starts, dtype=np.float64)
+            below = np.add.reduceat(np.where(large, np.float32(0), size), starts, dtype=np.float64)
+            count = np.add.reduceat(large, starts, dtype=np.int64)
+            magnitudes[filled, 0] = below / np.maximum(members - count, np.int64(1))
+            magnitudes[filled, 1] = above / np.maximum(count, np.int64(1))
+            codes[:, 0] = values < 0
+            codes[:, 1] = large
+        return codes, magnitudes
+
+    @staticmethod
+    def _restore(codes: np.ndarray, magnitudes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        # By arithmetic on the bits, as in the codec sign.
+        bits = magnitudes.view(np.uint32)
+        chosen = np.repeat(bits[:, 0], sizes)
+        chosen ^= np.repeat(bits[:, 0] ^ bits[:, 1], sizes) * codes[:, 1]
+        chosen ^= codes[:, 0].astype(np.uint32) << np.uint32(31)
+        return chosen.view(np.float32)
+
+
 class SignValues:
     """1 bit an entry: each value becomes the mean of its group's values of the same sign.
 

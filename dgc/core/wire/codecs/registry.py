@@ -11,7 +11,7 @@ from dgc.core.config.checks import require_unused
 from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId
 from dgc.core.wire.codecs.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
 from dgc.core.wire.codecs.indices import EliasFanoIndices, Int32Indices, Uint16Indices
-from dgc.core.wire.codecs.quantized_values import Int8Values, SignValues
+from dgc.core.wire.codecs.quantized_values import Int2Values, Int8Values, SignValues
 from dgc.errors import ConfigError
 
 FREE_NUMBERS = range(128, 256)
@@ -59,7 +59,16 @@ def by_name(codecs: Iterable[_Codec], ids: type[IntEnum]) -> dict[str, _Codec]:
 # Cheapest to decode first: smallest_index_codec() breaks ties by this order.
 _INDEX_CODECS: dict[str, IndexCodec] = by_name((Int32Indices(), Uint16Indices(), EliasFanoIndices()), IndexCodecId)
 _VALUE_CODECS: dict[str, ValueCodec] = by_name(
-    (Float16Values(), Float32Values(), Bfloat16Values(), Int8Values(), SignValues(), Float64Values()), ValueCodecId
+    (
+        Float16Values(),
+        Float32Values(),
+        Bfloat16Values(),
+        Int8Values(),
+        Int2Values(),
+        SignValues(),
+        Float64Values(),
+    ),
+    ValueCodecId,
 )
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "indices": (IndexCodec, _INDEX_CODECS),

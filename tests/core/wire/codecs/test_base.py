@@ -86,6 +86,13 @@ def test_error_is_bounded_and_finite_stays_finite(codec, case):
             top = np.abs(exact[group]).max()
             assert (error[group] <= top * (1 / 254 + 1e-6) + TINIEST).all()
             assert (error[group][np.abs(exact[group]) == top] == 0).all()
+    elif codec.name == "int2":
+        for group in groups_of(bounds):
+            magnitudes = np.abs(decoded[group])
+            assert np.unique(magnitudes).size <= 2
+            lost = abs(magnitudes.sum(dtype=np.float64) - np.abs(exact[group]).sum(dtype=np.float64))
+            assert lost <= magnitudes.size * (magnitudes.max(initial=0) * 2.0**-23 + TINIEST)
+        assert (np.sign(decoded) * np.sign(exact) >= 0).all()
     else:
         for group in groups_of(bounds):
             for members in (exact[group] < 0, exact[group] >= 0):

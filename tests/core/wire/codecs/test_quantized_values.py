@@ -1,4 +1,4 @@
-"""int8 and sign: groups with scales of their own."""
+"""int8, int2 and sign: groups with scales of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dgc.core.wire import value_codec
 from dgc.errors import WireError
 
 
-@pytest.mark.parametrize("name", ["int8", "sign"])
+@pytest.mark.parametrize("name", ["int8", "int2", "sign"])
 @pytest.mark.parametrize("bounds", [[], [0], [0, 2], [0, 4], [1, 3], [0, 5, 3], [0, 2, 1, 3], [-1, 3]])
 def test_bounds_that_do_not_cover_the_entries_are_refused(name, bounds):
     codec, bounds = value_codec(name), np.array(bounds, np.int64)
@@ -34,7 +34,26 @@ def test_groups_have_scales_of_their_own():
     values = np.array([1000.0, -500.0, 0.001, -0.0005, 3.0], np.float32)
     bounds = np.array([0, 2, 2, 4, 5])
     np.testing.assert_allclose(value_codec("int8").roundtrip(values, bounds), values, rtol=0.01)
-    np.testing.assert_array_equal(value_codec("sign").roundtrip(values, bounds), values)
+    for name in ("int2", "sign"):
+        np.testing.assert_array_equal(value_codec(name).roundtrip(values, bounds), values)
+
+
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        ([1.0, -3.0, 2.0, 10.0, -14.0], [2.0, -2.0, 2.0, 12.0, -12.0]),  # the mean magnitude is 6
+        ([0.5, -0.5, 0.5], [0.5, -0.5, 0.5]),
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([3e38, -1e-30, 1e-30], [3e38, -1e-30, 1e-30]),
+        ([2.0**-149, 0.0, 0.0, 0.0], [2.0**-149, 0.0, 0.0, 0.0]),
+        ([3.4e38, 3.4e38], [3.4e38, 3.4e38]),
+        ([-7.0], [-7.0]),
+    ],
+    ids=["two magnitudes", "all equal", "zeros", "an outlier", "subnormal", "a sum beyond float32", "one"],
+)
+def test_int2_is_one_of_two_magnitudes(values, decoded):
+    got = value_codec("int2").roundtrip(np.array(values, np.float32), np.array([0, len(values)]))
+    np.testing.assert_array_equal(got, np.array(decoded, np.float32))
 
 
 def test_sign_is_the_mean_of_each_sign():

@@ -38,6 +38,7 @@ def test_numbers_are_fixed():
         "INT8": 4,
         "SIGN": 5,
         "FLOAT64": 6,
+        "INT2": 7,
     }
 
 
