@@ -62,8 +62,8 @@ class LoopbackCompressor(DGCCompressor):
 
     def bind(self, variables: Any, optimizer: Any = None, process_set: Any = None) -> None:
         """Make the engine once."""
-        if self._engine is None:
-            self._engine = Engine(variables, self.config, Loopback(), Adoption(None, self.config), 1.0)
+        if self.engine is None:
+            self.engine = Engine(variables, self.config, Loopback(), Adoption(None, self.config), 1.0)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.horovod import Ranks, same_set
-from dgc.adapter.metrics import ALONE, UNBOUND, CompressorMetrics
+from dgc.adapter.metrics import CompressorMetrics
 from dgc.adapter.states import (
     CONNECTED,
     EMPTY,
@@ -44,6 +44,8 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
 
     Attributes:
         config: the validated options.
+        engine: of the model; None before ``bind``, with one process, or outside the process set.
+        is_bound: whether the compressor belongs to a model already.
         generation: raised by every reset and load: what was gathered for a step of an earlier one is to be forgotten.
     """
 
@@ -68,7 +70,8 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
         self._op_was_given = "op" in options
-        options["op"] = self._op_name(options.get("op", "average"))
+        op = options.get("op", "average")
+        options["op"] = str(op).lower() if self._horovod is None else self._horovod.op_name(op)
         try:
             self.config: DGCConfig = (
                 make_wrapper_config(algorithm, members, options)
@@ -78,19 +81,15 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
         self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))
-        self._engine: EngineT | None = None
+        self.engine: EngineT | None = None
         self._members: Any = None
-        self._is_bound = False
+        self.is_bound = False
         self._pending: tuple[Any, bool] | None = None
         self.generation = 0
 
     def _read_loss_scale(self, value: object) -> LossScale:
         """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
         return as_loss_scale(value)
-
-    def was_given(self, option: str) -> bool:
-        """Whether ``transport``, ``loss_scale`` or ``process_set`` was among the options."""
-        return option in self._adapter
 
     def use_op(self, op: object) -> None:
         """Take the reduce op of the wrapper that is about to bind this compressor.
@@ -112,29 +111,15 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             ConfigError: it is neither Average nor Sum.
         """
-        return self.config.op if op is None else self._op_name(op)
-
-    def _op_name(self, op: object) -> str:
-        if self._horovod is not None:
-            return self._horovod.op_name(op)
-        return str(op).lower()
+        assert self._horovod is not None, "a wrapper binds it"
+        return self.config.op if op is None else self._horovod.op_name(op)
 
     # -- binding -------------------------------------------------------------------------------------------------
-
-    @property
-    def engine(self) -> EngineT | None:
-        """The bound engine; None before ``bind``, with one process, or outside the process set."""
-        return self._engine
 
     @property
     def takes_part(self) -> bool:
         """Whether this process is in the process set; also where there is nobody else, and before ``bind``."""
         return self._members is None or bool(self._members.included())
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the compressor belongs to a model already."""
-        return self._is_bound
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
         """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
@@ -166,7 +151,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             DGCError: nothing of the attempt remains then, so that a second one is like a first one.
         """
-        assert not self._is_bound
+        assert not self.is_bound
         assert self._horovod is not None
         transport: Transport | None = None
         choice = self._adapter.get("transport", "auto")
@@ -175,32 +160,28 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
             members = self.process_set(process_set)
             if self.works_alone or (members.included() and members.size() > 1):
                 transport = self._make_transport(choice, self._horovod.member_set(members))
-                self._engine = open_engine(transport, members)
-                self._engine.use_log(self._guest or self._log)
-                self._load_pending()
+                self.engine = open_engine(transport, members)
+                self.engine.use_log(self._guest or self._log)
+                # All ranks learn whether they were given a state before alike.
+                advice = "Call load_state_dict() on every rank or on none."
+                given = {"step": "none loaded" if self._pending is None else "one loaded"}
+                agree_or_raise(transport, lambda: given, "states", LayoutError, advice)
+                if self._pending is not None:
+                    self._load(*self._pending, advice)
+                self._pending = None
             elif self._pending is not None:
                 (state, _), self._pending = self._pending, None
                 warn_of_dropped(state)
         except BaseException:
-            if self._engine is not None:
-                self._engine.close(keep_transport=True)
-                self._engine = None
+            if self.engine is not None:
+                self.engine.close(keep_transport=True)
+                self.engine = None
             if transport is not None and isinstance(choice, str):  # one that the user brought is the user's
                 transport.close()
             undo()
             raise
         self._members = members
-        self._is_bound = True
-
-    def _load_pending(self) -> None:
-        """Load what was given before there was an engine; all ranks learn whether they were given something alike."""
-        assert self._engine is not None
-        advice = "Call load_state_dict() on every rank or on none."
-        given = {"step": "none loaded" if self._pending is None else "one loaded"}
-        agree_or_raise(self._engine.transport, lambda: given, "states", LayoutError, advice)
-        if self._pending is not None:
-            self._load(*self._pending, advice)
-        self._pending = None
+        self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
         """The engine, for what Horovod calls; None where there is nobody to exchange with.
@@ -211,9 +192,9 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             ConfigError: the compressor is bound to no model.
         """
-        if self._engine is None and not self._is_bound:
+        if self.engine is None and not self.is_bound:
             raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
-        return self._engine
+        return self.engine
 
     def require_same_set(self, theirs: ProcessSet | None) -> None:
         """Compare the process set of Horovod's own wrapper with the one that the engine was opened for.
@@ -232,31 +213,25 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
     @property
     def stats(self) -> Stats:
         """Bytes sent and received, dense bytes, ratio, density and seconds, of the last step and in total."""
-        return self._engine.stats if self._engine is not None else Stats()
+        return self.engine.stats if self.engine is not None else Stats()
 
     @property
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
-        return self._engine.residual_norm() if self._engine is not None else 0.0
+        return self.engine.residual_norm() if self.engine is not None else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle, while it is bound to no model: a log stays behind."""
-        if self._engine is not None:
+        if self.engine is not None:
             raise TypeError(CONNECTED)
         return {**self.__dict__, "_log": None}
-
-    def _probed_engine(self) -> EngineT | None:
-        return self._engine
-
-    def _unseen(self) -> str:
-        return ALONE if self._is_bound else UNBOUND
 
     def describe(self) -> dict[str, Any]:
         """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.
 
         Empty with one process or outside the process set, where nothing is compressed.
         """
-        return self._engine.describe() if self._engine is not None else {}
+        return self.engine.describe() if self.engine is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.
@@ -266,9 +241,9 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
         """
-        if self._engine is not None:
-            return self._engine.state_dict()
-        if self._is_bound:
+        if self.engine is not None:
+            return self.engine.state_dict()
+        if self.is_bound:
             return dict(INACTIVE)
         state, resize = self._pending or (EMPTY, False)
         return copy.deepcopy(EMPTY if resize else dict(state))
@@ -290,13 +265,13 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Warns:
             RuntimeWarning: this process exchanges nothing, so residuals and momentum are dropped.
         """
-        if self._engine is not None:
-            self._engine.require_open("load_state_dict()")
-            self._engine.abandon()  # the transport belongs to a step until it is over
+        if self.engine is not None:
+            self.engine.require_open("load_state_dict()")
+            self.engine.abandon()  # the transport belongs to a step until it is over
             advice = "Load a state on every rank, each its own."
             self._load(state, resize, advice)
             self.generation += 1
-        elif self._is_bound:
+        elif self.is_bound:
             self._require_states(state, resize)
             warn_of_dropped(state)
         else:
@@ -317,9 +292,9 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
             LayoutError: it will not.
         """
         states = self._require_states(state, resize)
-        if self._engine is not None:
+        if self.engine is not None:
             return self._own(states, resize)
-        if self._is_bound:  # whose op is known
+        if self.is_bound:  # whose op is known
             for each in states:
                 if each is not None and not holds_nothing(each):
                     require_op(each, self.config.op)
@@ -327,7 +302,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
 
     def _load(self, state: object, resize: bool, advice: str) -> None:
         """Take over a state on all ranks, or on none: each looks at its own before any of them changes anything."""
-        engine, found = self._engine, {}
+        engine, found = self.engine, {}
         assert engine is not None
 
         def look() -> dict[str, Any]:
@@ -351,18 +326,18 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             LayoutError: it cannot be made of those that were given, or does not fit.
         """
-        assert self._engine is not None
+        assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
         own: dict[str, Any] = states[0]
         if resize:
-            own = own_state(states, self._engine.transport, self.config.rampup_begin_step, op=self.config.op)
+            own = own_state(states, self.engine.transport, self.config.rampup_begin_step, op=self.config.op)
         elif own.get("inactive"):
             raise LayoutError(
                 "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
                 "resize=True to start with empty residuals"
             )
-        self._engine.require_loadable(own)
+        self.engine.require_loadable(own)
         return own
 
     def discard_step(self) -> bool:
@@ -385,16 +360,16 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
                 "discard_step() needs copies of momentum and residuals, which are not kept unasked: give "
                 f"Compression.{self.config.algorithm}(..., discardable=True)"
             )
-        return self._engine.discard_step() if self._engine is not None else False
+        return self.engine.discard_step() if self.engine is not None else False
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
         self._pending = None
         self.generation += 1
-        if self._engine is not None:
-            self._engine.reset()
+        if self.engine is not None:
+            self.engine.reset()
 
     def close(self) -> None:
         """End the communication threads."""
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()

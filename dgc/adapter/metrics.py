@@ -185,89 +185,6 @@ class Log:
             warnings.showwarning(warning, RuntimeWarning, __file__, 0)
 
 
-class CompressorMetrics:
-    """Mixed into a compressor: its log, and the metrics of the latest step that was measured."""
-
-    _log: Log | None = None
-    _guest: Log | None = None
-
-    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
-        """Write, every so many steps, what this rank's residuals hold back of each tensor; or stop that.
-
-        It asks no other rank, so it may be called on all of them or on one. Training has the same bits with and
-        without it. A writer that raises is warned of once, and turned off.
-
-        Args:
-            writer: anything with ``add_scalar(tag, value, step)``, like ``torch.utils.tensorboard.SummaryWriter``; in
-                TensorFlow also a writer of ``tf.summary``. None turns the log off.
-            every: the number of a step that is looked at is a multiple of this.
-            prefix: tags are ``<prefix>.<figure>/<tensor>`` and ``<prefix>.total/<figure>``; docs/inside.md has the
-                figures.
-
-        Raises:
-            ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
-        """
-        self._use_log(None if writer is None else Log(self._writer_of(writer), every, prefix, waits=self._waits))
-
-    def _use_log(self, log: Log | None) -> None:
-        self._log, self._guest = log, None
-        self._attach(log)
-
-    def _attach(self, log: Log | None) -> None:
-        if (engine := self._probed_engine()) is not None:
-            engine.use_log(log)
-
-    def begin_log(self, writer: Any, every: int = 100, prefix: str = "compression") -> Log:
-        """:meth:`log_to` for a while: a log that is on meanwhile rests, and goes on after :meth:`end_log`.
-
-        Of several the one that began last writes, whatever becomes of the others; :meth:`log_to` ends it.
-
-        Returns:
-            What :meth:`end_log` is to be given.
-
-        Raises:
-            ConfigError: as :meth:`log_to`.
-        """
-        guest = Log(self._writer_of(writer), every, prefix, waits=self._waits)
-        self._guest = guest
-        self._attach(guest)
-        return guest
-
-    def end_log(self, guest: Log) -> None:
-        """End what :meth:`begin_log` has begun, unless another log has taken its place."""
-        if self._guest is guest:
-            self._use_log(self._log)
-
-    @property
-    def log_rests(self) -> bool:
-        """Whether a log of :meth:`log_to` is on that writes nothing now."""
-        return self._log is not None and self._guest is not None
-
-    @property
-    def inside(self) -> Metrics:
-        """The latest step that was looked at, by the tensors' names; this rank's own figures."""
-        engine = self._probed_engine()
-        if engine is not None:
-            found: Metrics = engine.inside
-            return found
-        return Metrics(nothing=OFF if self._log is None and self._guest is None else self._unseen())
-
-    _waits = False
-    """Whether :meth:`Log.tell` is called after steps."""
-
-    def _writer_of(self, writer: Any) -> Any:
-        """What has ``add_scalar``; an adapter knows its framework's writers."""
-        return writer
-
-    def _probed_engine(self) -> Any:
-        """The engine, if there is one."""
-        raise NotImplementedError
-
-    def _unseen(self) -> str:
-        """Why there is no engine."""
-        return ALONE
-
-
 class EngineMetrics:
     """Mixed into an engine: the log, and the probes of its exchanges."""
 
@@ -308,3 +225,79 @@ class EngineMetrics:
         """After a step, where nothing is half done."""
         if self._log is not None:
             self._log.tell()
+
+
+class CompressorMetrics:
+    """Mixed into a compressor: its log, and the metrics of the latest step that was measured."""
+
+    engine: EngineMetrics | None
+    is_bound: bool
+    _log: Log | None = None
+    _guest: Log | None = None
+
+    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
+        """Write, every so many steps, what this rank's residuals hold back of each tensor; or stop that.
+
+        It asks no other rank, so it may be called on all of them or on one. Training has the same bits with and
+        without it. A writer that raises is warned of once, and turned off.
+
+        Args:
+            writer: anything with ``add_scalar(tag, value, step)``, like ``torch.utils.tensorboard.SummaryWriter``; in
+                TensorFlow also a writer of ``tf.summary``. None turns the log off.
+            every: the number of a step that is looked at is a multiple of this.
+            prefix: tags are ``<prefix>.<figure>/<tensor>`` and ``<prefix>.total/<figure>``; docs/inside.md has the
+                figures.
+
+        Raises:
+            ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
+        """
+        self._use_log(None if writer is None else Log(self._writer_of(writer), every, prefix, waits=self._waits))
+
+    def _use_log(self, log: Log | None) -> None:
+        self._log, self._guest = log, None
+        self._attach(log)
+
+    def _attach(self, log: Log | None) -> None:
+        if self.engine is not None:
+            self.engine.use_log(log)
+
+    def begin_log(self, writer: Any, every: int = 100, prefix: str = "compression") -> Log:
+        """:meth:`log_to` for a while: a log that is on meanwhile rests, and goes on after :meth:`end_log`.
+
+        Of several the one that began last writes, whatever becomes of the others; :meth:`log_to` ends it.
+
+        Returns:
+            What :meth:`end_log` is to be given.
+
+        Raises:
+            ConfigError: as :meth:`log_to`.
+        """
+        guest = Log(self._writer_of(writer), every, prefix, waits=self._waits)
+        self._guest = guest
+        self._attach(guest)
+        return guest
+
+    def end_log(self, guest: Log) -> None:
+        """End what :meth:`begin_log` has begun, unless another log has taken its place."""
+        if self._guest is guest:
+            self._use_log(self._log)
+
+    @property
+    def log_rests(self) -> bool:
+        """Whether a log of :meth:`log_to` is on that writes nothing now."""
+        return self._log is not None and self._guest is not None
+
+    @property
+    def inside(self) -> Metrics:
+        """The latest step that was looked at, by the tensors' names; this rank's own figures."""
+        if self.engine is not None:
+            return self.engine.inside
+        unseen = ALONE if self.is_bound else UNBOUND
+        return Metrics(nothing=OFF if self._log is None and self._guest is None else unseen)
+
+    _waits = False
+    """Whether :meth:`Log.tell` is called after steps."""
+
+    def _writer_of(self, writer: Any) -> Any:
+        """What has ``add_scalar``; an adapter knows its framework's writers."""
+        return writer

@@ -93,7 +93,7 @@ class DGCCompressor(CompressorBase[Engine]):
             LayoutError: ranks disagree about the variables.
         """
         ours = [raw_variable(v) for v in variables]
-        if self._is_bound:
+        if self.is_bound:
             self._require_same_model(ours)
             return
         HOROVOD.require_ready()
@@ -122,8 +122,8 @@ class DGCCompressor(CompressorBase[Engine]):
         try:
             self.adoption.stand_beside_local()
         except ConfigError as error:
-            if self._engine is not None:
-                self._engine.fail_in_step(error)
+            if self.engine is not None:
+                self.engine.fail_in_step(error)
             raise
 
     def _make_transport(self, choice: Any, members: Any) -> Transport:
@@ -191,8 +191,8 @@ class DGCCompressor(CompressorBase[Engine]):
             f"{foreign[0].name!r} is no variable of the model that this compressor was built for; residuals cannot be "
             "shared: build one compressor for each model and optimizer, and a new one when variables are added"
         )
-        if self._engine is not None:
-            self._engine.fail(error)
+        if self.engine is not None:
+            self.engine.fail(error)
         raise error
 
 

@@ -140,7 +140,7 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
             "the optimizer accumulates gradients (gradient_accumulation_steps), but behind a tape its momentum would "
             "be applied to each of them; use dgc.tensorflow.DistributedOptimizer, or accumulate them yourself"
         )
-    if adoption.is_loss_scaled and not compression.was_given("loss_scale"):
+    if adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
         raise ConfigError(
             "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
             "loss_scale=optimizer to the compressor"

@@ -69,7 +69,7 @@ class DGCCompressor(HorovodCompressor):
             ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
             LayoutError: ranks disagree about the parameters.
         """
-        if self._is_bound:
+        if self.is_bound:
             raise ConfigError(
                 "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
                 "each model and optimizer"
@@ -97,11 +97,11 @@ class DGCCompressor(HorovodCompressor):
             return engine
 
         self._bind(process_set, open_engine)
-        if stock and self._engine is not None:
+        if stock and self.engine is not None:
             leave_hooks_untraced()
-            self._engine.watch.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
+            self.engine.watch.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
             if optimizer is not None:
-                announce_owner(optimizer, self._engine.watch.own)
+                announce_owner(optimizer, self.engine.watch.own)
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""

@@ -175,14 +175,14 @@ class HorovodCompressor(CompressorBase[Engine]):
         """
         if ctx is None:
             return tensor
-        assert self._engine is not None
+        assert self.engine is not None
         reduced = float(tensor)
         self._placeholders.give_back(tensor, reduced)
         if self._pending_error is not None:
             error, self._pending_error = self._pending_error, None
             raise error
-        check_placeholder(reduced, op=self.config.op, size=self._engine.transport.size)
-        self._engine.finish()
+        check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
+        self.engine.finish()
         result: torch.Tensor = ctx
         return result
 
@@ -199,7 +199,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         """After what is inside, the optimizer forgets a step that an error or an exception left half done as well."""
         yield
         self._pending_error = None
-        driver = None if self._engine is None else self._engine.watch.driver
+        driver = None if self.engine is None else self.engine.watch.driver
         if driver is not None and driver.begun:
             self._giving_up = True
             try:

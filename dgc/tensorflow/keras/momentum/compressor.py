@@ -175,7 +175,7 @@ class MomentumCompressor(DGCCompressor):
         Raises:
             ConfigError: a sparse gradient of a compressed variable. All ranks get it.
         """
-        engine = self._engine
+        engine = self.engine
         assert engine is not None
         result = list(gradients)
         for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -191,10 +191,10 @@ class MomentumCompressor(DGCCompressor):
         """Results times their variables' factors of the learning rate, which no momentum contains."""
         if not self.parameter_learning_rate:
             return list(results)
-        names = unique_names(list(variables)) if self._engine is None else self._engine.names
+        names = unique_names(list(variables)) if self.engine is None else self.engine.names
         scaled = []
         for place, (result, variable) in enumerate(zip(results, variables, strict=True)):
-            index = place if self._engine is None else self._engine.index_of(variable)
+            index = place if self.engine is None else self.engine.index_of(variable)
             factor = self._factor_of(names[place if index is None else index])
             assert not isinstance(result, Entries), "they are not asked for where there are factors"
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
@@ -202,9 +202,9 @@ class MomentumCompressor(DGCCompressor):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
-        if self._engine is None:
+        if self.engine is None:
             return super().state_dict()
-        return shaped_state(self._engine.state_dict(), self._shapes)
+        return shaped_state(self.engine.state_dict(), self._shapes)
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
@@ -217,10 +217,10 @@ class MomentumCompressor(DGCCompressor):
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
             RuntimeError: a buffer is no array.
         """
-        assert self._engine is not None
+        assert self.engine is not None
         wide = {
             name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
-            for name, v in zip(self._engine.names, self._engine.variables, strict=True)
+            for name, v in zip(self.engine.names, self.engine.variables, strict=True)
         }
         if not is_empty(states[0]):
             states = [flat_state(s, self._shapes, wide) for s in states]
