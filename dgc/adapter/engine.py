@@ -63,8 +63,8 @@ class EngineBase(EngineMetrics, abc.ABC):
         self._choice = Choice(config)
         # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
         self._exchanges: list[Exchange] = []
-        self._extra_bytes = 0
         self._is_closed = False
+        self._nodes: list[Transport] = []  # what construction opens beside the caller's transport
 
     # -- the framework's half ------------------------------------------------------------------------------------
 
@@ -96,8 +96,8 @@ class EngineBase(EngineMetrics, abc.ABC):
         """The state under this model's names, where they may differ from those it was saved under."""
         return saved
 
-    def _leave_step(self) -> None:
-        """Forget what belongs to a step that was given up."""
+    def _decide(self) -> None:
+        """Before the state is looked at: see what became of the latest step, if nobody has reported that."""
 
     def _clear(self) -> None:
         """Forget, after a reset, what outlives a step."""
@@ -107,6 +107,8 @@ class EngineBase(EngineMetrics, abc.ABC):
     def _agree_on_options(self) -> None:
         agree_or_raise(self.transport, self._config.describe, "options of the compressor")
         self.between = between_nodes(self.transport, self._config.hierarchical)
+        if self.between is not self.transport:
+            self._nodes = [self.between]
         with self._closed_if_it_fails():
             self._choice.measure(self.between, self.updates_entries)
 
@@ -144,7 +146,7 @@ class EngineBase(EngineMetrics, abc.ABC):
             agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
-        self._at_end = weakref.finalize(self, close_all, self._exchanges, *self._nodes(), self.transport)
+        self._at_end = weakref.finalize(self, close_all, self._exchanges, *self._nodes, self.transport)
         self._at_end.atexit = False
 
     @contextlib.contextmanager
@@ -153,13 +155,9 @@ class EngineBase(EngineMetrics, abc.ABC):
         try:
             yield
         except BaseException:
-            for each in self._nodes():
+            for each in self._nodes:
                 each.close()
             raise
-
-    def _nodes(self) -> list[Transport]:
-        """The transport between nodes, where it is one of its own."""
-        return [] if self.between is self.transport else [self.between]
 
     # -- what it does --------------------------------------------------------------------------------------------
 
@@ -178,61 +176,44 @@ class EngineBase(EngineMetrics, abc.ABC):
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
+        self._decide()
         return float(np.sqrt(sum(e.residual_norm() ** 2 for e in self._exchanges)))
-
-    def _count_extra(self) -> None:
-        """The step is over, and has those bytes."""
-        self._exchanges[0].stats.add_sent(self._extra_bytes)
-        self._extra_bytes = 0
-
-    def count_bytes(self, sent: int) -> None:
-        """Add bytes that were handed to a collective beside the exchange to this step's statistics."""
-        self._extra_bytes += sent
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
+        self._decide()
         layouts = [exchange.layout for exchange in self._exchanges] or [self.layout]
         updated = self.how_updated
         if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
             updated = "dense: nothing is sparsified"
+        each = [exchange.describe() for exchange in self._exchanges]
+        if len(each) == 1:
+            (whole,) = each
+        else:
+            config, layout = self._config, self.layout
+            schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+            step = max((d["step"] for d in each), default=0)
+            whole = {
+                "step": step,
+                "density": schedule.density(step),
+                "rampup_begin_step": schedule.begin,
+                "rampup_end_step": schedule.ramp_end(),
+                "parameters": layout.numel,
+                "small": config.small,
+                "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
+                "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
+                "transport": self.transport.name,
+                "ranks": self.transport.size,
+                "kernels": each[0]["kernels"] if each else None,
+                "discardable": config.discardable,
+            }
         nodes = self.between.rank_info().get("nodes")
-        return {**self._describe(), "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
+        return {**whole, "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
 
     @property
     def how_updated(self) -> str:
         """Whether the latest step's results were applied as entries, or why they were dense."""
         return "dense"
-
-    def _describe(self) -> dict[str, Any]:
-        each = [exchange.describe() for exchange in self._exchanges]
-        if len(each) == 1:
-            return each[0]
-        config, layout = self._config, self.layout
-        schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        step = max((d["step"] for d in each), default=0)
-        return {
-            "step": step,
-            "density": schedule.density(step),
-            "rampup_begin_step": schedule.begin,
-            "rampup_end_step": schedule.ramp_end(),
-            "parameters": layout.numel,
-            "small": config.small,
-            "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
-            "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
-            "transport": self.transport.name,
-            "ranks": self.transport.size,
-            "kernels": each[0]["kernels"] if each else None,
-            "discardable": config.discardable,
-        }
-
-    def require_between_steps(self, what: str) -> None:
-        """Refuse what would use the transport, or read the state, beside a step.
-
-        Raises:
-            LayoutError: a step is under way on this rank.
-        """
-        for exchange in self._exchanges:
-            exchange.require_between_steps(what)
 
     def require_open(self, what: str) -> None:
         """Refuse what would ask the other ranks.
@@ -245,14 +226,18 @@ class EngineBase(EngineMetrics, abc.ABC):
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
 
-    def require_whole(self, what: str) -> None:
-        """Refuse what would save the state, where it is not that of a moment between two steps.
+    def require_between_steps(self, what: str, *, whole: bool = False) -> None:
+        """Refuse what would use the transport, or read the state, beside a step.
+
+        Args:
+            what: is called, for the message.
+            whole: also refuse it after a step that failed, which is half in the state.
 
         Raises:
             LayoutError: a step is under way on this rank, or one has failed.
         """
         for exchange in self._exchanges:
-            exchange.require_whole(what)
+            (exchange.require_whole if whole else exchange.require_between_steps)(what)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -262,6 +247,7 @@ class EngineBase(EngineMetrics, abc.ABC):
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
         """
+        self._decide()
         states = [exchange.state_dict() for exchange in self._exchanges]
         parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
         whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **self.between.rank_info()}
@@ -310,14 +296,13 @@ class EngineBase(EngineMetrics, abc.ABC):
         """Leave a step behind that an exception or an error ended; call it on all ranks."""
         for exchange in self._exchanges:
             exchange.abandon()
-        self._leave_step()
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and, unless it shall be kept, the transport."""
         self._is_closed = True
         self.use_log(None)
         self._at_end.detach()
-        close_all(self._exchanges, *self._nodes(), *([] if keep_transport else [self.transport]))
+        close_all(self._exchanges, *self._nodes, *([] if keep_transport else [self.transport]))
 
 
 def _require_extras(saved: Mapping[str, Any]) -> None:

@@ -86,12 +86,12 @@ class DGCCompressor(HorovodCompressor):
             )
             if self._horovod is HOROVOD:  # in which a rank may have joined
                 try:
-                    heartbeat = Heartbeat(HOROVOD.module(), transport, members, engine.count_bytes)
+                    heartbeat = Heartbeat(HOROVOD.module(), transport, members, lambda: engine.stats)
                 except BaseException:
                     engine.close(keep_transport=True)
                     raise
                 engine.on_step_begin, engine.check_peers = heartbeat.send, heartbeat.check
-            engine.updates.obstacle = obstacle_of_sgd(
+            engine.watch.updates.obstacle = obstacle_of_sgd(
                 engine.parameters, engine.adoption.options, engine.watch.scale_is_known
             )
             return engine

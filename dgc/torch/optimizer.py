@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -27,7 +27,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.torch.engine.step.handed_over import HandedOver
+from dgc.torch.engine.step.scaler import steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
 
 
@@ -92,7 +92,7 @@ def DistributedOptimizer(
     named = named_pairs(optimizer, named_parameters)
     compression.bind(named, optimizer, members)
     steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense)
-    attributes = {
+    attributes: dict[str, object] = {
         "compression": compression,
         "discard_step": compression.discard_step,
         "op": op,
@@ -100,24 +100,40 @@ def DistributedOptimizer(
         "sparse_as_dense": sparse_as_dense,
         "gradient_predivide_factor": gradient_predivide_factor,
         "backward_passes_per_step": backward_passes_per_step,
-        "synchronize": steps.synchronize,
-        "skip_synchronize": steps.skip_synchronize,
-        "set_backward_passes_per_step": steps.set_backward_passes_per_step,
-        "zero_grad": steps.zero_grad,
         "__reduce_ex__": _refuse_copy,
     }
+    for name in ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"):
+        attributes[name] = getattr(steps, name)
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     return optimizer
 
 
+_CHANGED = (
+    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
+    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
+    "hook that changes gradients before the optimizer is wrapped"
+)
+
 _all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
+"""Those of optimizers that still live: wrapping another over the same parameters ends theirs."""
+
+
+class _Exchanged(NamedTuple):
+    """A gradient whose exchange has begun, in which nobody may change it, its version then, and where its result goes.
+
+    Whether the exchange has read a gradient before or after a change of it is a matter of chance.
+    """
+
+    gradient: torch.Tensor
+    version: int
+    result: torch.Tensor
 
 
 class Steps:
     """Hands one optimizer's gradients to the engine, and its results back before each step.
 
-    The optimizer keeps this object alive, not the other way round.
+    A :class:`~dgc.torch.engine.step.watch.Driver`. The optimizer keeps this object alive, not the other way round.
     """
 
     def __init__(
@@ -135,20 +151,19 @@ class Steps:
         self._engine = engine
         self._sparse_as_dense = sparse_as_dense
         self._parameters = [] if engine is None else engine.parameters
-        self._results: dict[int, torch.Tensor | None] = {}  # of the gradients that were handed over; None: sparse
-        self._handed_over = HandedOver([] if engine is None else engine.names, self._parameters)
+        self._exchanged: dict[int, _Exchanged | None] = {}  # by index; None: sparse, and exchanged beside
         self._passes = passes
         self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
-        self._begun = self._synchronized = self._skipping = self._updating = False
-        self.in_step = self._replaced = False
+        self._synchronized = self._skipping = self._updating = self._replaced = False
+        self.begun = self.in_step = False
         if engine is not None:
-            # Torch gives the class's step() its hooks, again if a script has replaced it since.
+            # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
             torch.optim.Optimizer.__setstate__(optimizer, {})
             engine.watch.own(optimizer, self)
             self._replace_others()
             itself = weakref.ref(self)
             hooks = [p.register_post_accumulate_grad_hook(_hook(itself, i)) for i, p in enumerate(self._parameters)]
-            weakref.finalize(self, _remove, hooks).atexit = False
+            weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
@@ -161,30 +176,29 @@ class Steps:
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
-        engine = self._engine
-        if engine is None:
+        if (engine := self._engine) is None:
             return
         if self._replaced:
             raise ConfigError(
                 "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
             )
         if self.averaged and engine.is_done():
-            engine.require_same_results()
             for p in self._parameters:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)  # taken out of the step by hand
             return
         self._synchronized = False
         for i, p in enumerate(self._parameters):
-            if i not in self._results:
+            if i not in self._exchanged:
                 self._hand_over(i, p)
-        if (changed := self._handed_over.changed()) is not None:
-            engine.fail(*changed)
+        for i, p in enumerate(self._parameters):
+            self._require_unchanged(engine, i, p.grad)
         engine.finish()
-        for i, result in self._results.items():
-            _deliver(self._parameters[i], result)
+        for i, exchanged in self._exchanged.items():
+            if exchanged is not None:
+                _deliver(self._parameters[i], exchanged.result)
         engine.sparse.join(engine.transport)
-        self._begin_anew()
+        self.begin_anew()
         self._synchronized = True
 
     @contextlib.contextmanager
@@ -210,28 +224,22 @@ class Steps:
         Raises:
             AssertionError: between ``backward()`` and the exchange.
         """
-        if self._begun:
+        if self.begun:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
         if self._engine is not None:
-            self._engine.results.cleared()
+            self._engine.watch.results.cleared()
 
     # -- the engine's driver ---------------------------------------------------------------------------------------
 
     @property
-    def begun(self) -> bool:
-        """Whether a backward pass has run for a step that is not exchanged yet."""
-        return self._begun
-
-    @property
     def averaged(self) -> bool:
         """Whether ``synchronize()`` has run, and no backward pass after it."""
-        return self._synchronized and not self._begun
+        return self._synchronized and not self.begun
 
     @property
     def first_pass(self) -> bool:
@@ -243,12 +251,14 @@ class Steps:
         optimizer, engine = self._optimizer(), self._engine
         assert optimizer is not None, "it steps"
         assert engine is not None, "its parameters are watched"
-        if self._skipping and self._handed_over:
+        exchanging = [i for i, exchanged in self._exchanged.items() if exchanged is not None]
+        if self._skipping and exchanging:
             engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
-        if self._skipping or (closure and not self._begun):
+        if self._skipping or (closure and not self.begun):
             return
-        if (changed := self._handed_over.changed_by_scaler()) is not None:
-            engine.fail(*changed)
+        if exchanging and steps_by_scaler():
+            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
+            engine.fail(LayoutError(_CHANGED.format(engine.names[exchanging[0]])), exchanging[0])
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -265,31 +275,27 @@ class Steps:
 
     def closure_returned(self) -> None:
         """Exchange what the closure of a step has computed, unless it has called ``synchronize()``."""
-        if self._begun:
+        if self.begun:
             self.synchronize()
 
     def updated(self) -> None:
         """The results of the exchange are used up."""
         self._synchronized = self._updating = False
 
-    def state_loaded(self) -> None:
-        """Begin anew with the state that was loaded into the optimizer."""
-        self._begin_anew()
-
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
-        self._begin_anew()
+        self.begin_anew()
         self._skipping = False
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _begin_anew(self) -> None:
-        self._results = {}
-        self._handed_over.clear()
+    def begin_anew(self) -> None:
+        """Expect the first backward pass of a step: one is over, or a state was loaded into the optimizer."""
+        self._exchanged = {}
         if (optimizer := self._optimizer()) is not None:
             self._passes = optimizer.backward_passes_per_step  # type: ignore[attr-defined]  # scripts set it as well
         self._left = [self._passes] * len(self._left)
-        self._begun = self._synchronized = self._updating = False
+        self.begun = self._synchronized = self._updating = False
+
+    # -- inside ----------------------------------------------------------------------------------------------------
 
     def _replace_others(self) -> None:
         """Take parameters over from optimizers that were wrapped before, as somebody may still refer to them."""
@@ -309,7 +315,7 @@ class Steps:
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self._begun = True
+        self.begun = True
         self._left[index] -= 1
         if self._left[index] == 0:
             self._hand_over(index, p)
@@ -323,11 +329,23 @@ class Steps:
         if gradient.is_sparse:
             if not self._sparse_as_dense:
                 engine.require_own_momentum(index)
-                self._results[index] = None
+                self._exchanged[index] = None
                 return
             gradient = gradient.to_dense()
-        self._results[index] = engine.submit(index, gradient)
-        self._handed_over.add(index)
+        result = engine.submit(index, gradient)
+        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result)
+
+    def _require_unchanged(self, engine: Engine, index: int, gradient: torch.Tensor | None) -> None:
+        name = engine.names[index]
+        if gradient is None:
+            engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
+        if (before := self._exchanged[index]) is None:
+            return
+        changed = gradient._version != before.version
+        if changed and not gradient.is_sparse:  # parts of a buffer have one version
+            changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
+        if changed or gradient is not before.gradient:
+            engine.fail(LayoutError(_CHANGED.format(name)), index)
 
 
 def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
@@ -338,20 +356,15 @@ def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
     )
 
 
-def _deliver(p: torch.Tensor, result: torch.Tensor | None) -> None:
+def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:
     """Let ``.grad`` hold a result, which mostly lies there already."""
     gradient = p.grad
-    if result is None or gradient is None or result is gradient:
+    if gradient is None or result is gradient:
         return
     if gradient.is_sparse:
         gradient.zero_().add_(result.to_sparse())
     else:
         gradient.set_(result)  # type: ignore[call-overload]
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], None]:

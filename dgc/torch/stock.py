@@ -73,7 +73,7 @@ class HorovodSteps:
     def updated(self) -> None:
         """Horovod keeps account of its own steps."""
 
-    def state_loaded(self) -> None:
+    def begin_anew(self) -> None:
         """Horovod has begun anew by itself."""
 
     def give_up(self) -> None:
@@ -148,7 +148,6 @@ class HorovodCompressor(CompressorBase[Engine]):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
-            engine.require_same_results()
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
             return placeholder, tensor
@@ -162,7 +161,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
                 self._pending_error = error
         placeholder = self._placeholders.take()
-        engine.count_bytes(placeholder.nbytes)
+        engine.stats.beside += placeholder.nbytes
         return placeholder, result
 
     @untraced
@@ -209,7 +208,7 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     def _is_exchanged(self, engine: Engine) -> bool:
         free = self._pending_error is None and not self._giving_up
-        return free and self._calling is not None and engine.is_done() and self._calling.averaged
+        return free and self._calling is not None and self._calling.averaged and engine.is_done()
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
         if self._calling is None:

@@ -37,7 +37,6 @@ ELSEWHERE = {
     "torch/engine/step/watch.py": "adapters_torch/test_unapplied.py",
     "torch/engine/horovod/owner.py": "adapters_torch/test_unapplied.py",
     "torch/engine/step/saved_state.py": "adapters_torch/test_habits.py",
-    "torch/engine/step/handed_over.py": "adapters_torch/test_unusual_use.py",
     "torch/momentum/state.py": "adapters_torch/momentum/test_optimizer.py",
     "torch/zero/groups.py": "adapters_torch/zero/test_state.py",
     "torch/zero/ranks.py": "adapters_torch/zero/test_bad_input.py",

@@ -357,22 +357,26 @@ class Stats:
         refused_steps: steps that met a non-finite value and were taken back.
         last: the latest step.
         total: the sum over all steps since construction or ``reset()``.
+        beside: bytes that an adapter hands to collectives of its own in the step under way, e.g. placeholders.
     """
 
     steps: int = 0
     refused_steps: int = 0
     last: StepStats = field(default_factory=StepStats)
     total: StepStats = field(default_factory=StepStats)
+    beside: int = 0
 
     def record(self, step: StepStats, *, refused: bool) -> None:
         """Count one finished step."""
         self.steps += 1
         self.refused_steps += refused
+        step.bytes_sent += self.beside
+        self.beside = 0
         self.last = step
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter handed to collectives of its own in the latest step, e.g. placeholders."""
+        """Add bytes that an adapter handed to collectives of its own after the latest step."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

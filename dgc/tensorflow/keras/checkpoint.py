@@ -103,7 +103,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             return
         engine.require_open("CompressionCheckpoint.save()")
         # Here alone: where one rank's step has failed, the others may be in the next.
-        engine.require_whole("CompressionCheckpoint.save()")
+        engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
         asked = False
 
         def ask(here: Callable[[], dict[str, Any]]) -> None:

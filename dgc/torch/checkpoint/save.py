@@ -51,7 +51,7 @@ def save_checkpoint(
     folder, ranks = Path(directory), Ranks(compression, "save_checkpoint()")
     if compression.engine is not None:
         # Here alone: where one rank's step has failed, the others may be in the next.
-        compression.engine.require_whole("save_checkpoint()")
+        compression.engine.require_between_steps("save_checkpoint()", whole=True)
     if not ranks.takes_part:
         return
     state = compression.state_dict()

@@ -40,8 +40,8 @@ class Engine(EngineBase):
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        watch: follows the steps of that optimizer.
-        results: of the latest step.
+        exchange: the one that is in use now.
+        watch: follows the steps of that optimizer, and has what the front end knows of the latest one.
         sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
@@ -53,6 +53,7 @@ class Engine(EngineBase):
     advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
     updates_entries = True
     adoption: Adoption
+    exchange: Exchange
 
     def __init__(
         self,
@@ -93,22 +94,19 @@ class Engine(EngineBase):
             self.sparse = SparseGradients(self.names, self.parameters, config.op)
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
-            self._exchanges[:] = [self._new_exchange()]
+            self._open_exchange()
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
             return self.exchange.layout
 
         self._agree_on_options()
         self._agree_on_tensors(build)
         use_devices(transport, self._tensors.device)
-        self.results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
-        self.watch = StepWatch(self.parameters, self.adoption, lambda: self._error is not None, self.results)
+        results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
+        updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
+        has_failed = lambda: self._error is not None  # noqa: E731
+        self.watch = StepWatch(self.parameters, self.adoption, has_failed, results, updates)
         self.watch.scale_is_known = callable(loss_scale) or loss_scale != 1.0
-        self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
-        self.watch.on_step, self.watch.on_stepped = self.update, self._tell_of_log
-
-    def index_of(self, parameter: torch.Tensor) -> int | None:
-        """The parameter's index, or None if the compressor was not built for it."""
-        return self.adoption.index_of(parameter)
+        self.watch.on_stepped = self._tell_of_log
 
     def submit(self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None) -> torch.Tensor:
         """Hand over a gradient.
@@ -126,7 +124,7 @@ class Engine(EngineBase):
             DGCError: this or another rank failed.
         """
         if (failed := self._open_step(index) or self._tensors.refusal()) is not None:
-            self._raise_on_all_ranks(failed)
+            self.fail(failed)
         if index in self.sparse:
             if (refused := self.sparse.refusal(index, gradient)) is not None:
                 self.fail(refused)
@@ -171,7 +169,9 @@ class Engine(EngineBase):
                 self.check_peers(False)
             self.exchange.finish()
             driver = self.watch.driver
-            if not self.updates.concluded(self.watch.owner, driver is None or driver.in_step):
+            if self.watch.updates.concluded(self.watch.owner, driver is None or driver.in_step):
+                self.watch.updates.take(self.exchange.deferred(), self._members)
+            else:
                 self.exchange.write_deferred()
             if self.check_peers is not None:
                 self.check_peers(True)
@@ -187,12 +187,8 @@ class Engine(EngineBase):
 
     @property
     def how_updated(self) -> str:  # noqa: D102
-        return "sparse" if self.updates.reason is None else f"dense: {self.updates.reason}"
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply what :meth:`finish` has not written, in the optimizer's place."""
-        if self.updates.pending:
-            self.updates.apply(optimizer, self.exchange.deferred(), self._members)
+        reason = self.watch.updates.reason
+        return "sparse" if reason is None else f"dense: {reason}"
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
@@ -200,9 +196,7 @@ class Engine(EngineBase):
         Raises:
             DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
         """
-        self._raise_on_all_ranks(self._open_step(index) or error, index)
-
-    def _raise_on_all_ranks(self, error: DGCError, index: int | None = None) -> NoReturn:
+        error = self._open_step(index) or error
         try:
             self.exchange.fail(error, None if index is None or index in self.sparse else self._places[index])
         except DGCError as raised:
@@ -219,23 +213,19 @@ class Engine(EngineBase):
             self._conclude()  # as the others do
 
     def is_done(self) -> bool:
-        """Whether the results of the latest step are there and were not cleared, and no other step has begun."""
-        return self._error is None and not (self._opened or self.exchange.in_step) and self.results.stand
+        """Whether another ``synchronize()`` is to hand back the latest step's results; the ranks compare them once.
 
-    def require_same_results(self) -> None:
-        """Compare the results on all ranks before another ``synchronize()`` hands them back; once, collective.
+        They are there and were not cleared, and no other step has begun.
 
         Raises:
             ConfigError: the ranks changed them in different ways.
         """
+        if self._error is not None or self._opened or self.exchange.in_step or not self.watch.results.stand:
+            return False
         if not self._results_compared:
             self._results_compared = True
             require_same_results(self.transport, self.names, self.parameters)
-
-    @property
-    def exchange(self) -> Exchange:
-        """The one that is in use now."""
-        return self._exchanges[0]
+        return True
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"sparse_gradients": self.sparse.names}
@@ -249,23 +239,15 @@ class Engine(EngineBase):
         self._clear()
         self.watch.saved.compressor_loaded()
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        self.results.drop_if_cleared()
-        return super().state_dict()
-
-    def residual_norm(self) -> float:  # noqa: D102
-        self.results.drop_if_cleared()
-        return super().residual_norm()
-
-    def _describe(self) -> dict[str, Any]:
-        self.results.drop_if_cleared()
-        return super()._describe()
+    def _decide(self) -> None:
+        self.watch.results.drop_if_cleared()
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return self.results.discard()
+        return self.watch.results.discard()
 
-    def _leave_step(self) -> None:
+    def abandon(self) -> None:  # noqa: D102
+        super().abandon()
         self._pending.clear()
         self._tensors.release()
         self._opened = False
@@ -274,12 +256,13 @@ class Engine(EngineBase):
         self.watch.end()
         super().close(keep_transport)
 
-    def _new_exchange(self) -> Exchange:
+    def _open_exchange(self) -> None:
         members, kernels = self.sparse.others, self._tensors.kernels
         self._places = {i: place for place, i in enumerate(members)}
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
-        return Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
+        self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
+        self._exchanges[:] = [self.exchange]
 
     def _clear(self) -> None:
         self._leave_failure()
@@ -311,14 +294,15 @@ class Engine(EngineBase):
         owner, driver = self.watch.owner, self.watch.driver
         idle = driver is not None and not driver.begun
         stepping, self.watch.plain_step = idle and self.watch.plain_step, False
-        unwritten = self.updates.applied
+        results, updates = self.watch.results, self.watch.updates
+        unwritten = updates.applied
         first_pass = idle or (driver is not None and driver.first_pass)
-        carried = self.results.next_begins(None if idle else index, first_pass)
+        carried = results.next_begins(None if idle else index, first_pass)
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.defers = self.updates.begin(owner) and self.sparse.agreed
+        self.exchange.defers = updates.begin(owner) and self.sparse.agreed
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update = owner is not None
         change = self.watch.saved.change(self.transport)
@@ -327,7 +311,7 @@ class Engine(EngineBase):
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
                 velocity = any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay)
-                self.results.mixed = velocity and carried is Carried.AGAIN
+                results.mixed = velocity and carried is Carried.AGAIN
                 refuse_results(carried, stepping=stepping, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
@@ -352,7 +336,6 @@ class Engine(EngineBase):
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
         self._opened = False
-        self._count_extra()
         for result in self._pending.values():
             if result is not None:
                 result.deliver()
@@ -365,7 +348,7 @@ class Engine(EngineBase):
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
-        self.results.written()
+        self.watch.results.written()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
@@ -378,7 +361,7 @@ class Engine(EngineBase):
         zeros = []
         for index, zero in self.sparse.without_result(self._pending):
             if (failed := self._open_step(index) or self.sparse.late(index)) is not None:
-                self._raise_on_all_ranks(failed, index)
+                self.fail(failed, index)
             self.require_own_momentum(index)
             zeros.append(zero)
             place, array = self._tensors.result(zero), self._tensors.array(zero)
@@ -394,7 +377,7 @@ class Engine(EngineBase):
         """Open an exchange without sparse gradients and without state; returns the one before it."""
         before, self.sparse.found = self.exchange, sparse
         before.close()
-        self._exchanges[:] = [self._new_exchange()]
+        self._open_exchange()
         self._watch()
         self.layout, self.exchange.stats = self.exchange.layout, before.stats
         return before

@@ -49,7 +49,7 @@ def require_hooks(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
     """
     engine = getattr(getattr(optimizer, "compression", None), "engine", None)
     hooked = getattr(optimizer, "_requires_update", ())
-    unknown = engine is not None and any(engine.index_of(p) is None for p in parameters)
+    unknown = engine is not None and any(engine.adoption.index_of(p) is None for p in parameters)
     if unknown or (hooked and any(p not in hooked for p in parameters)):
         raise ConfigError(
             "DistributedOptimizer averages the gradients of the parameters that the optimizer had when it was wrapped, "

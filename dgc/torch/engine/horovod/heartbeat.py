@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dgc.adapter.horovod import JOINED, SHUT_DOWN
+from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.engine.horovod.held import hold
@@ -36,7 +37,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, hvd: Any, transport: Transport, process_set: Any, count_bytes: Callable[[int], None] | None = None
+        self, hvd: Any, transport: Transport, process_set: Any, stats: Callable[[], Stats] | None = None
     ) -> None:
         """Agree on a name. Collective over the ranks of ``process_set``.
 
@@ -44,7 +45,7 @@ class Heartbeat:
             hvd: ``horovod.torch``.
             transport: of the exchange; names the number of ranks.
             process_set: whose ranks exchange.
-            count_bytes: is told what is sent, if given.
+            stats: returns the counters that include what is sent, if given.
 
         Raises:
             TransportError: Horovod's collective failed.
@@ -54,7 +55,7 @@ class Heartbeat:
         self._hvd = hvd
         self._transport = transport
         self._process_set = process_set
-        self._count_bytes = count_bytes
+        self._stats = stats
         self._name = HOROVOD.unique_name("dgc.heartbeat", process_set)
         self._handle: int | None = None
         self._pending = 0  # heartbeats of steps that have begun, which could not be sent yet
@@ -108,8 +109,8 @@ class Heartbeat:
 
     def _start(self) -> None:
         one = self._one.fill_(1.0)
-        if self._count_bytes is not None:
-            self._count_bytes(one.nbytes)
+        if self._stats is not None:
+            self._stats().beside += one.nbytes
         op, members = self._hvd.Sum, self._process_set
         with _explaining_shutdown(self._hvd):
             self._handle = self._hvd.allreduce_async_(one, name=self._name, op=op, process_set=members)

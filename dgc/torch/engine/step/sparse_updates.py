@@ -34,7 +34,6 @@ class SparseUpdates:
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
-        pending: whether sums of the latest step wait for :meth:`apply`.
         applied: whether they were applied, until the next step begins.
         obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
@@ -56,13 +55,13 @@ class SparseUpdates:
         self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
-        self.pending = False
+        self._deferred: tuple[Sequence[EntrySum], Sequence[torch.Tensor]] | None = None
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be deferred in it."""
-        self.pending = False
+        self._deferred = None
         self._see_clearing()
         self.reason = self._refusal(optimizer)
         if self.reason is None and not self._steps_at_once:
@@ -78,21 +77,22 @@ class SparseUpdates:
         """
         self._steps_at_once = in_step
         # The optimizer may have got a reason since the step began; where there was one, nothing is deferred.
-        self.pending = in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
         self._remember_gradients()
-        return self.pending
+        return in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
 
-    def apply(
-        self, optimizer: torch.optim.Optimizer, deferred: Sequence[EntrySum], members: Sequence[torch.Tensor]
-    ) -> None:
-        """Update the parameters by sums that were deferred, and let their ``.grad`` be None.
+    def take(self, deferred: Sequence[EntrySum], members: Sequence[torch.Tensor]) -> None:
+        """Keep the deferred sums of some buckets for :meth:`apply`; ``members``: parameters in the layout's order."""
+        self._deferred = deferred, members
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters by the sums of :meth:`take`, if any, and let their ``.grad`` be None.
 
         Args:
             optimizer: whose groups hold the parameters.
-            deferred: of some buckets.
-            members: the parameters in the order of the layout.
         """
-        self.pending = False
+        if self._deferred is None:
+            return
+        (deferred, members), self._deferred = self._deferred, None
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if deferred else {}
         for total in deferred:
             for segment in total.bucket.sparse:

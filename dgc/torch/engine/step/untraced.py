@@ -7,8 +7,8 @@ step is kept out of that, with all that it calls in turn.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -23,31 +23,31 @@ def untraced(function: Function) -> Function:
     Where torch can be told by a mark on the code itself, no call costs more than before, which tells with thousands of
     small gradients, and importing this package does not import the compiler.
     """
-    try:
-        leave = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-        eval_frame.set_code_exec_strategy(function.__code__, leave)  # type: ignore[attr-defined]
-    except AttributeError:
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if not _mark(function.__code__):
+        return torch.compiler.disable(function)
+    vars(function)["_torchdynamo_disable"] = True
     return function
 
 
 def leave_hooks_untraced() -> None:
-    """Let ``torch.compile`` leave the hooks alone that Horovod's optimizers give their parameters from now on.
+    """Let ``torch.compile`` leave the hooks alone that Horovod's optimizers give their parameters.
 
     A compiled function that holds ``backward()`` has them traced, once for each parameter until the compiler has had
-    enough. Horovod's own collectives are called from these traces.
+    enough. All of them share one code, inside that of ``_make_hook``. Where torch knows no mark, they are traced.
     """
     try:
-        from horovod.torch import optimizer
+        from horovod.torch.optimizer import _DistributedOptimizer
     except ImportError:
         return  # who needs Horovod says so
-    make = getattr(getattr(optimizer, "_DistributedOptimizer", None), "_make_hook", None)
-    if make is None or hasattr(make, "__wrapped__"):
-        return
+    for constant in _DistributedOptimizer._make_hook.__code__.co_consts:
+        if isinstance(constant, CodeType):
+            _mark(constant)
 
-    @functools.wraps(make)
-    def make_untraced(self: Any, p: torch.Tensor) -> Any:
-        return untraced(make(self, p))
 
-    optimizer._DistributedOptimizer._make_hook = make_untraced
+def _mark(code: CodeType) -> bool:
+    """Tell the compiler to skip a code, and what it calls; False where this torch cannot be told."""
+    mark = getattr(eval_frame, "set_code_exec_strategy", None)
+    if mark is not None:
+        skip = eval_frame._FrameAction.SKIP
+        mark(code, eval_frame._FrameExecStrategy(skip, skip))
+    return mark is not None

@@ -15,6 +15,7 @@ from dgc.torch.engine.horovod.owner import broadcasting
 from dgc.torch.engine.step.results import Results
 from dgc.torch.engine.step.saved_state import SavedState
 from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
+from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.step.untraced import untraced
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -59,8 +60,8 @@ class Driver(Protocol):
         """The optimizer has updated the parameters."""
         ...
 
-    def state_loaded(self) -> None:
-        """A state was loaded into the optimizer."""
+    def begin_anew(self) -> None:
+        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
         ...
 
     def give_up(self) -> None:
@@ -73,17 +74,22 @@ class StepWatch:
 
     Attributes:
         results: of the latest step.
+        updates: whether they are applied as entries.
         saved: what was loaded into the owner since its last step.
         in_closure: whether the closure of a step runs now.
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
         scale_is_known: whether the compressor knows the scale of a GradScaler, or a warning said that it does not.
         owned_by: whether an optimizer is the owner, while that is not known yet.
-        on_step: called with the owner right before its update, if set.
         on_stepped: called when an optimizer has stepped the parameters, as the last thing, if set; it may raise.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], adoption: Adoption, has_failed: Callable[[], bool], results: Results
+        self,
+        parameters: Sequence[torch.Tensor],
+        adoption: Adoption,
+        has_failed: Callable[[], bool],
+        results: Results,
+        updates: SparseUpdates,
     ) -> None:
         """Watch from now on.
 
@@ -95,12 +101,12 @@ class StepWatch:
             adoption: applies options in the optimizer's place, which are hidden from it during its steps.
             has_failed: whether an error is on its way to the user already.
             results: of the latest step.
+            updates: applies entries right before the owner's update.
         """
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
-        self.on_step: Callable[[torch.optim.Optimizer], None] | None = None
         self.on_stepped: Callable[[], None] | None = None
         self.in_closure = self.plain_step = self.scale_is_known = self._broadcasts = False
-        self.results = results
+        self.results, self.updates = results, updates
         self.saved = SavedState(adoption, self._state_loaded)
         self._owner: weakref.ref[torch.optim.Optimizer] | None = None
         self._driver: weakref.ref[Driver] | None = None
@@ -164,8 +170,7 @@ class StepWatch:
             self.scale_is_known = warn_of_unknown_scaler()
         self._adoption.hide(optimizer)
         self.results.applied()
-        if self.on_step is not None:
-            self.on_step(optimizer)
+        self.updates.apply(optimizer)
         return None if closure is None else _with_closure(arguments, self._followed(closure))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -185,7 +190,7 @@ class StepWatch:
 
     def _state_loaded(self) -> None:
         if (driver := self.driver) is not None:
-            driver.state_loaded()
+            driver.begin_anew()
 
     def _followed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @untraced
