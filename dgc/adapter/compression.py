@@ -112,7 +112,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
     build.__name__ = build.__qualname__ = name
     # That of ``make`` without what the constructor's name says already.
     shown = [p for p in inspect.signature(make).parameters.values() if p.name not in ("algorithm", "members")]
-    build.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    vars(build)["__signature__"] = inspect.Signature(shown)
     build.__doc__ = (
         f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
         f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"

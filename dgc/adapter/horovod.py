@@ -40,9 +40,9 @@ class Ranks(Protocol):
 
     def op_name(self, op: object) -> str: ...  # noqa: D102
 
-    def chosen_set(self, own: Any = None, other: Any = None) -> Any: ...  # noqa: D102
+    def chosen_set(self, own: ProcessSet | None = None, other: ProcessSet | None = None) -> Any: ...  # noqa: D102
 
-    def member_set(self, process_set: Any = None) -> Any: ...  # noqa: D102
+    def member_set(self, process_set: ProcessSet | None = None) -> Any: ...  # noqa: D102
 
 
 class Horovod(abc.ABC):
@@ -165,7 +165,7 @@ class Horovod(abc.ABC):
 
     # -- talking -------------------------------------------------------------------------------------------------
 
-    def gather_values(self, value: Any, question: str, process_set: ProcessSet) -> list[Any]:
+    def gather_values(self, value: object, question: str, process_set: ProcessSet) -> list[Any]:
         """Ask all ranks of ``process_set`` for a small value. Collective, on Horovod's own channel.
 
         Args:

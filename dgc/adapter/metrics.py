@@ -192,7 +192,7 @@ class EngineMetrics:
     _log: Log | None = None
     _last_metrics: Metrics | None = None
 
-    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
+    def log_to(self, writer: object, every: int = 100, prefix: str = "compression") -> None:
         """See :meth:`CompressorMetrics.log_to`; for an optimizer that is its own compressor."""
         self.use_log(None if writer is None else Log(writer, every, prefix, waits=True))
 
@@ -235,7 +235,7 @@ class CompressorMetrics:
     _log: Log | None = None
     _guest: Log | None = None
 
-    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
+    def log_to(self, writer: object, every: int = 100, prefix: str = "compression") -> None:
         """Write, every so many steps, what this rank's residuals hold back of each tensor; or stop that.
 
         It asks no other rank, so it may be called on all of them or on one. Training has the same bits with and
@@ -261,7 +261,7 @@ class CompressorMetrics:
         if self.engine is not None:
             self.engine.use_log(log)
 
-    def begin_log(self, writer: Any, every: int = 100, prefix: str = "compression") -> Log:
+    def begin_log(self, writer: object, every: int = 100, prefix: str = "compression") -> Log:
         """:meth:`log_to` for a while: a log that is on meanwhile rests, and goes on after :meth:`end_log`.
 
         Of several the one that began last writes, whatever becomes of the others; :meth:`log_to` ends it.
@@ -298,6 +298,6 @@ class CompressorMetrics:
     _waits = False
     """Whether :meth:`Log.tell` is called after steps."""
 
-    def _writer_of(self, writer: Any) -> Any:
+    def _writer_of(self, writer: object) -> Any:
         """What has ``add_scalar``; an adapter knows its framework's writers."""
         return writer

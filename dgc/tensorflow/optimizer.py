@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import tensorflow as tf
 
@@ -22,7 +21,7 @@ def DistributedOptimizer(
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = None,
+    compression: object = None,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ReduceOp | None = None,
@@ -66,7 +65,7 @@ class _Distributed(HasSettings, tf.compat.v1.train.Optimizer):
     """Mixed into the class of the user's optimizer."""
 
     @tf.autograph.experimental.do_not_convert
-    def compute_gradients(self, *args: Any, **options: Any) -> list[tuple[Gradient, Variable]]:
+    def compute_gradients(self, *args: object, **options: object) -> list[tuple[Gradient, Variable]]:
         """Compute this rank's gradients and exchange them.
 
         Raises:

@@ -23,6 +23,6 @@ class SummaryWriter:
             tf.summary.write(tag, tf.constant(value, tf.float32), metadata=_SCALAR)
 
 
-def as_writer(writer: Any) -> Any:
+def as_writer(writer: object) -> Any:
     """The writer itself if it has ``add_scalar``, or one around a writer of ``tf.summary``."""
     return SummaryWriter(writer) if hasattr(writer, "as_default") else writer

@@ -27,7 +27,7 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = None,
+    compression: object = None,
     sparse_as_dense: bool = False,
     op: ReduceOp | None = None,
     gradient_predivide_factor: float = 1.0,

@@ -103,7 +103,7 @@ class DGCCompressor(HorovodCompressor):
             if optimizer is not None:
                 announce_owner(optimizer, self.engine.watch.own)
 
-    def _read_loss_scale(self, value: Any) -> LossScale:
+    def _read_loss_scale(self, value: object) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
@@ -207,7 +207,7 @@ def _layout_of(
     return chosen
 
 
-def _checked_names(value: Any, algorithm: str) -> list[tuple[str, torch.Tensor]]:
+def _checked_names(value: object, algorithm: str) -> list[tuple[str, torch.Tensor]]:
     named = checked_tensors(value, algorithm, "named_parameters", _ADVICE)
     for pair in named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):

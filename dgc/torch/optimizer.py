@@ -34,12 +34,12 @@ from dgc.torch.engine.step.untraced import untraced
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = None,
+    compression: object = None,
     backward_passes_per_step: int = 1,
-    op: Any = None,
+    op: object = None,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: object = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
     group: Any = None,
@@ -147,7 +147,7 @@ class Steps:
             passes: backward passes whose gradients are added up before an exchange.
             sparse_as_dense: exchange sparse gradients as dense ones.
         """
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)  # whose attributes scripts set
         self._engine = engine
         self._sparse_as_dense = sparse_as_dense
         self._parameters = [] if engine is None else engine.parameters
@@ -215,10 +215,10 @@ class Steps:
         self._passes = passes
         self._left = [passes] * len(self._left)
         if (optimizer := self._optimizer()) is not None:
-            optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
+            optimizer.backward_passes_per_step = passes
 
     @untraced
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients; arguments are those of the optimizer's own method.
 
         Raises:
@@ -265,10 +265,10 @@ class Steps:
                 "Put step() into it: the gradients are averaged already",
                 stacklevel=6,
             )
-        own = optimizer.synchronize == self.synchronize  # type: ignore[attr-defined]
+        own = optimizer.synchronize == self.synchronize
         self.in_step = own and not closure
         try:
-            optimizer.synchronize()  # type: ignore[attr-defined]
+            optimizer.synchronize()
         finally:
             self.in_step = False
         self._updating = True  # a class of the user's that calls super().step() comes here twice
@@ -291,7 +291,7 @@ class Steps:
         """Expect the first backward pass of a step: one is over, or a state was loaded into the optimizer."""
         self._exchanged = {}
         if (optimizer := self._optimizer()) is not None:
-            self._passes = optimizer.backward_passes_per_step  # type: ignore[attr-defined]  # scripts set it as well
+            self._passes = optimizer.backward_passes_per_step
         self._left = [self._passes] * len(self._left)
         self.begun = self._synchronized = self._updating = False
 
@@ -386,7 +386,7 @@ def _only_torch_distributed() -> bool:
     return hvd is None or not hvd.is_initialized()
 
 
-def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:
+def _check_optimizer(optimizer: object, named_parameters: object) -> None:
     """What would be taken for something else, or wrapped twice.
 
     Raises:

@@ -33,7 +33,7 @@ class HorovodSteps:
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
     """
 
-    def __init__(self, optimizer: Any, engine: Engine) -> None:
+    def __init__(self, optimizer: object, engine: Engine) -> None:
         """Bind to the optimizer, which is not kept alive, and the engine that it hands gradients to."""
         self._reference = weakref.ref(optimizer)
         self._engine = engine
@@ -124,7 +124,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     _giving_up = False  # placeholders of a failed step are sent for the other ranks, and nothing else
     _last_found = 0
 
-    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: object = None) -> None:
         super().__init__(options, algorithm, members)
         self._placeholders = Placeholders()
         self._calling: HorovodSteps | None = None
@@ -165,7 +165,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         return placeholder, result
 
     @untraced
-    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, ctx: object) -> torch.Tensor:
         """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
 
         Raises:

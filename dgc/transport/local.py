@@ -55,7 +55,7 @@ class _World:
         self._parts.append(made)
         return made
 
-    def meet(self, rank: int, signature: str, arrays: Any, work: Callable[[list[Any]], None]) -> None:
+    def meet(self, rank: int, signature: str, arrays: object, work: Callable[[list[Any]], None]) -> None:
         """Bring ``arrays`` to the current collective; return when ``work`` has run on all ranks' arrays.
 
         Args:
@@ -218,7 +218,7 @@ def local_world(size: int, timeout: float = DEFAULT_TIMEOUT) -> list[LocalTransp
 def run_ranks(
     size: int,
     function: Callable[..., Any],
-    *args: Any,
+    *args: object,
     timeout: float = DEFAULT_TIMEOUT,
     return_errors: bool = False,
 ) -> list[Any]:

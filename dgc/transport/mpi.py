@@ -30,6 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +211,7 @@ class MPITransport(Divisible):
                 self._wait_for_everybody(data.size)
             for start in range(0, data.size, BROADCAST_BYTES):
                 part = data[start : start + BROADCAST_BYTES]
-                self._wait(lambda part=part: self._comm.Ibcast([part, self._mpi.BYTE], 0), part.size)  # type: ignore[misc]
+                self._wait(partial(self._comm.Ibcast, [part, self._mpi.BYTE], 0), part.size)
 
     def split(self, color: int) -> MPITransport:  # noqa: D102
         self._require_open()

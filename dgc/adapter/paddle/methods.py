@@ -19,7 +19,7 @@ class Exchanges(Protocol):
 
     def describe(self) -> dict[str, Any]: ...  # noqa: D102
 
-    def log_to(self, writer: Any, every: int = ..., prefix: str = ...) -> None: ...  # noqa: D102
+    def log_to(self, writer: object, every: int = ..., prefix: str = ...) -> None: ...  # noqa: D102
 
     def reset(self) -> None: ...  # noqa: D102
 
@@ -43,7 +43,7 @@ class ExchangeMethods:
         """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
         return self._exchanges.describe()
 
-    def log_to(self, writer: Any, every: int = 100, prefix: str = "compression") -> None:
+    def log_to(self, writer: object, every: int = 100, prefix: str = "compression") -> None:
         """Write what residuals hold back; see :meth:`dgc.adapter.metrics.CompressorMetrics.log_to`.
 
         Raises:

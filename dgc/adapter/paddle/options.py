@@ -168,7 +168,7 @@ class PaddleOptions:
         )
 
 
-def require_parameters(params: Any) -> None:
+def require_parameters(params: object) -> None:
     """Say what is missing where Paddle's arguments stand without ``params`` before them.
 
     Raises:

@@ -8,7 +8,6 @@ buffer must not take in a refused step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class BucketExchange:
         self.outcome: Outcome | None = None
         self._vector = vector
         self._states = state
-        self._kernels: Any = kernels
+        self._kernels = kernels
         self._memory = kernels.memory
         self._transport = transport
         self._share = 1.0 / transport.size if op == "average" else 1.0
@@ -278,7 +277,7 @@ class BucketExchange:
             stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 
 
-def _worst(gradient: Any) -> float:
+def _worst(gradient: object) -> float:
     """The largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which is not waited for."""
     if not isinstance(gradient, np.ndarray) or not gradient.size:
         return -1.0

@@ -97,7 +97,7 @@ class Exchange:
         result: np.ndarray,
         parameter: np.ndarray | None = None,
         limit: float | None = None,
-        ready: Any = None,
+        ready: object = None,
     ) -> None:
         """Hand over one parameter's gradient of this step; its bucket starts when it was the last one.
 

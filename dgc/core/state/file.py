@@ -94,7 +94,7 @@ def write_whole(
         raise
 
 
-def _take_out(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+def _take_out(value: object, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, np.ndarray):
         key = f"array{len(arrays)}"
         arrays[key] = value

@@ -28,6 +28,7 @@ from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.engine.numpy_bridge import Step, cross, still_there
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.transport.choice import ProcessSet
 
 _PROBED = 16
 """Values of a variable that are compared in each step: Horovod uses a graph again for another model with variables of
@@ -46,7 +47,7 @@ class Compressor(Protocol):
     def engine(self) -> Engine | None:
         """The bound engine."""
 
-    def require_same_set(self, theirs: Any) -> None:
+    def require_same_set(self, theirs: ProcessSet | None) -> None:
         """Refuse another process set than the engine's."""
 
     def stand_beside_local(self) -> None:
@@ -71,7 +72,7 @@ class _Call:
     variables: list[Variable]
     gradients: list[Any]
     optimizer: object
-    process_set: object
+    process_set: ProcessSet | None
     has_local: bool
 
 

@@ -178,7 +178,7 @@ def is_plain_update(optimizer: Optimizer) -> bool:
     return own is None or getattr(own, "func", None) is _update_without_slots
 
 
-def _update_without_slots(optimizer: Optimizer, gradient: Any, variable: Variable) -> None:
+def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Variable) -> None:
     """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
     attributes = vars(optimizer)  # TensorFlow must not track the placeholder
     slots = attributes["momentums"]

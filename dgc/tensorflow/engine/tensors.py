@@ -61,7 +61,7 @@ def describe(name: str, variable: Variable) -> Parameter:
     return Parameter(name, tuple(int(d) for d in raw.shape), raw.dtype.name)
 
 
-def as_array(value: Any) -> np.ndarray:
+def as_array(value: object) -> np.ndarray:
     """The values as (n,): a view of an eager CPU tensor or of an array, a copy from a GPU, float32 for bfloat16."""
     array = np.asarray(value)
     if array.dtype == ml_dtypes.bfloat16:

@@ -42,7 +42,9 @@ class Settings:
         lost: names of options that were in use when the model was saved but could not be saved with it.
     """
 
-    def __init__(self, compression: Any = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()) -> None:
+    def __init__(
+        self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
+    ) -> None:
         """Build the reducer.
 
         Args:

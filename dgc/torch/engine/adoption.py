@@ -252,7 +252,7 @@ class Adoption:
             )
 
 
-def _set_all(values: list[Any], indices: Sequence[int], value: Any) -> None:
+def _set_all(values: list[Any], indices: Sequence[int], value: object) -> None:
     for i in indices:
         values[i] = value
 
@@ -277,6 +277,6 @@ def _updating_class(optimizer: torch.optim.Optimizer | None) -> type:
     return sharded if isinstance(sharded, type) else type(optimizer)
 
 
-def is_empty(entry: Any) -> bool:
+def is_empty(entry: object) -> bool:
     """Whether an entry of an optimizer's state holds nothing."""
     return isinstance(entry, dict) and all(value is None for value in entry.values())

@@ -108,7 +108,7 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
     seam = resolve(optimizer)
     arguments = () if closure is None else (closure,)
     # Learning rate schedulers ask whether step() was called before them.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    vars(optimizer)["_opt_called"] = True
     if not record.can_fuse(seam):
         record.fused_sets = record.fused_params = 0
         # Not optimizer.step: that may be fuse_step itself, set by the user.

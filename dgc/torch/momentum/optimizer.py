@@ -205,10 +205,10 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
     def minimize(
         self,
         loss: torch.Tensor,
-        startup_program: Any = None,
-        parameter_list: Any = None,
-        no_grad_set: Any = None,
-        grad_clip: Any = None,
+        startup_program: object = None,
+        parameter_list: object = None,
+        no_grad_set: object = None,
+        grad_clip: object = None,
     ) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
         """One whole iteration: clear the gradients, ``loss.backward()``, ``step()``.
 

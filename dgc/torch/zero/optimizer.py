@@ -86,7 +86,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         process_set: object = None,
         transport: str | Transport = "auto",
         sparse_parameters: bool = True,
-        **defaults: Any,
+        **defaults: object,
     ) -> None:
         """Shard an optimizer. Collective over the process set.
 
@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._ready = True
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         """Update this rank's share and bring all new values to all ranks. Collective.
 
         Args:

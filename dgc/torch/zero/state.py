@@ -129,7 +129,7 @@ def _keys(full: Mapping[str, Any]) -> list[Any]:
     return [key for group in full["param_groups"] for key in group["params"]]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """``value`` with a copy of every tensor inside."""
     return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 

@@ -49,7 +49,7 @@ class Strom(Algorithm):
     Options = StromOptions
 
     def has_room_for_all(self, spec: BucketSpec) -> bool:  # noqa: D102
-        return self.options.max_density == 1.0  # type: ignore[no-any-return]
+        return bool(self.options.max_density == 1.0)
 
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
         return tuple(entries_to_send(t.n, self.options.max_density) for t in spec.tensors)

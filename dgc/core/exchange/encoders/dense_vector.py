@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class DenseVector:
         self._keeps_error = keeps_error
         self._bucket = bucket
         self._own_share = own_share
-        self._kernels: Any = kernels
+        self._kernels = kernels
         self._memory = kernels.memory
         self.values = np.empty(0, bucket.dtype)
         """(plan.vector_size,) float32, float64 in float64 buckets."""

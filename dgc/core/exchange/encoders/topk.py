@@ -37,7 +37,7 @@ class TopKEncoder(Encoder):
         """Allocate nothing."""
         self._bucket = bucket
         self._config = config
-        self._kernels: Any = kernels
+        self._kernels = kernels
         self._memory = kernels.memory
         self._ranks = ranks
         self._plans: dict[float | None, BucketPlan] = {}

@@ -29,13 +29,13 @@ _claiming = threading.Lock()
 class DeviceGroup:
     """The devices of a node, connected. To be closed with the exchange."""
 
-    def __init__(self, joined: Joined | None = None, runtime: Any = None) -> None:
+    def __init__(self, joined: Joined | None = None, runtime: object = None) -> None:
         """Take what adds up, and the runtime that was claimed for it; nothing for a device that is alone."""
         self._joined = joined
         # A compressor that is dropped without being closed gives the runtime back as well.
         self._release = None if joined is None else weakref.finalize(self, _in_use.discard, runtime)
 
-    def add_up(self, array: Any) -> None:
+    def add_up(self, array: object) -> None:
         """Enqueue the sum over the group in the place of each one's array, (n,). Collective."""
         if self._joined is not None:
             self._joined.add_up(array)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numba
 import numpy as np
@@ -177,7 +176,7 @@ class NumbaKernels(Kernels):
     def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self._threads
 
-    def _run_places(self, kernel: Callable[..., None], k: int, *arguments: Any) -> None:
+    def _run_places(self, kernel: Callable[..., None], k: int, *arguments: object) -> None:
         self._team.run(self._threads_for(PLACE * k), kernel, -(-k // scatter.PART), *arguments)
 
     def _begin(

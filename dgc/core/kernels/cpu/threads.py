@@ -94,7 +94,7 @@ class Team:
         # At the end of the process the helpers are simply left behind.
         self._finalizer.atexit = False
 
-    def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
+    def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: object) -> None:
         """Run a kernel on up to ``threads`` threads, this one included; returns when all pieces are done.
 
         However it ends, by an interrupt too, no thread works on the arguments' memory any more.
@@ -111,7 +111,7 @@ class Team:
             raise
 
     def start(
-        self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: Any, keeps: object = None
+        self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: object, keeps: object = None
     ) -> Work:
         """Let up to ``helpers`` threads begin with a kernel while this one does something else.
 

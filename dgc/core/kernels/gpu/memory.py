@@ -95,7 +95,7 @@ class Runtime(Protocol):
         """Enqueue an event and return it."""
         ...
 
-    def synchronize(self, event: Any) -> None:
+    def synchronize(self, event: object) -> None:
         """Wait until everything before the event has run. The only call that waits."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -33,7 +33,7 @@ class TensorFlowHorovod(Horovod):
             raise ImportError(str(error)) from error
         return hvd
 
-    def gather_bytes(self, message: np.ndarray, name: str, process_set: Any) -> np.ndarray:
+    def gather_bytes(self, message: np.ndarray, name: str, process_set: ProcessSet | None) -> np.ndarray:
         """Join the members' messages in rank order, also while a TensorFlow function is being traced.
 
         Raises:

@@ -31,7 +31,7 @@ class SummedOnDevices(Transport):
     Horovod may fuse it with other tensors, so two runs may differ in the last ones. Waiting does not turn on a core.
     """
 
-    def __init__(self, transport: Transport, hvd: ModuleType, members: Any) -> None:
+    def __init__(self, transport: Transport, hvd: ModuleType, members: object) -> None:
         """Leave all sums to ``transport`` for now.
 
         Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch
 from dgc.adapter.horovod import Horovod
 from dgc.errors import TransportError
 from dgc.torch.engine.horovod.held import hold
+from dgc.transport.choice import ProcessSet
 
 
 class TorchHorovod(Horovod):
@@ -25,7 +25,7 @@ class TorchHorovod(Horovod):
 
         return hvd
 
-    def gather_bytes(self, message: np.ndarray, name: str, process_set: Any) -> np.ndarray:  # noqa: D102
+    def gather_bytes(self, message: np.ndarray, name: str, process_set: ProcessSet | None) -> np.ndarray:  # noqa: D102
         self.module()
         try:
             return gather(torch.from_numpy(message), name, process_set).numpy()
@@ -33,7 +33,7 @@ class TorchHorovod(Horovod):
             raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
 
 
-def gather(tensor: torch.Tensor, name: str, process_set: Any) -> torch.Tensor:
+def gather(tensor: torch.Tensor, name: str, process_set: ProcessSet | None) -> torch.Tensor:
     """The members' tensors of one type joined along their first dimension, in rank order. Collective, blocking.
 
     Raises:

@@ -42,7 +42,7 @@ class _Announcing(list[dict[str, Any]]):
                 report(built)
         return list.__iter__(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """A copy is a plain list: it belongs to no optimizer."""
         return list, (list(self),)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch
 from dgc.errors import TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD, gather, import_horovod, member_set
+from dgc.transport.choice import ProcessSet
 from dgc.transport.horovod import HorovodTransportBase
 
 
@@ -25,7 +25,7 @@ class HorovodTransport(HorovodTransportBase):
     two runs, though never between ranks.
     """
 
-    def __init__(self, process_set: Any = None, name_prefix: str = "dgc") -> None:
+    def __init__(self, process_set: ProcessSet | None = None, name_prefix: str = "dgc") -> None:
         """Agree on names. Collective over the ranks of ``process_set``.
 
         Args:

@@ -59,7 +59,7 @@ class SavedState:
             if itself is not None:
                 itself._before_saving(saving)
 
-        def before_loading(loading: torch.optim.Optimizer, saved: Any) -> Any:
+        def before_loading(loading: torch.optim.Optimizer, saved: object) -> Any:
             itself = told()
             return None if itself is None else itself._before_loading(saved)
 
@@ -136,7 +136,7 @@ class SavedState:
         if broadcasting():
             self._broadcast = True
 
-    def _before_loading(self, saved: Any) -> Any:
+    def _before_loading(self, saved: object) -> Any:
         """The state dict without empty entries."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):

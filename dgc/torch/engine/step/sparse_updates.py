@@ -192,7 +192,7 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
     return obstacle
 
 
-def _is_of_torch(function: Any) -> bool:
+def _is_of_torch(function: object) -> bool:
     """Whether a function and all that it wraps were defined in torch."""
     while function is not None:
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
@@ -219,7 +219,7 @@ def _refusal_of_group(group: dict[str, Any], applied: Collection[str]) -> str | 
     return refusal_of_rate(group["lr"])
 
 
-def refusal_of_rate(rate: Any) -> str | None:
+def refusal_of_rate(rate: object) -> str | None:
     """Why entries cannot be updated with a learning rate; None if they can."""
     positive = isinstance(rate, (int, float)) and 0 < rate < math.inf
     return None if positive else "the learning rate is not a positive number"
