@@ -125,6 +125,22 @@ def one_compressor_for_two_models():
     m.assert_raises(lambda: m.compile_model(compression), "one compressor for each model")
 
 
+@case("keras3", "legacy")
+def a_larger_model_with_the_former_one_s_optimizer():
+    for others_too in (True, False):
+        former = m.compile_model(dgc.Compression.dgc(**m.SPARSITY_0))
+        optimizer = former.optimizer
+        m.fit(former, 3, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+        larger = m.make_model(2)
+        larger.add(keras.layers.Dense(3))
+        larger.build((None, 20))
+        model = larger if others_too or hvd.rank() == 0 else former
+        model.compile(optimizer, loss=m.loss_function)
+        callbacks = [dgck.callbacks.BroadcastGlobalVariablesCallback(0)] if others_too else []
+        advice = "build one compressor for each model and optimizer"
+        m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), advice)  # noqa: B023
+
+
 @case
 def stock_and_wrapper_at_once():
     model = m.make_model()
