@@ -108,6 +108,14 @@ class Adoption:
         return None if family(self.optimizer) in (None, V1) else learning_rate(optimizer or self.optimizer)
 
     @property
+    def steps(self) -> int:
+        """How many the optimizer has made; 0 where it does not count them."""
+        if family(self.optimizer) in (None, V1):
+            return 0
+        with tf.init_scope():
+            return int(np.asarray(raw_variable(self.optimizer.iterations)))
+
+    @property
     def applies_momentum(self) -> bool:
         """Whether the compressor does, or will once it is bound."""
         return bool(self.momentum if self.active else self._config.momentum)
@@ -187,16 +195,20 @@ class Adoption:
         """The factor of weight decay: the variable's values."""
         return raw_variable(variable)
 
-    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> None:
+    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> bool:
         """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them.
 
         Args:
             variables: the compressed variables.
             all_variables: those of the model.
             absorb: called with (variable index, u, learning rate that u is in units of) for each slot that is not zero.
+
+        Returns:
+            Whether there were any.
         """
+        found = False
         if not (self.active and self.momentum):
-            return
+            return found
         prepare_slots(self.optimizer, all_variables)
         with tf.init_scope():
             rate = float(learning_rate(self.optimizer)) if self.velocity_has_learning_rate else None
@@ -209,6 +221,8 @@ class Adoption:
                 if values.any():
                     absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
+                    found = True
+        return found
 
     def refuse_local(self) -> None:
         """Refuse local variables beside what the compressor applies.
