@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.compression import warn_of_first_moment
+from dgc.core.compressors.build import leaves_zeros
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
@@ -23,6 +24,7 @@ from dgc.tensorflow.engine.optimizers import (
     Optimizer,
     clear_momentum,
     clipping,
+    divides_zero_by_zero,
     family,
     first_moment,
     get_momentum,
@@ -78,6 +80,12 @@ class Adoption:
         self.left_for: str | None = None
         self._config = config
         self._refuse_clipped_velocity()
+        if divides_zero_by_zero(optimizer) and leaves_zeros(config):
+            raise ConfigError(
+                f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries "
+                f"are sent, as by {config.algorithm!r}: give it epsilon_1=1e-12, or take another optimizer of those that "
+                "docs/tuning.md calls sound"
+            )
         own = own_update(optimizer)
         found = clipping(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:

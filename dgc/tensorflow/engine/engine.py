@@ -355,8 +355,8 @@ class Engine(EngineBase):
             warnings.warn(
                 f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
                 f"momentum and residuals: {' and '.join(lost)} is lost. "
-                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in a loop of your own, "
-                "state_dict() and load_state_dict() of the compressor on every rank",
+                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in a loop of your own "
+                "state_dict() and load_state_dict() of the compressor, on every rank",
                 RuntimeWarning,
                 stacklevel=2,
             )
