@@ -83,7 +83,7 @@ class Adoption:
         if divides_zero_by_zero(optimizer) and leaves_zeros(config):
             raise ConfigError(
                 f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries "
-                f"are sent, as by {config.algorithm!r}: give it epsilon_1=1e-12, or take another optimizer of those that "
+                f"are sent, as by {config.algorithm!r}: give it epsilon_1=1e-12, or take one of those that "
                 "docs/tuning.md calls sound"
             )
         own = own_update(optimizer)
