@@ -47,6 +47,14 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     return config
 
 
+def leaves_zeros(config: DGCConfig) -> bool:
+    """Whether most of what a compressor, or a member of a wrapper, makes of a gradient may be exactly 0."""
+    if isinstance(config.own, Parts):
+        return any(part is not None and leaves_zeros(part) for part in config.own.configs)
+    row = compressor_class(config.algorithm)
+    return row.sends_entries and (not row.scheduled or any(config.sparsity))
+
+
 def check_codecs(indices: object, values: object, small: object) -> None:
     """Refuse names that no codec has; ``indices`` may be "auto".
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.compression import warn_of_first_moment
+from dgc.core.compressors.build import leaves_zeros
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
@@ -23,6 +24,7 @@ from dgc.tensorflow.engine.optimizers import (
     Optimizer,
     clear_momentum,
     clipping,
+    divides_zero_by_zero,
     family,
     first_moment,
     get_momentum,
@@ -78,6 +80,12 @@ class Adoption:
         self.left_for: str | None = None
         self._config = config
         self._refuse_clipped_velocity()
+        if divides_zero_by_zero(optimizer) and leaves_zeros(config):
+            raise ConfigError(
+                f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries "
+                f"are sent, as by {config.algorithm!r}: give it epsilon_1=1e-12, or take one of those that "
+                "docs/tuning.md calls sound"
+            )
         own = own_update(optimizer)
         found = clipping(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
@@ -106,6 +114,14 @@ class Adoption:
             optimizer: the one that steps, where it is Horovod's copy.
         """
         return None if family(self.optimizer) in (None, V1) else learning_rate(optimizer or self.optimizer)
+
+    @property
+    def steps(self) -> int:
+        """How many the optimizer has made; 0 where it does not count them."""
+        if family(self.optimizer) in (None, V1):
+            return 0
+        with tf.init_scope():
+            return int(np.asarray(raw_variable(self.optimizer.iterations)))
 
     @property
     def applies_momentum(self) -> bool:
@@ -187,16 +203,20 @@ class Adoption:
         """The factor of weight decay: the variable's values."""
         return raw_variable(variable)
 
-    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> None:
+    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> bool:
         """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them.
 
         Args:
             variables: the compressed variables.
             all_variables: those of the model.
             absorb: called with (variable index, u, learning rate that u is in units of) for each slot that is not zero.
+
+        Returns:
+            Whether there were any.
         """
+        found = False
         if not (self.active and self.momentum):
-            return
+            return found
         prepare_slots(self.optimizer, all_variables)
         with tf.init_scope():
             rate = float(learning_rate(self.optimizer)) if self.velocity_has_learning_rate else None
@@ -209,6 +229,8 @@ class Adoption:
                 if values.any():
                     absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
+                    found = True
+        return found
 
     def refuse_local(self) -> None:
         """Refuse local variables beside what the compressor applies.

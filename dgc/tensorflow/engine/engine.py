@@ -5,6 +5,7 @@ Every variable has one index: its place among the variables that the compressor 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -54,8 +55,17 @@ class Engine(EngineBase):
         transport: Transport,
         adoption: Adoption,
         loss_scale: LossScale,
+        lacks_residuals: bool = False,
     ) -> None:
         """Agree with the other ranks.
+
+        Args:
+            variables: the model's trainable variables.
+            config: the options.
+            transport: moves the bytes.
+            adoption: momentum that was taken from the optimizer.
+            loss_scale: a number, or a function that is called once per step.
+            lacks_residuals: the model was loaded, and saved where residuals were not empty.
 
         Raises:
             DGCError: variables, shapes, types or options differ between ranks, or construction failed on a rank.
@@ -64,12 +74,14 @@ class Engine(EngineBase):
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
         self._loss_scale = loss_scale
+        self._lacks_residuals = lacks_residuals
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
-        self._has_loaded = False
+        self._has_loaded = self._has_slots = False
+        self._left_at = 0
         self.sparse_names = CommonNames("sparse")
 
         def build() -> Layout:
@@ -108,6 +120,8 @@ class Engine(EngineBase):
             )
             self._refuse_sparse_momentum(kinds)
             self._kinds = kinds
+            # Now: a graph may count the step before it exchanges the gradients.
+            self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
             return
         for name, before, now in zip(self.names, self._kinds, kinds, strict=True):
             if before == now:
@@ -181,6 +195,8 @@ class Engine(EngineBase):
             DGCError: this or another rank failed.
         """
         self.take_momentum()  # a graph is not traced anew when the user assigns another one
+        if self._left_at:
+            self._warn_of_loss()
         follows = self.adoption.velocity_has_learning_rate
         nothing: list[np.ndarray | None] = [None] * len(gradients)
         hyper = self.adoption.hyper
@@ -226,6 +242,7 @@ class Engine(EngineBase):
         return {"groups": groups, "kinds": list(self._kinds or ()), "names": self.names}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
+        self._left_at = 0
         saved = self._renamed(saved)
         names = {name: i for i, name in enumerate(self.names)}
         unknown = [name for name in saved["parameters"] if name not in names]
@@ -275,7 +292,8 @@ class Engine(EngineBase):
         for group in self._groups:
             if forget:
                 group.forget()
-                self._has_loaded = True
+                self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
+                self._left_at = self.adoption.steps
             group.compare_again()
 
     def close(self, keep_transport: bool = False) -> None:
@@ -295,6 +313,7 @@ class Engine(EngineBase):
         return super().state_dict()
 
     def _clear(self) -> None:
+        self._left_at = 0
         for group in self._groups:
             group.rate = None
         # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
@@ -325,7 +344,22 @@ class Engine(EngineBase):
 
     def _absorb_slots(self, group: Group) -> None:
         members = [self.variables[i] for i in group.indices]
-        self.adoption.absorb_slots(members, self.variables, group.absorb)
+        self._has_slots |= self.adoption.absorb_slots(members, self.variables, group.absorb)
+
+    def _warn_of_loss(self) -> None:
+        """Warn of what a model that was loaded without the compressor's state does not hold."""
+        steps, self._left_at = self._left_at, 0
+        lost = ["momentum"] if any(self.adoption.hyper.momentum) and not self._has_slots else []
+        lost += ["what was not sent yet"] if self._lacks_residuals else []
+        if lost and self.transport.rank == 0:
+            warnings.warn(
+                f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
+                f"momentum and residuals: {' and '.join(lost)} is lost. "
+                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in a loop of your own "
+                "state_dict() and load_state_dict() of the compressor, on every rank",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
         if SPARSE not in kinds:

@@ -100,6 +100,15 @@ def is_sgd(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
 
 
+def divides_zero_by_zero(optimizer: Optimizer) -> bool:
+    """Whether this is a Keras Adafactor, which is NaN where a row and a column of a gradient hold zeros alone.
+
+    It divides by the product of both means of squares, each ``epsilon_1`` there; this product must not be 0 in float32.
+    """
+    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
+    return bool(names & {("keras", "Adafactor"), ("tf_keras", "Adafactor")}) and optimizer.epsilon_1 < 1e-16
+
+
 def own_update(optimizer: Optimizer) -> str | None:
     """Name the user's code that may change gradients before they update variables; None: there is none.
 

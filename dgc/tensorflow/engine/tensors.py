@@ -71,7 +71,8 @@ def as_array(value: object) -> np.ndarray:
 
 def samples(variable: Variable) -> np.ndarray:
     """(at most 8,) float64: a few values of a variable, to compare it between ranks."""
-    values = as_array(raw_variable(variable))
+    with tf.init_scope():  # errors are raised while a graph is traced, too
+        values = as_array(raw_variable(variable))
     return values[sample_places(values.size)].astype(np.float64)
 
 

@@ -125,6 +125,51 @@ def one_compressor_for_two_models():
     m.assert_raises(lambda: m.compile_model(compression), "one compressor for each model")
 
 
+@case("keras3", "legacy")
+def a_larger_model_with_the_former_one_s_optimizer():
+    for others_too in (True, False):
+        former = m.compile_model(dgc.Compression.dgc(**m.SPARSITY_0))
+        optimizer = former.optimizer
+        m.fit(former, 3, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+        larger = m.make_model(2)
+        larger.add(keras.layers.Dense(3))
+        larger.build((None, 20))
+        model = larger if others_too or hvd.rank() == 0 else former
+        model.compile(optimizer, loss=m.loss_function)
+        callbacks = [dgck.callbacks.BroadcastGlobalVariablesCallback(0)] if others_too else []
+        advice = "build one compressor for each model and optimizer"
+        m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), advice)  # noqa: B023
+
+
+@case("keras3", "legacy")
+def adafactor_on_gradients_of_which_most_is_zero():
+    C = dgc.Compression
+    strom = C.strom(threshold=0.1)
+    few = [
+        C.dgc(),
+        C.dgc(sparsity=0.99),
+        strom,
+        C.by_size({0: None, 64: C.topk()}),
+        C.by_step({0: C.qsgd(), 9: C.topk()}),
+    ]
+    for compression in few:
+        optimizer = keras.optimizers.Adafactor(0.01)
+        text = m.assert_raises(lambda: dgck.DistributedOptimizer(optimizer, compression=compression), "epsilon_1=1e-12")  # noqa: B023
+        assert "Adafactor" in text
+        m.assert_raises(lambda: C.dgc(optimizer=optimizer), "epsilon_1=1e-12")  # noqa: B023
+    sound = [({}, {"sparsity": 0.0}), ({"epsilon_1": 1e-12}, {"sparsity": 0.99})]
+    for own, options in sound:
+        model = m.make_model()
+        optimizer = keras.optimizers.Adafactor(0.01, **own)
+        compression = C.dgc(min_numel=64, **options)
+        model.compile(dgck.DistributedOptimizer(optimizer, compression=compression), "mse")
+        losses = [m.fit(model, 4)["loss"][-1] for _ in range(3)]
+        assert all(np.isfinite(v).all() for v in m.values(model))
+        assert losses[-1] < losses[0], losses
+    dgck.DistributedOptimizer(keras.optimizers.Adafactor(0.01), compression=C.onebit())
+    dgck.DistributedOptimizer(keras.optimizers.Adafactor(0.01), compression=C.by_size({0: None, 64: C.qsgd()}))
+
+
 @case
 def stock_and_wrapper_at_once():
     model = m.make_model()

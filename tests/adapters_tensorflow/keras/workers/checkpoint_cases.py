@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import adapters_tensorflow.workers.models as m
@@ -196,6 +197,77 @@ def a_full_disk_on_one_rank_leaves_all_old_files():
     assert said
     assert all(said) or model.optimizer.compression.engine.transport.name != "mpi"
     remove(folder)
+
+
+def lost_in(model, first, *callbacks):
+    """What the warning of a lost state names in two more steps; None without one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        m.fit(model, 2, first=first, callbacks=callbacks)
+    texts = [str(w.message) for w in caught if "nothing was loaded into the compressor" in str(w.message)]
+    assert len(texts) <= (hvd.rank() == 0), texts
+    assert all("CompressionCheckpoint keeps both" in text for text in texts)
+    said = hvd.broadcast_object("".join(texts), name="said")
+    return said.partition("residuals: ")[2].partition(" is lost")[0] or None
+
+
+@case("keras3", "legacy")
+def a_model_that_goes_on_without_the_compressor_s_state_says_so():
+    folder = shared_folder()
+    adam = m.make_model(width=16)
+    adam.compile(dgck.DistributedOptimizer(keras.optimizers.Adam(), compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
+    paddle = m.make_model(width=16)
+    paddle.compile(dgck.DGCMomentum(0.05, 0.9, 0, num_trainers=hvd.size()), "mse")
+    models = {
+        "momentum": compiled(**m.SPARSITY_0),
+        "momentum and what was not sent yet": compiled(),
+        "what was not sent yet": adam,
+    }
+    models["momentum "] = paddle
+    for lost, model in models.items():
+        keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
+        assert lost_in(model, 0, keep) is None
+        path = folder / "model.keras"
+        if hvd.rank() == 0:
+            model.save(path)
+        barrier()
+        assert lost_in(model, 2) is None, "nothing was loaded"
+        loaded = keras.models.load_model(path)
+        assert lost_in(loaded, 2) == lost.strip()
+        assert lost_in(loaded, 4) is None, "once is enough"
+        assert lost_in(keras.models.load_model(path), 2, keep) is None, "the callback has brought it back"
+        if hvd.rank() == 0:
+            loaded.save(path)  # and of a model that was loaded, and saved once more
+        barrier()
+        assert lost_in(keras.models.load_model(path), 4) == lost.strip()
+    remove(folder)
+
+
+@case("keras3", "legacy")
+def weights_loaded_between_two_fits_say_what_is_lost():
+    folder = shared_folder()
+    model, root = compiled(), dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
+    path = str(folder / f"rank{hvd.rank()}.weights.h5")
+    assert lost_in(model, 0, root, keep) is None
+    model.save_weights(path)
+    assert lost_in(model, 2, root) is None
+    model.load_weights(path)
+    assert lost_in(model, 2, root) == "momentum and what was not sent yet"
+    model.optimizer.compression.reset()
+    assert lost_in(model, 4, root) is None
+    remove(folder)
+
+
+@case("keras3", "legacy")
+def a_dense_run_s_model_has_lost_nothing():
+    model = m.make_model(width=16)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    m.fit(model, 2, rank=0)
+    inner = model.optimizer
+    model.compile(dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
+    assert lost_in(model, 2) is None
+    assert model.optimizer.compression.residual_norm > 0
 
 
 @case
