@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dgc import doctor
 from dgc.build_horovod import command as build_horovod
+from dgc.build_horovod import doctor
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 

@@ -168,7 +168,7 @@ def explanation(results: Results) -> list[str]:
         "  bytes    all that one process hands to collectives for its gradients, headers included. The processes share",
         "           this machine, so the seconds say nothing about a network.",
         "",
-        f"  DGC against dense: {accuracy['DGC'] - accuracy['dense']:+.2f} points of accuracy; seeds differ by half a point.",
+        f"  DGC beside dense: {accuracy['DGC'] - accuracy['dense']:+.2f} points; seeds alone differ by half a point.",
         "  Runs of some thousand steps send 0.1 %, 300 to 380 times fewer bytes: docs/evidence.md.",
     ]
     return lines

@@ -17,7 +17,6 @@ ELSEWHERE = {
     "core/transport.py": "transport/test_local.py",
     # A command that prints the registry's table.
     "__main__.py": "core/compressors/test_registry.py",
-    "doctor.py": "distribution/test_doctor.py",
     # Compiled loops behind a module of the same place, which is their only caller.
     "core/compressors/quantizers/numba_packing.py": "core/compressors/quantizers/test_numba_loops.py",
     # One flow in three files.
