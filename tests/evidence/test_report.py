@@ -87,7 +87,10 @@ def test_one_that_is_worse_or_sends_too_much_is_not(folder):
     results = folder(*pair("language", [50, 50.1, 50.2], [51, 51, 51], 1000), *pair("image", [0.98], [0.981], 2000))
     text = page_of(results)
     assert "DGC's perplexity is 1.80 % worse than dense, 9.0 standard deviations of dense (target missed)" in text
-    assert "DGC's accuracy is 0.10 % better than dense (target met), at 200 times fewer bytes (below the target of 270)" in text
+    assert (
+        "DGC's accuracy is 0.10 % better than dense (target met), at 200 times fewer bytes (below the target of 270)"
+        in text
+    )
     assert text.count("| no |") == 2
     assert "| 98.00 % | 98.10 % |" in text
 
