@@ -71,3 +71,19 @@ def test_troubleshooting_quotes_messages_that_exist():
     texts = [text for path in (REPOSITORY / "dgc").rglob("*.py") for text in literals(path.read_text())]
     assert len(quoted()) >= 30
     assert [message for message in quoted() if not any(message in text for text in texts)] == []
+
+
+def public(module):
+    """The names that a package lists in its ``__all__``."""
+    text = (REPOSITORY / module.replace(".", "/") / "__init__.py").read_text()
+    (listed,) = re.findall(r"^__all__ = (\[.*?\])", text, re.DOTALL | re.MULTILINE)
+    return {f"{module}.{name}" for name in ast.literal_eval(listed)}
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    shown = set(re.findall(r"^::: (.+)$", pages, re.MULTILINE))
+    expected = public("dgc.torch") | public("dgc.tensorflow") | {"dgc.errors", "dgc.adapter.paddle.regularizers"}
+    same = {"Compression", "DGCCompressor", "DGCMomentum"}  # of both packages for TensorFlow
+    expected |= {name for name in public("dgc.tensorflow.keras") if name.rpartition(".")[2] not in same}
+    assert shown == expected
