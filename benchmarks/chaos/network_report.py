@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from network_faults import NETWORK_FAULTS
-from report import ROOT, TITLES, read_rows, readings, replace, shown
+from report import LAUNCHERS, ROOT, read_rows, replace, shown
 
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-network.json"
 BEGIN = "<!-- written by benchmarks/chaos/network_matrix.py --markdown -->\n"
@@ -16,22 +16,14 @@ WAYS = ("A", "B", "dense")
 def write_docs(path: Path) -> None:
     """Replace the table of docs/chaos.md by that of the results in ``path``."""
     rows = read_rows(path)
-    columns = [(way, launcher) for launcher in ("mpirun", "gloo") for way in WAYS]
-    names = {"mpirun": "MPI", "gloo": "Gloo"}
-    heads = [f"{TITLES[way].replace('torch', '').strip()}, {names[launcher]}" for way, launcher in columns]
+    columns = [(way, launcher) for launcher in LAUNCHERS for way in WAYS]
+    titles = {"A": "Horovod's optimizer", "B": "dgc's", "dense": "dense"}
+    heads = [f"{titles[way]}, {LAUNCHERS[launcher]}" for way, launcher in columns]
     lines = [f"| fault | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
     for name, fault in NETWORK_FAULTS.items():
         found = [rows.get((*column, name)) for column in columns]
         if any(found):
             lines.append(f"| {fault.what} | {' | '.join(map(_cell, found))} |")
-    lines += ["", "| fault | launcher | dgc reads | dense Horovod reads |", "|---|---|---|---|"]
-    for name, fault in NETWORK_FAULTS.items():
-        for launcher in ("mpirun", "gloo"):
-            ours, dense = (
-                readings([rows.get((way, launcher, name)) for way in ways]) for ways in (("A", "B"), ("dense",))
-            )
-            if ours or dense:
-                lines.append(f"| {fault.what} | {names[launcher]} | {ours} | {dense} |")
     replace(BEGIN, "\n".join(lines) + "\n")
 
 

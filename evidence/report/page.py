@@ -21,8 +21,8 @@ the same seeds on the same data. `make evidence` trains what has no result in `b
 writes this page; a call that was interrupted goes on where it stopped. `make evidence-quick` does everything once,
 small.
 
-Wanted is a mean metric of DGC that is within one standard deviation of dense, within {100 * CLOSE:g} % of it, or
-better, at {WANTED_RATIO} times fewer bytes or more in everything that is sent after the warm-up. Bytes are all that a
+Target: DGC's mean metric is within one standard deviation of dense, within {100 * CLOSE:g} % of it, or better, at
+{WANTED_RATIO} times fewer bytes or more in everything that is sent after the warm-up. Bytes are all that a
 rank hands to collectives for its gradients; of dense training, 4 bytes a parameter and step.
 """
 
@@ -108,9 +108,9 @@ class Page:
         how = tables.relative(found.worse)
         deviations = "" if found.deviations is None else f", {abs(found.deviations):.1f} standard deviations of dense"
         said = f"DGC's {metric.name} is {how}{'' if how == 'equal' else ' than dense'}{deviations}"
-        close = "as wanted" if found.is_close else "more than is wanted"
-        ratio = "as wanted" if found.ratio >= WANTED_RATIO else f"less than the {WANTED_RATIO} that are wanted"
-        return f"- {self._titles[name]}: {said}: {close}. {found.ratio:.0f} times fewer bytes: {ratio}."
+        close = "target met" if found.is_close else "target missed"
+        ratio = "target met" if found.ratio >= WANTED_RATIO else f"below the target of {WANTED_RATIO}"
+        return f"- {self._titles[name]}: {said} ({close}), at {found.ratio:.0f} times fewer bytes ({ratio})."
 
     def _without_result(self) -> list[str]:
         """Of the variants in the plan those without any run."""
@@ -178,7 +178,7 @@ class Page:
             "The formulas of the paper have no weight decay in them. Taken as they stand, the momentum of the loss' "
             "gradient alone is corrected, and weight decay, which every rank knows, has a momentum of its own where "
             "the weights are updated and is never compressed. Here it is added to the gradient first, as "
-            "`torch.optim.SGD` does, and travels with it. Values travel as float32 there; here as float16, and the "
+            "`torch.optim.SGD` does, and is sent with it. Values are sent as float32 there; here as float16, and the "
             "rounding error stays in the residual.\n",
             tables.variants([dgc, own], dgc, metric),
             "",

@@ -1,6 +1,10 @@
-"""The lines that docs/from-paddle.md and docs/from-bagua.md show, completed with a small model, on two ranks."""
+"""The lines that get-started.md, from-paddle.md and from-bagua.md show, completed with a small model, on two ranks."""
+
+import textwrap
 
 import pytest
+from documented import shown
+from launch_tools import run_mpi
 
 pytest.importorskip("torch")
 
@@ -41,9 +45,35 @@ report([record.fused_sets, record.fused_params])
 """
 
 
+START = """
+scaler = torch.amp.GradScaler("cpu")
+compression = dgc.Compression.dgc(loss_scale=scaler)
+optimizer = dgc.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters(), compression=compression
+)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+"""
+END = """
+ranks = [torch.empty_like(model.weight.data) for _ in range(2)]
+dist.all_gather(ranks, model.weight.data)
+print("same" if torch.equal(*ranks) and compression.stats.steps == 3 else "different")
+"""
+
+
+@pytest.mark.mpi
+def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(tmp_path):
+    (build,) = shown("get-started.md", "PyTorch with torchrun")
+    (scaled,) = shown("get-started.md", "What changes in training")
+    script = tmp_path / "train.py"
+    script.write_text(f"{build}\ndel optimizer\n{START}{textwrap.indent(scaled, '    ')}\n{END}")
+    assert run_mpi(2, script, launcher="torchrun").stdout.count("same") == 2
+
+
 def test_the_line_that_declares_an_optimizer():
     import torch
-    from documented import shown
 
     import dgc.torch as dgc
 

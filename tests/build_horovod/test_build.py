@@ -1,8 +1,10 @@
 """The environment in which Horovod is compiled."""
 
+from pathlib import Path
+
 from build_tools import make_toolchain
 
-from dgc.build_horovod.build import build_environment
+from dgc.build_horovod.build import build_environment, relocatable_runpath
 
 
 def test_build_environment_agrees_with_what_was_found(monkeypatch):
@@ -15,3 +17,14 @@ def test_build_environment_agrees_with_what_was_found(monkeypatch):
     assert environment["MAKEFLAGS"] == "-j3"
     assert environment["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
     assert environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+
+
+def test_run_paths_of_the_environment_become_relative():
+    prefix = Path("/env")
+    origin = prefix / "lib/python3.11/site-packages/horovod/torch"
+    runpath = "/env/lib:/env/lib:/usr/lib/mpi:/env/lib/python3.11/site-packages/torch/lib"
+    assert relocatable_runpath(runpath, prefix, origin).split(":") == [
+        "$ORIGIN/../../../..",
+        "/usr/lib/mpi",
+        "$ORIGIN/../../torch/lib",
+    ]

@@ -1,0 +1,89 @@
+"""The pages: their size, links, code, place in the site, and the messages that they quote."""
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FILES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md", *PAGES]
+
+
+def words(path):
+    return len(path.read_text().split())
+
+
+def test_words():
+    assert words(REPOSITORY / "README.md") <= 600
+    assert words(DOCS / "decisions.md") <= 5_000
+    assert words(REPOSITORY / "README.md") + sum(map(words, PAGES)) <= 30_000
+
+
+def test_the_site_shows_every_page():
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def anchors(page):
+    """Of the headings of a page, as the site and the repository's host make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.is_file(), target
+        assert not anchor or anchor in anchors(page), target
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_python_blocks_are_python(path):
+    for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
+        for part in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE):
+            ast.parse(textwrap.dedent(part))
+
+
+def literals(source):
+    """The constant parts of all texts of a module; adjacent literals are one."""
+    return [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+def quoted():
+    page = (DOCS / "troubleshooting.md").read_text()
+    return re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    texts = [text for path in (REPOSITORY / "dgc").rglob("*.py") for text in literals(path.read_text())]
+    assert len(quoted()) >= 30
+    assert [message for message in quoted() if not any(message in text for text in texts)] == []
+
+
+def public(module):
+    """The names that a package lists in its ``__all__``."""
+    text = (REPOSITORY / module.replace(".", "/") / "__init__.py").read_text()
+    (listed,) = re.findall(r"^__all__ = (\[.*?\])", text, re.DOTALL | re.MULTILINE)
+    return {f"{module}.{name}" for name in ast.literal_eval(listed)}
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    shown = set(re.findall(r"^::: (.+)$", pages, re.MULTILINE))
+    expected = public("dgc.torch") | public("dgc.tensorflow") | {"dgc.errors", "dgc.adapter.paddle.regularizers"}
+    same = {"Compression", "DGCCompressor", "DGCMomentum"}  # of both packages for TensorFlow
+    expected |= {name for name in public("dgc.tensorflow.keras") if name.rpartition(".")[2] not in same}
+    assert shown == expected
