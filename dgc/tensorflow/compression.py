@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
+from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
@@ -21,6 +21,7 @@ class TensorFlowCompression(CompressionBase):
     optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer, too.
     """
 
+    @refused_uncalled
     def dgc(  # noqa: D102
         self, variables: Sequence[Variable] | None = None, optimizer: Optimizer | None = None, **options: Any
     ) -> DGCCompressor:

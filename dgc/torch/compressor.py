@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
+from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
 from dgc.adapter.horovod import Ranks
 from dgc.core.config.checks import as_loss_scale
 from dgc.core.exchange.exchange import LossScale
@@ -125,6 +125,7 @@ class TorchCompression(CompressionBase):
     Momentum, Nesterov and weight decay are taken out of a ``torch.optim.SGD``. ``loss_scale`` takes a GradScaler, too.
     """
 
+    @refused_uncalled
     def dgc(  # noqa: D102
         self,
         named_parameters: NamedParameters | None = None,

@@ -17,6 +17,7 @@ import torch
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import check_placeholder
+from dgc.core.config.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.held import Placeholders
@@ -130,7 +131,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         self._calling: HorovodSteps | None = None
 
     @untraced
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Start the exchange of a gradient; Horovod reduces a one-element placeholder in the meantime.
 
         Errors about the gradient are raised by :meth:`decompress`, on all ranks.
@@ -138,6 +139,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         Raises:
             ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
         """
+        if tensor is None:  # Horovod was given the class
+            raise no_compressor(HorovodCompressor)
         engine = self._exchanging(
             "parameters: pass model.named_parameters() and optimizer=, or use dgc.torch.DistributedOptimizer, which "
             "binds them"

@@ -83,11 +83,15 @@ def require_compressor(value: object) -> None:
     Raises:
         ConfigError: something else, such as ``Compression.dgc`` without parentheses or its name as a text.
     """
-    if value is None or (hasattr(value, "compress") and hasattr(value, "decompress")):
-        return
+    if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
+        raise no_compressor(value)
+
+
+def no_compressor(value: object) -> ConfigError:
+    """The error about a value in a compressor's place, such as a class or a constructor that nobody called."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
     name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
-    raise ConfigError(
+    return ConfigError(
         f"compression is {value!r}, which is no compressor; call one: compression=Compression.{name}(), or leave it "
         "out for no compression"
     )

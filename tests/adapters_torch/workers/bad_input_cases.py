@@ -297,13 +297,19 @@ def one_rank_failing_inside_compress():
 @case
 def what_is_no_compressor():
     model = make_model()
-    for place, wrong in enumerate(("dgc", dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression, 3)):
+    uncalled = dgc.DGCCompressor, dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression.by_size
+    for place, wrong in enumerate((*uncalled, "dgc", dgc.Compression, 3)):
         on_every_rank(
             dgc.ConfigError,
             r"which is no compressor; call one: compression=Compression\.",
             lambda wrong=wrong: dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=wrong),
             str(place),
         )
+    for wrong in uncalled:  # Horovod's own wrapper looks at it in the first step
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=wrong)
+        text = "which is no compressor; call one: compression=Compression."
+        on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), wrong.__name__)
     on_every_rank(dgc.ConfigError, "optimizer is 'sgd'", lambda: dgc.Compression.dgc((), optimizer="sgd"), "optimizer")
 
 
