@@ -7,7 +7,6 @@ optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The o
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,7 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.choice import horovod_of_all_ranks, only_torch_distributed
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.handed_over import HandedOver
 from dgc.torch.engine.step.untraced import untraced
@@ -66,7 +66,7 @@ def DistributedOptimizer(
     _check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     if not isinstance(compression, DGCCompressor):
-        hvd = HOROVOD.module()
+        hvd = horovod_of_all_ranks(process_set, group)
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -79,7 +79,7 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if group is not None or _only_torch_distributed():
+    if group is not None or only_torch_distributed():
         compression.use_group(group)
     else:
         HOROVOD.module()
@@ -363,14 +363,6 @@ def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], Non
             itself._arrived(index, p)
 
     return arrived
-
-
-def _only_torch_distributed() -> bool:
-    """Whether torch.distributed is initialised and Horovod is not."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    hvd = sys.modules.get("horovod.torch")
-    return hvd is None or not hvd.is_initialized()
 
 
 def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:

@@ -208,6 +208,32 @@ def options_that_differ_between_ranks():
 
 
 @case
+def compressors_that_differ_between_ranks():
+    for way in "ab":
+        model = make_model()
+
+        def wrapped(way=way, model=model):
+            optimizer = sgd(model)
+            make = dgc.Compression.topk if hvd.rank() else dgc.Compression.dgc
+            if way == "a":
+                return make(model.named_parameters(), optimizer)
+            return dgc.DistributedOptimizer(optimizer, model.named_parameters(), make())
+
+        on_every_rank(dgc.ConfigError, '\'algorithm\' is "dgc" on rank 0 and "topk" on rank 1', wrapped, way)
+    for without in (0, 1):
+        for none in (None, dgc.Compression.none):
+            given = none if hvd.rank() == without else dgc.Compression.dgc()
+            on_every_rank(
+                dgc.ConfigError,
+                f"rank {without} has no compressor of dgc's, and rank {1 - without} has one; .*the same compression=",
+                lambda given=given: dgc.DistributedOptimizer(sgd(make_model()), compression=given),
+                f"{without} {none}",
+            )
+    model = make_model()
+    train(dgc.DistributedOptimizer(sgd(model)), model, 1)
+
+
+@case
 def momentum_that_differs_between_ranks_in_a_step():
     for way in "ab":
         model = make_model()

@@ -277,6 +277,10 @@ def bad_input():
         "sparsity",
         lambda: wrapped(compression=dgc.Compression.dgc(sparsity=0.9 + dist.get_rank() / 20)),
     )
+    for without in (0, 1):
+        given = None if dist.get_rank() == without else dgc.Compression.dgc()
+        text = "without a compressor of dgc's .*the same compression= .*needs Horovod"
+        on_every_rank(dgc.ConfigError, text, lambda given=given: wrapped(compression=given))
 
 
 @case
