@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from build_tools import make_toolchain
 
+import dgc
 from dgc.__main__ import main
 from dgc.build_horovod import command
 
@@ -34,6 +35,16 @@ def test_help_lists_the_commands_and_their_options():
     for option in ("--install", "--print-path", "--force", "--without", "--jobs", "--sdist", "--cache-dir"):
         assert option in done.stdout
     assert "usage: python -m dgc build-horovod" in done.stdout
+
+
+def test_without_a_command_they_are_listed_and_the_version_is_told(capsys):
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert "compressors" in told
+    assert "build-horovod" in told
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"horovod-dgc {dgc.__version__}\n"
 
 
 @pytest.mark.parametrize("jobs", ["0", "-2", "two"])
