@@ -205,7 +205,7 @@ def a_resumed_run_continues_bit_for_bit():
     train(optimizer, straight, 5, start=5)
     compression.close()
     buffer.seek(0)
-    weights, state, own = torch.load(buffer, weights_only=False)
+    weights, state, own = torch.load(buffer)  # weights_only=True
     resumed.load_state_dict(weights)
     optimizer, compression = wrap(resumed, sparsity=0.9)
     optimizer.load_state_dict(state)
