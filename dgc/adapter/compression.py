@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import Horovod
 from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.config.checks import no_compressor, plain, require_compressor, require_integer, require_number
+from dgc.core.config.checks import brief, no_compressor, plain, require_compressor, require_integer, require_number
 from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError
@@ -157,12 +157,14 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
-            f"the {name} are {value!r}; pass {advice}, and options by their names: "
+            f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
             f"Compression.{algorithm}(sparsity=0.999)"
         )
     tensors = list(value)
     if not tensors:
-        raise ConfigError(f"Compression.{algorithm} has nothing to compress: pass {advice}")
+        raise ConfigError(
+            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used once only)"
+        )
     return tensors
 
 
@@ -198,7 +200,9 @@ def check_compression(compression: object, own: type[CompressorBase[Any]], packa
     """
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{name} is {value!r}; it takes a text. Pass the compressor by its name: compression=...")
+            raise ConfigError(
+                f"{name} is {brief(value)}; it takes a text. Pass the compressor by its name: compression=..."
+            )
     require_compressor(compression)
     if isinstance(compression, type) and issubclass(compression, CompressorBase):
         raise no_compressor(compression)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
+from dgc.core.config.checks import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
@@ -41,7 +42,7 @@ class TensorFlowCompression(CompressionBase):
             advice = "model.trainable_variables of a built model"
             given = checked_tensors(variables, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
-            raise ConfigError(f"optimizer is {optimizer!r}; give a Keras optimizer, or one of tf.compat.v1.train")
+            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer, or one of tf.compat.v1.train")
         compressor = DGCCompressor(options, algorithm, members)
         if given is None:
             if optimizer is not None:

@@ -28,6 +28,10 @@ _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
 
 
+class _WrappedTwice(ConfigError):
+    """Raised in the backward pass: the script steps one of two optimizers, perhaps the other one."""
+
+
 class HorovodSteps:
     """What the engine needs to know of an optimizer that ``hvd.DistributedOptimizer`` made, from its own fields.
 
@@ -159,8 +163,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         if self._pending_error is None and not self._giving_up:
             try:
                 result = self._submit(engine, tensor)
-            except StallError:
-                raise  # the other ranks do not come
+            except (StallError, _WrappedTwice):
+                raise  # the other ranks do not come, or nobody will call decompress()
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
                 self._pending_error = error
@@ -233,6 +237,11 @@ class HorovodCompressor(CompressorBase[Engine]):
         owner: Any = find_owner(self)
         self._calling = HorovodSteps(owner, engine)
         engine.watch.own(owner, self._calling)
+        if engine.watch.contested:
+            raise _WrappedTwice(
+                "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
+                "the parameters: wrap one optimizer, once, and for another one build the model anew"
+            )
         self.require_same_set(getattr(owner, "process_set", self._members))
         if getattr(owner, "sparse_as_dense", False):
             engine.fail(

@@ -340,6 +340,57 @@ def what_is_no_compressor():
 
 
 @case
+def an_optimizer_that_is_wrapped_twice():
+    for first in "ab":
+        model = make_model()
+        plain = sgd(model)
+        if first == "a":
+            both = [wrap("a", model, plain), wrap("a", model, plain)]
+        else:
+            both = [wrap("b", model, plain), wrap("a", model, sgd(model))]
+        text = "two distributed optimizers exchange the gradients of one backward pass.*wrap one optimizer, once"
+        on_every_rank(dgc.ConfigError, text, lambda b=both, m=model: train(b[1][0], m, 1), first)
+        for _, compression in both:
+            compression.close()
+
+
+@case
+def a_generator_of_names_that_was_used_up():
+    for way in "ab":
+        model = make_model()
+        optimizer, named = sgd(model), model.named_parameters()
+        compression = dgc.Compression.dgc(*((named, optimizer) if way == "a" else ()))
+        library = hvd if way == "a" else dgc
+        list(named)
+        on_every_rank(
+            dgc.ConfigError,
+            "a generator.* once",
+            lambda o=optimizer, n=named, c=compression, lib=library: lib.DistributedOptimizer(o, n, compression=c),
+            way,
+        )
+        optimizer = library.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+        train(optimizer, model, 1)
+        compression.close()
+    on_every_rank(dgc.ConfigError, "once only", lambda: dgc.Compression.dgc(named, momentum=0.0), "compressor")
+
+
+@case
+def an_object_in_the_wrong_place_is_named_in_one_line():
+    model = make_model()
+    optimizer = sgd(model)
+    for place, wrong in {
+        "positional": lambda: dgc.Compression.dgc(optimizer),
+        "compression": lambda: dgc.DistributedOptimizer(optimizer, compression=model),
+        "optimizer": lambda: dgc.DistributedOptimizer(model),
+        "of a compressor": lambda: dgc.Compression.dgc(model.named_parameters(), optimizer=model),
+        "passes": lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), None, model),
+    }.items():
+        error = on_every_rank(dgc.ConfigError, "of class (Net|SGD)", wrong, place)
+        assert "\n" not in str(error), error
+        assert len(str(error)) < 250, error
+
+
+@case
 def models_that_were_never_broadcast():
     """The mean of gradients of unlike models fits none of them: the first step is the last."""
     for way in "ab":
