@@ -22,6 +22,7 @@ from dgc.adapter.compression import (
     refuse_grouping,
 )
 from dgc.adapter.compressor import CompressorBase
+from dgc.core.config.checks import brief
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.engine import Engine
@@ -91,7 +92,8 @@ def DistributedOptimizer(
     members = compression.process_set(process_set)
     named = named_pairs(optimizer, named_parameters)
     compression.bind(named, optimizer, members)
-    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense)
+    scaler = compression.given_options.get("loss_scale")
+    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense, scaler)
     attributes = {
         "compression": compression,
         "discard_step": compression.discard_step,
@@ -121,7 +123,12 @@ class Steps:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine | None, passes: int, sparse_as_dense: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine | None,
+        passes: int,
+        sparse_as_dense: bool,
+        scaler: object = None,
     ) -> None:
         """Register hooks on the engine's parameters.
 
@@ -130,7 +137,9 @@ class Steps:
             engine: of its compressor; None where this process exchanges nothing.
             passes: backward passes whose gradients are added up before an exchange.
             sparse_as_dense: exchange sparse gradients as dense ones.
+            scaler: the compressor's ``loss_scale``, a GradScaler perhaps.
         """
+        self._scaler = scaler
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
         self._sparse_as_dense = sparse_as_dense
@@ -161,8 +170,8 @@ class Steps:
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
-        engine = self._engine
-        if engine is None:
+        engine, optimizer = self._engine, self._optimizer()
+        if engine is None or optimizer is None:
             return
         if self._replaced:
             raise ConfigError(
@@ -178,7 +187,7 @@ class Steps:
         for i, p in enumerate(self._parameters):
             if i not in self._results:
                 self._hand_over(i, p)
-        if (changed := self._handed_over.changed()) is not None:
+        if (changed := self._handed_over.changed(self._scaler, optimizer)) is not None:
             engine.fail(*changed)
         engine.finish()
         for i, result in self._results.items():
@@ -376,4 +385,4 @@ def _check_optimizer(optimizer: Any, named_parameters: Any) -> None:
     if hasattr(optimizer, "skip_synchronize"):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+        raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")

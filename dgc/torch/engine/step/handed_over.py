@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dgc.errors import LayoutError
-from dgc.torch.engine.step.scaler import steps_by_scaler
+from dgc.torch.engine.step.scaler import has_unscaled, steps_by_scaler
 
 _CHANGED = (
     "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
@@ -41,8 +41,15 @@ class HandedOver:
         """The exchange is over."""
         self._gradients.clear()
 
-    def changed(self) -> tuple[LayoutError, int] | None:
-        """What is wrong with the first gradient that is not what it was, and its index."""
+    def changed(self, scaler: object, optimizer: torch.optim.Optimizer) -> tuple[LayoutError, int] | None:
+        """What is wrong with the first gradient that is not what it was, and its index.
+
+        Args:
+            scaler: known to the compressor, which may have divided gradients, and leaves their versions as they are.
+            optimizer: the owner of the gradients.
+        """
+        if self._gradients and has_unscaled(scaler, optimizer):
+            return self._first_changed()
         for i, p in enumerate(self._parameters):
             if p.grad is None:
                 return LayoutError(f"the gradient of {self._names[i]!r} was cleared while it was exchanged"), i
@@ -58,6 +65,9 @@ class HandedOver:
         """
         if not self._gradients or not steps_by_scaler():
             return None
+        return self._first_changed()
+
+    def _first_changed(self) -> tuple[LayoutError, int]:
         first = next(iter(self._gradients))
         return LayoutError(_CHANGED.format(self._names[first])), first
 
