@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dgc import __version__
 from dgc.build_horovod import command as build_horovod
 from dgc.build_horovod import doctor
 
@@ -14,7 +15,8 @@ _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression for Horovod")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    parser.add_argument("--version", action="version", version=f"horovod-dgc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     summary = "list all compressors: bits, error feedback, unbiased, source"
     compressors = commands.add_parser("compressors", help=summary, description=f"{summary.capitalize()}.")
     compressors.set_defaults(run=list_compressors)
@@ -23,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
     )
     parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "run"):
+        parser.print_help(sys.stderr)
+        return 2
     return parsed.run(parsed)
 
 

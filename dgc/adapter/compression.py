@@ -8,15 +8,17 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import Horovod
 from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.config.checks import plain, require_compressor, require_integer, require_number
+from dgc.core.config.checks import brief, no_compressor, plain, require_compressor, require_integer, require_number
 from dgc.core.config.composite import WRAPPERS
 from dgc.core.config.config import DGCConfig
 from dgc.errors import ConfigError
+
+Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
 
 class CompressionBase(abc.ABC):
@@ -117,7 +119,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
         f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
         f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"
     )
-    return build
+    return refused_uncalled(build)
 
 
 def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,6 +130,16 @@ def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = _WRAPPER_TEXTS[name]
+    return refused_uncalled(build)
+
+
+def refused_uncalled(build: Constructor) -> Constructor:
+    """Let a constructor that Horovod's own wrapper got without parentheses say so in the first step."""
+
+    def compress(*_: object) -> NoReturn:
+        raise no_compressor(build)
+
+    vars(build)["compress"] = compress
     return build
 
 
@@ -145,12 +157,14 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
-            f"the {name} are {value!r}; pass {advice}, and options by their names: "
+            f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
             f"Compression.{algorithm}(sparsity=0.999)"
         )
     tensors = list(value)
     if not tensors:
-        raise ConfigError(f"Compression.{algorithm} has nothing to compress: pass {advice}")
+        raise ConfigError(
+            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used once only)"
+        )
     return tensors
 
 
@@ -186,8 +200,12 @@ def check_compression(compression: object, own: type[CompressorBase[Any]], packa
     """
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{name} is {value!r}; it takes a text. Pass the compressor by its name: compression=...")
+            raise ConfigError(
+                f"{name} is {brief(value)}; it takes a text. Pass the compressor by its name: compression=..."
+            )
     require_compressor(compression)
+    if isinstance(compression, type) and issubclass(compression, CompressorBase):
+        raise no_compressor(compression)
     if isinstance(compression, CompressorBase) and not isinstance(compression, own):
         raise ConfigError(f"the compressor is one of another framework; take it from {package}.Compression")
 

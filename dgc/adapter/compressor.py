@@ -14,6 +14,7 @@ from dgc.adapter.states import (
     CONNECTED,
     EMPTY,
     INACTIVE,
+    NO_EXCHANGE,
     dense_by_choice,
     holds_nothing,
     is_empty,
@@ -83,9 +84,8 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))
         self.engine: EngineT | None = None
         self._members: Any = None
-        self.is_bound = False
+        self.is_bound, self.generation = False, 0
         self._pending: tuple[Any, bool] | None = None
-        self.generation = 0
 
     def _read_loss_scale(self, value: object) -> LossScale:
         """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
@@ -229,9 +229,9 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
     def describe(self) -> dict[str, Any]:
         """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.
 
-        Empty with one process or outside the process set, where nothing is compressed.
+        Empty before the compressor is bound. With one process or outside the process set nothing is compressed.
         """
-        return self.engine.describe() if self.engine is not None else {}
+        return self.engine.describe() if self.engine is not None else dict(NO_EXCHANGE) if self.is_bound else {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.

@@ -14,7 +14,7 @@ from dgc.adapter.metrics import EngineMetrics
 from dgc.adapter.speed.choice import Choice
 from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import Schedule
+from dgc.core.config.schedule import DENSITY_DIGITS, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.kernels.base import Kernels
@@ -195,7 +195,7 @@ class EngineBase(EngineMetrics, abc.ABC):
             step = max((d["step"] for d in each), default=0)
             whole = {
                 "step": step,
-                "density": schedule.density(step),
+                "density": round(schedule.density(step), DENSITY_DIGITS),
                 "rampup_begin_step": schedule.begin,
                 "rampup_end_step": schedule.ramp_end(),
                 "parameters": layout.numel,

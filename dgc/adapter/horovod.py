@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from dgc.core.config.checks import brief
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError
 from dgc.transport.choice import CHOICES, ProcessSet, choose_transport
@@ -251,7 +252,7 @@ def _require_set(process_set: object) -> None:
     """Refuse what is neither None nor a ``hvd.ProcessSet``; a number, say, or a list of ranks."""
     if process_set is not None and not hasattr(process_set, "process_set_id"):
         raise ConfigError(
-            f"process_set is {process_set!r}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
+            f"process_set is {brief(process_set)}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
         )
 
 

@@ -22,6 +22,9 @@ EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
 INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
 """The state of a compressor in a job of one process, which exchanges nothing."""
 
+NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "transport": "none", "ranks": 1}
+"""What a compressor says of itself there."""
+
 
 def is_empty(state: Mapping[str, Any]) -> bool:
     """Whether a state is one of a compressor that has exchanged nothing, though it had others to exchange with."""

@@ -41,6 +41,13 @@ def build_environment(tools: Toolchain, options: Mapping[str, str]) -> dict[str,
     return environment
 
 
+def estimate(tools: Toolchain) -> str:
+    """How long compiling takes: 5 to 20 minutes of one core for each framework."""
+    frameworks = sum(part is not None for part in (tools.torch, tools.tensorflow))
+    least, most = (max(1, round(minutes * frameworks / tools.jobs)) for minutes in (5, 20))
+    return f"{least} to {max(most, 2)} minutes with {tools.jobs} compilers at once"
+
+
 def build(tools: Toolchain, options: Mapping[str, str], sdist: Path | None, log: Path) -> Path:
     """Build the wheel in a temporary directory and move it next to `log`; return its path there."""
     with tempfile.TemporaryDirectory(prefix="build-horovod-") as folder:
@@ -51,7 +58,7 @@ def build(tools: Toolchain, options: Mapping[str, str], sdist: Path | None, log:
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--verbose"]
         command += ["--wheel-dir", str(wheels), str(source)]
         run_logged(
-            f"Compiling Horovod {HOROVOD_VERSION} (2 to 5 minutes on two cores)",
+            f"Compiling Horovod {HOROVOD_VERSION} ({estimate(tools)})",
             command, log, env=build_environment(tools, options),
         )  # fmt: skip
         wheel = next(wheels.glob("horovod-*.whl"))

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dgc.build_horovod.process import BuildError, say
@@ -68,6 +69,13 @@ def default_cache() -> Path:
 def cached_wheel(entry: Path) -> Path | None:
     """Return the wheel of a cache entry, if it is there."""
     return next(entry.glob("horovod-*.whl"), None) if entry.is_dir() else None
+
+
+def wider_wheel(cache: Path, tools: Toolchain, options: Mapping[str, str]) -> Path | None:
+    """Return a wheel that was built for the same tools and for a framework that this environment lacks."""
+    anything = replace(tools, torch=tools.torch or "*", tensorflow=tools.tensorflow or "*")
+    wheels = map(cached_wheel, sorted(cache.glob(cache_key(anything, options))))
+    return next(filter(None, wheels), None)
 
 
 @contextlib.contextmanager

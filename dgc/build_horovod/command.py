@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 
 from dgc.build_horovod.build import HOROVOD_NAMES, build
-from dgc.build_horovod.cache import cache_key, cached_wheel, default_cache, locked, user_options
-from dgc.build_horovod.install import install
+from dgc.build_horovod.cache import cache_key, cached_wheel, default_cache, locked, user_options, wider_wheel
+from dgc.build_horovod.install import install, require_loading
 from dgc.build_horovod.process import BuildError, say
 from dgc.build_horovod.sources import HOROVOD_VERSION
 from dgc.build_horovod.toolchain import describe, detect
@@ -89,17 +89,26 @@ def provide(arguments: argparse.Namespace) -> None:
         BuildError: something is missing or has failed; the message says what to do.
     """
     unwanted = {part for part, name in HOROVOD_NAMES.items() if os.environ.get(f"HOROVOD_WITHOUT_{name}") == "1"}
-    tools = detect(unwanted.union(arguments.without), arguments.jobs)
+    unwanted.update(arguments.without)
+    tools = detect(unwanted, arguments.jobs)
     options = user_options(os.environ)
     say(f"Horovod {HOROVOD_VERSION} will be built for:\n{describe(tools)}")
     if tools.mpi and re.match(r"openmpi([5-9]|\d\d)", tools.mpi):
         say(f"  Note: horovodrun {HOROVOD_VERSION} cannot start {tools.mpi}; use mpirun, or Open MPI 4.1.")
-    entry = arguments.cache_dir.absolute() / cache_key(tools, options)
+    cache = arguments.cache_dir.absolute()
+    entry = cache / cache_key(tools, options)
     with locked(entry):
         wheel = None if arguments.force else cached_wheel(entry)
         if wheel:
             say(f"Found in the cache: {wheel}")
-        else:
+        elif not (arguments.force or unwanted) and (wider := wider_wheel(cache, tools, options)):
+            say(f"Found in the cache, for another framework too: {wider}")
+            try:
+                require_loading(wider, tools)
+                wheel = wider
+            except BuildError as error:
+                say(f"It does not load here, and another one is built: {error}")
+        if wheel is None:
             log = entry / "build.log"
             log.unlink(missing_ok=True)
             wheel = build(tools, options, arguments.sdist, log)

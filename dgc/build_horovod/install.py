@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from pathlib import Path
 
 from dgc.build_horovod.process import BuildError, say
-from dgc.build_horovod.toolchain import Toolchain
+from dgc.build_horovod.toolchain import Toolchain, environment_bin
 
 
 def is_installed(wheel: Path) -> bool:
@@ -23,6 +25,21 @@ def is_installed(wheel: Path) -> bool:
     except (importlib.metadata.PackageNotFoundError, KeyError):
         return False
     return recorded == hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def require_loading(wheel: Path, tools: Toolchain) -> None:
+    """Start Horovod out of the unpacked wheel, once in each framework; nothing is installed.
+
+    Raises:
+        BuildError: it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="build-horovod-") as folder, zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+        # A wheel finds this environment's MPI from where it will be installed.
+        libraries = [str(environment_bin().parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+        paths = [folder, os.environ.get("PYTHONPATH", "")]
+        variables = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": paths}
+        start(tools, {name: os.pathsep.join(filter(None, parts)) for name, parts in variables.items()})
 
 
 def install(wheel: Path, tools: Toolchain) -> None:
@@ -38,7 +55,18 @@ def install(wheel: Path, tools: Toolchain) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             raise BuildError(f"pip could not install {wheel}")
-    environment = dict(os.environ)
+    start(tools, {})
+    if tools.mpi_in_environment:
+        point_mpi_home()
+
+
+def start(tools: Toolchain, variables: dict[str, str]) -> None:
+    """Start Horovod in each framework, in a process with these variables.
+
+    Raises:
+        BuildError: it does not start.
+    """
+    environment = {**os.environ, **variables}
     if tools.mpi_in_environment:
         environment["OPAL_PREFIX"] = sys.prefix
     for framework in [name for name in ("torch", "tensorflow") if getattr(tools, name)]:
@@ -47,10 +75,8 @@ def install(wheel: Path, tools: Toolchain) -> None:
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise BuildError(f"horovod.{framework} is installed but does not start:\n{done.stderr.strip()[-4000:]}")
+            raise BuildError(f"horovod.{framework} does not start:\n{done.stderr.strip()[-4000:]}")
         say(f"  horovod.{framework} starts")
-    if tools.mpi_in_environment:
-        point_mpi_home()
 
 
 def point_mpi_home() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
+from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
+from dgc.core.config.checks import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod.horovod import HOROVOD
@@ -21,6 +22,7 @@ class TensorFlowCompression(CompressionBase):
     optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer, too.
     """
 
+    @refused_uncalled
     def dgc(  # noqa: D102
         self, variables: Sequence[Variable] | None = None, optimizer: Optimizer | None = None, **options: Any
     ) -> DGCCompressor:
@@ -40,7 +42,7 @@ class TensorFlowCompression(CompressionBase):
             advice = "model.trainable_variables of a built model"
             given = checked_tensors(variables, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
-            raise ConfigError(f"optimizer is {optimizer!r}; give a Keras optimizer, or one of tf.compat.v1.train")
+            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer, or one of tf.compat.v1.train")
         compressor = DGCCompressor(options, algorithm, members)
         if given is None:
             if optimizer is not None:

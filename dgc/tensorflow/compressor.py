@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
+from dgc.core.config.checks import no_compressor
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
@@ -152,8 +153,10 @@ class DGCCompressor(CompressorBase[Engine]):
     # -- Horovod's Compressor ------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending | None]:
+    def compress(self, tensor: tf.Tensor | None = None) -> tuple[tf.Tensor, Pending | None]:
         """For Horovod's own classes; :mod:`dgc.tensorflow.engine.horovod_shim` has more."""
+        if tensor is None:  # Horovod was given the class
+            raise no_compressor(DGCCompressor)
         engine = self._exchanging(
             "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
             "dgc.tensorflow, which bind them"

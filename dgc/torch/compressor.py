@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, require_momentum_source
+from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
 from dgc.adapter.horovod import Ranks
-from dgc.core.config.checks import as_loss_scale
+from dgc.core.config.checks import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, LayoutError
@@ -103,6 +105,15 @@ class DGCCompressor(HorovodCompressor):
             if optimizer is not None:
                 announce_owner(optimizer, self.engine.watch.own)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, with tensors in the place of arrays: ``torch.load`` takes it as it is by default."""
+        state: dict[str, Any] = tree_map_only(np.ndarray, torch.from_numpy, super().state_dict())
+        return state
+
+    def _require_states(self, state: object, resize: bool) -> list[Any]:
+        states: list[Any] = tree_map_only(torch.Tensor, _array, super()._require_states(state, resize))
+        return states
+
     def _read_loss_scale(self, value: object) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
@@ -125,6 +136,7 @@ class TorchCompression(CompressionBase):
     Momentum, Nesterov and weight decay are taken out of a ``torch.optim.SGD``. ``loss_scale`` takes a GradScaler, too.
     """
 
+    @refused_uncalled
     def dgc(  # noqa: D102
         self,
         named_parameters: NamedParameters | None = None,
@@ -143,7 +155,7 @@ class TorchCompression(CompressionBase):
         **options: Any,
     ) -> DGCCompressor:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+            raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
         named = None if named_parameters is None else _checked_names(named_parameters, algorithm)
         compressor = DGCCompressor(options, algorithm, members)
         if named is None:
@@ -185,6 +197,10 @@ def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list
             "can be used once only)"
         )
     return pairs
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
 
 
 def _layout_of(

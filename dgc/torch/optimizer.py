@@ -7,7 +7,6 @@ optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The o
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,11 +22,13 @@ from dgc.adapter.compression import (
     refuse_grouping,
 )
 from dgc.adapter.compressor import CompressorBase
+from dgc.core.config.checks import brief
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.choice import horovod_of_all_ranks, only_torch_distributed
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.torch.engine.step.scaler import steps_by_scaler
+from dgc.torch.engine.step.scaler import has_unscaled, steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
 
 
@@ -66,7 +67,7 @@ def DistributedOptimizer(
     _check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     if not isinstance(compression, DGCCompressor):
-        hvd = HOROVOD.module()
+        hvd = horovod_of_all_ranks(process_set, group)
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -79,7 +80,7 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if group is not None or _only_torch_distributed():
+    if group is not None or only_torch_distributed():
         compression.use_group(group)
     else:
         HOROVOD.module()
@@ -91,7 +92,8 @@ def DistributedOptimizer(
     members = compression.process_set(process_set)
     named = named_pairs(optimizer, named_parameters)
     compression.bind(named, optimizer, members)
-    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense)
+    scaler = compression.given_options.get("loss_scale")
+    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense, scaler)
     attributes: dict[str, object] = {
         "compression": compression,
         "discard_step": compression.discard_step,
@@ -137,7 +139,12 @@ class Steps:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine | None, passes: int, sparse_as_dense: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine | None,
+        passes: int,
+        sparse_as_dense: bool,
+        scaler: object = None,
     ) -> None:
         """Register hooks on the engine's parameters.
 
@@ -146,7 +153,9 @@ class Steps:
             engine: of its compressor; None where this process exchanges nothing.
             passes: backward passes whose gradients are added up before an exchange.
             sparse_as_dense: exchange sparse gradients as dense ones.
+            scaler: the compressor's ``loss_scale``, a GradScaler perhaps.
         """
+        self._scaler = scaler
         self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)  # whose attributes scripts set
         self._engine = engine
         self._sparse_as_dense = sparse_as_dense
@@ -176,7 +185,8 @@ class Steps:
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
-        if (engine := self._engine) is None:
+        engine, optimizer = self._engine, self._optimizer()
+        if engine is None or optimizer is None:
             return
         if self._replaced:
             raise ConfigError(
@@ -191,6 +201,10 @@ class Steps:
         for i, p in enumerate(self._parameters):
             if i not in self._exchanged:
                 self._hand_over(i, p)
+        if exchanging := [i for i, exchanged in self._exchanged.items() if exchanged is not None]:
+            # The scaler divides gradients without a new version.
+            if has_unscaled(self._scaler, optimizer):
+                engine.fail(LayoutError(_CHANGED.format(engine.names[exchanging[0]])), exchanging[0])
         for i, p in enumerate(self._parameters):
             self._require_unchanged(engine, i, p.grad)
         engine.finish()
@@ -378,14 +392,6 @@ def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], Non
     return arrived
 
 
-def _only_torch_distributed() -> bool:
-    """Whether torch.distributed is initialised and Horovod is not."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    hvd = sys.modules.get("horovod.torch")
-    return hvd is None or not hvd.is_initialized()
-
-
 def _check_optimizer(optimizer: object, named_parameters: object) -> None:
     """What would be taken for something else, or wrapped twice.
 
@@ -397,4 +403,4 @@ def _check_optimizer(optimizer: object, named_parameters: object) -> None:
     if hasattr(optimizer, "skip_synchronize"):
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+        raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")

@@ -17,6 +17,7 @@ import torch
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import check_placeholder
+from dgc.core.config.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.held import Placeholders
@@ -25,6 +26,10 @@ from dgc.torch.engine.step.untraced import untraced
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
+
+
+class _WrappedTwice(ConfigError):
+    """Raised in the backward pass: the script steps one of two optimizers, perhaps the other one."""
 
 
 class HorovodSteps:
@@ -130,7 +135,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         self._calling: HorovodSteps | None = None
 
     @untraced
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Start the exchange of a gradient; Horovod reduces a one-element placeholder in the meantime.
 
         Errors about the gradient are raised by :meth:`decompress`, on all ranks.
@@ -138,6 +143,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         Raises:
             ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
         """
+        if tensor is None:  # Horovod was given the class
+            raise no_compressor(HorovodCompressor)
         engine = self._exchanging(
             "parameters: pass model.named_parameters() and optimizer=, or use dgc.torch.DistributedOptimizer, which "
             "binds them"
@@ -155,8 +162,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         if self._pending_error is None and not self._giving_up:
             try:
                 result = self._submit(engine, tensor)
-            except StallError:
-                raise  # the other ranks do not come
+            except (StallError, _WrappedTwice):
+                raise  # the other ranks do not come, or nobody will call decompress()
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
                 self._pending_error = error
@@ -229,6 +236,11 @@ class HorovodCompressor(CompressorBase[Engine]):
         owner: Any = find_owner(self)
         self._calling = HorovodSteps(owner, engine)
         engine.watch.own(owner, self._calling)
+        if engine.watch.contested:
+            raise _WrappedTwice(
+                "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
+                "the parameters: wrap one optimizer, once, and for another one build the model anew"
+            )
         self.require_same_set(getattr(owner, "process_set", self._members))
         if getattr(owner, "sparse_as_dense", False):
             engine.fail(

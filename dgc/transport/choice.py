@@ -62,8 +62,7 @@ def choose_transport(
         raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
-    answers = gather_values({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, "transport.choice", members)
-    _require_known_choice(answers)
+    answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, members, gather_values)
     if choice == "horovod":
         return make_horovod(members)
     refusal = next((f"rank {answer['rank']}: {answer['refusal']}" for answer in answers if answer["refusal"]), None)
@@ -76,6 +75,33 @@ def choose_transport(
     if hvd.mpi_enabled() and members.rank() == 0:
         _warn_once(f"gradients travel through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod(members)
+
+
+def require_no_choice(rank: int, members: ProcessSet, gather_values: GatherValues) -> None:
+    """Require, on a rank without a compressor, that no other rank makes a transport. Collective over ``members``.
+
+    Raises:
+        ConfigError: some ranks do.
+    """
+    _ask({"rank": rank, "choice": None, "refusal": None}, members, gather_values)
+
+
+def _ask(own: dict[str, Any], members: ProcessSet, gather_values: GatherValues) -> list[dict[str, Any]]:
+    """All ranks' answers, which are known and equal choices."""
+    try:
+        answers = gather_values(own, "transport.choice", members)
+    except TransportError as error:
+        raise TransportError(f"{error}; build a compressor on every rank, or on none") from error
+    without = [answer["rank"] for answer in answers if answer["choice"] is None]
+    others = [answer["rank"] for answer in answers if answer["choice"] is not None]
+    if without and others:
+        raise ConfigError(
+            f"rank {without[0]} has no compressor of dgc's, and rank {others[0]} has one; give every rank the same "
+            "compression="
+        )
+    if others:
+        _require_known_choice(answers)
+    return answers
 
 
 def _require_known_choice(answers: list[dict[str, Any]]) -> None:

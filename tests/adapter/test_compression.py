@@ -91,6 +91,19 @@ def test_compressors_of_another_framework():
         shared.check_compression("dgc", Ours, "dgc.frame")
 
 
+def test_a_class_or_a_constructor_that_was_not_called():
+    class WithMethods(Ours):
+        compress = decompress = None
+
+    made = Made(FakeHorovod())
+    for value in (WithMethods, made.topk, made.by_size):
+        with pytest.raises(ConfigError, match="no compressor; call one"):
+            shared.check_compression(value, Ours, "dgc.frame")
+    for value, name in ((made.topk, "topk"), (made.by_size, "by_size")):
+        with pytest.raises(ConfigError, match=rf"call one: compression=Compression.{name}\(\)"):
+            value.compress("a gradient")  # as Horovod's own wrapper calls it
+
+
 @pytest.mark.parametrize("passes", [0, -1, 1.0, "2", True, None])
 def test_passes(passes):
     shared.check_passes(2)

@@ -140,6 +140,8 @@ def test_alone(members, recwarn):
     compressor.bind(process_set=members)
     assert compressor.is_bound
     assert compressor._exchanging("tensors") is None
+    told = compressor.describe()
+    assert (told["density"], told["sparsified_share"], told["ranks"], told["transport"]) == (1.0, 0.0, 1, "none")
     assert compressor.state_dict()["inactive"]
     for harmless in (EMPTY, {}, compressor.state_dict()):
         compressor.load_state_dict(harmless)
@@ -151,6 +153,14 @@ def test_alone(members, recwarn):
     early.load_state_dict(state)
     with pytest.warns(RuntimeWarning, match="are dropped"):
         early.bind(process_set=members)
+
+
+def test_a_list_of_sparsities_without_a_ramp_up_is_a_warning(recwarn):
+    for harmless in ({"sparsity": [0.9]}, {"sparsity": [0.5, 0.9], "rampup_step": 1}, {"sparsity": [0.9, 0.9]}):
+        Compressor(None, **harmless)
+    assert not recwarn.list
+    with pytest.warns(RuntimeWarning, match=r"the sparsities, 0\.9, holds from step 6 on: give rampup_step="):
+        Compressor(None, sparsity=[0.5, 0.9], rampup_begin_step=5)
 
 
 def test_a_loss_scale_is_read_at_once():

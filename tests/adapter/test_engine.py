@@ -36,6 +36,18 @@ def test_describe_is_the_same_for_any_number_of_exchanges(names):
         assert found["buckets"] >= 1
 
 
+def test_a_density_is_a_number_that_a_person_would_write():
+    config = make_config({"momentum": 0.5, "sparsity": 0.999})
+
+    def one_rank(transport):
+        engine = FakeEngine(transport, config, GROUPS[1])
+        told = engine.describe()["density"], engine._exchanges[0].describe()["density"]
+        engine.close()
+        return told
+
+    assert run_ranks(2, one_rank) == [(0.001, 0.001)] * 2
+
+
 def test_counters_and_norms_are_those_of_all_exchanges():
     def one_rank(transport):
         one, two = FakeEngine(transport, CONFIG, GROUPS[1]), FakeEngine(transport, CONFIG, GROUPS[2])

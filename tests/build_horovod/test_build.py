@@ -4,7 +4,12 @@ from pathlib import Path
 
 from build_tools import make_toolchain
 
-from dgc.build_horovod.build import build_environment, relocatable_runpath
+from dgc.build_horovod.build import build_environment, estimate, relocatable_runpath
+
+
+def test_the_estimate_follows_cores_and_frameworks():
+    assert estimate(make_toolchain(jobs=2, tensorflow="2.21.0")) == "5 to 20 minutes with 2 compilers at once"
+    assert estimate(make_toolchain(jobs=16)) == "1 to 2 minutes with 16 compilers at once"
 
 
 def test_build_environment_agrees_with_what_was_found(monkeypatch):

@@ -55,6 +55,21 @@ def test_cache_key_names_every_version():
     assert "/" not in key
 
 
+def test_a_wider_wheel_differs_in_the_missing_framework_alone(tmp_path):
+    def wheel_of(**tools):
+        entry = tmp_path / cache.cache_key(make_toolchain(**tools), {})
+        entry.mkdir()
+        (entry / "horovod-0.28.1.whl").touch()
+        return entry / "horovod-0.28.1.whl"
+
+    for other in ({"torch": "2.12.0"}, {"mpi": "openmpi4.1.7"}, {"mpi": None, "mpicxx": None}):
+        wheel_of(tensorflow="2.21.0", **other)
+    assert cache.wider_wheel(tmp_path, make_toolchain(), {}) is None
+    both = wheel_of(tensorflow="2.21.0")
+    assert cache.wider_wheel(tmp_path, make_toolchain(), {}) == both
+    assert cache.wider_wheel(tmp_path, make_toolchain(), {"HOROVOD_GPU": "CUDA"}) is None
+
+
 @pytest.mark.parametrize(
     "change",
     [

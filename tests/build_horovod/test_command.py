@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from build_tools import make_toolchain
 
+import dgc
 from dgc.__main__ import main
 from dgc.build_horovod import command
+from dgc.build_horovod.cache import cache_key
+from dgc.build_horovod.process import BuildError
 
 HEAVY = ("torch", "tensorflow", "keras", "mpi4py", "horovod", "cupy", "numba", "numpy")
 
@@ -34,6 +37,16 @@ def test_help_lists_the_commands_and_their_options():
     for option in ("--install", "--print-path", "--force", "--without", "--jobs", "--sdist", "--cache-dir"):
         assert option in done.stdout
     assert "usage: python -m dgc build-horovod" in done.stdout
+
+
+def test_without_a_command_they_are_listed_and_the_version_is_told(capsys):
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert "compressors" in told
+    assert "build-horovod" in told
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"horovod-dgc {dgc.__version__}\n"
 
 
 @pytest.mark.parametrize("jobs", ["0", "-2", "two"])
@@ -68,6 +81,26 @@ def steps(monkeypatch):
     monkeypatch.setattr(command, "build", build)
     monkeypatch.setattr(command, "install", lambda wheel, tools: done.append(f"install {wheel.name}"))
     return done
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_wheel_for_both_frameworks_serves_where_one_is_installed(steps, tmp_path, monkeypatch, capsys, loads):
+    def require_loading(wheel, tools):
+        if not loads:
+            raise BuildError("no")
+
+    monkeypatch.setattr(command, "require_loading", require_loading)
+    entry = tmp_path / cache_key(make_toolchain(tensorflow="2.21.0"), command.user_options(os.environ))
+    entry.mkdir()
+    (entry / "horovod-0.28.1-both.whl").write_bytes(b"of both")
+    chosen = ["build-horovod", "--install", "--cache-dir", str(tmp_path)]
+    assert main([*chosen, "--without", "tensorflow"]) == 0
+    assert steps == ["build", "install horovod-0.28.1-test.whl"], "a part was left out on purpose"
+    next(tmp_path.rglob("*-test.whl")).unlink()
+    steps.clear()
+    assert main(chosen) == 0
+    assert steps == (["install horovod-0.28.1-both.whl"] if loads else ["build", "install horovod-0.28.1-test.whl"])
+    assert ("does not load here" in capsys.readouterr().err) is not loads
 
 
 def test_a_wheel_is_built_once_and_found_after_that(steps, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from dgc.errors import ConfigError, TransportError
 from dgc.transport import choice as module
-from dgc.transport.choice import choose_transport
+from dgc.transport.choice import choose_transport, require_no_choice
 from dgc.transport.local import run_ranks
 
 MEMBERS = SimpleNamespace(rank=lambda: 0)
@@ -43,6 +43,23 @@ def test_mpi_where_every_rank_can_use_it(choice, mpi, recwarn):
     assert chosen(choice, others=[(1, choice, None)]) == "mpi"
     assert mpi.made == [{"expect_rank": 0, "expect_size": 2, "ranks": None}]
     assert not recwarn.list
+
+
+def test_some_ranks_without_a_compressor(mpi):
+    text = r"rank 1 has no compressor of dgc's, and rank 0 has one; give every rank the same compression="
+    with pytest.raises(ConfigError, match=text):
+        chosen("mpi", others=[(1, None, None)])
+    with pytest.raises(ConfigError, match=text):
+        require_no_choice(1, MEMBERS, lambda own, *_: [{"rank": 0, "choice": "auto", "refusal": None}, own])
+    require_no_choice(1, MEMBERS, lambda own, *_: [own, own])
+
+
+def test_ranks_that_cannot_be_asked(mpi):
+    def gather(*_):
+        raise TransportError("Horovod could not gather 47 bytes")
+
+    with pytest.raises(TransportError, match=r"^Horovod could not .*; build a compressor on every rank, or on none$"):
+        choose_transport("mpi", horovod(), MEMBERS, gather, None)
 
 
 def test_a_process_set_gets_its_ranks(mpi):

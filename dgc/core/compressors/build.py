@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     Raises:
         TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
         ConfigError: a value is out of range, or there is no such compressor.
+
+    Warns:
+        RuntimeWarning: there are several sparsities, and no number of steps for them.
     """
     row = compressor_class(algorithm)
     own = [f.name for f in dataclasses.fields(row.Options)]
@@ -44,6 +48,13 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
     check_codecs(config.indices, config.values, config.small)
+    if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
+        warnings.warn(
+            f"the last of the sparsities, {config.sparsity[-1]}, holds from step {config.rampup_begin_step + 1} on: "
+            "give rampup_step=, the number of steps for the whole list",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     return config
 
 

@@ -10,12 +10,21 @@ import numpy as np
 
 from dgc.errors import ConfigError
 
+_BRIEF = 80
+"""Characters of a value in an error."""
+
 
 def plain(value: object) -> Any:
     """A NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
     if isinstance(value, (list, tuple)):
         return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
     return value.item() if isinstance(value, (np.number, np.bool_)) else value
+
+
+def brief(value: object) -> str:
+    """The value in an error's sentence: its ``repr``, or its class where that is no short line."""
+    text = repr(value)
+    return text if len(text) <= _BRIEF and "\n" not in text else f"an object of class {type(value).__name__}"
 
 
 def require_number(
@@ -44,7 +53,7 @@ def require_number(
         or (high_open and value == high)
     ):
         span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
-        raise ConfigError(f"{name} is {value!r}; allowed: a number in {span}{' or None' if optional else ''}")
+        raise ConfigError(f"{name} is {brief(value)}; allowed: a number in {span}{' or None' if optional else ''}")
 
 
 def require_flag(name: str, value: object) -> None:
@@ -54,7 +63,7 @@ def require_flag(name: str, value: object) -> None:
         ConfigError: something else.
     """
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; allowed: True or False")
+        raise ConfigError(f"{name} is {brief(value)}; allowed: True or False")
 
 
 def require_integer(name: str, value: object, low: int) -> None:
@@ -64,7 +73,7 @@ def require_integer(name: str, value: object, low: int) -> None:
         ConfigError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number >= {low}")
+        raise ConfigError(f"{name} is {brief(value)}; allowed: a whole number >= {low}")
 
 
 def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
@@ -74,7 +83,7 @@ def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
         ConfigError: it is not; the message lists them.
     """
     if not any(type(value) is type(c) and value == c for c in choices):
-        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(repr(c) for c in choices)}")
+        raise ConfigError(f"{name} is {brief(value)}; allowed: {', '.join(repr(c) for c in choices)}")
 
 
 def require_compressor(value: object) -> None:
@@ -83,13 +92,17 @@ def require_compressor(value: object) -> None:
     Raises:
         ConfigError: something else, such as ``Compression.dgc`` without parentheses or its name as a text.
     """
-    if value is None or (hasattr(value, "compress") and hasattr(value, "decompress")):
-        return
+    if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
+        raise no_compressor(value)
+
+
+def no_compressor(value: object) -> ConfigError:
+    """The error about a value in a compressor's place, such as a class or a constructor that nobody called."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
     name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
-    raise ConfigError(
-        f"compression is {value!r}, which is no compressor; call one: compression=Compression.{name}(), or leave it "
-        "out for no compression"
+    return ConfigError(
+        f"compression is {brief(value)}, which is no compressor; call one: compression=Compression.{name}(), or leave "
+        "it out for no compression"
     )
 
 
@@ -136,7 +149,7 @@ def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callabl
         return scale
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return float(value)
-    raise ConfigError(f"loss_scale is {value!r}; give a number > 0, a function that returns one, or the {scaler}")
+    raise ConfigError(f"loss_scale is {brief(value)}; give a number > 0, a function that returns one, or the {scaler}")
 
 
 def _is_finite(value: float) -> bool:

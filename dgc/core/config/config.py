@@ -124,7 +124,8 @@ class DGCConfig:
 
     def describe(self) -> dict[str, Any]:
         """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
+        options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}  # on which the other defaults depend
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
 def _sparsities(value: object) -> tuple[float, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DENSITY_DIGITS = 12
+"""Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import Schedule
+from dgc.core.config.schedule import DENSITY_DIGITS, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.gradients.clipping import Clipping
@@ -241,7 +241,7 @@ class Exchange:
         step, layout = self.state.step, self.layout
         return {
             "step": step,
-            "density": self.schedule.density(step),
+            "density": round(self.schedule.density(step), DENSITY_DIGITS),
             "rampup_begin_step": self.schedule.begin,
             "rampup_end_step": self.schedule.ramp_end(),
             "parameters": layout.numel,

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.core.config.checks import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod.horovod import ProcessSet, ReduceOp
 from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
@@ -47,7 +48,7 @@ def DistributedOptimizer(
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
         raise ConfigError(
-            f"{optimizer!r} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
+            f"{brief(optimizer)} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
             "tf.compat.v1.train"
         )
     if kind == KERAS3:

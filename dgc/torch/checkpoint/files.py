@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from torch.serialization import MAP_LOCATION
 
 from dgc.core.state.file import write_whole
 from dgc.errors import LayoutError
+
+_SHOWN = 3
+"""Names of classes in an error."""
 
 MAIN_FILE = "checkpoint.pt"
 
@@ -103,11 +107,22 @@ def read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu") -> dict[st
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # and torch, too
         raise LayoutError(
-            f"{path} cannot be loaded: {_FOREIGN}, or by a newer version ({str(error).splitlines()[0]})"
+            f"{path} cannot be loaded: {_FOREIGN}, or by a newer version ({why_refused(path, error)})"
         ) from error
     if not isinstance(content, dict):
         raise LayoutError(f"{path} holds a {type(content).__name__}: {_FOREIGN}")
     return content
+
+
+def why_refused(file: Path | BinaryIO, error: Exception) -> str:
+    """Why ``torch.load`` did not load a file, without its advice to run the code that may be in it."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error).splitlines()[0]
+    try:
+        kinds = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # torch < 2.6, or what is damaged
+        kinds = []
+    return f"it holds {', '.join(kinds[:_SHOWN])}" if kinds else "it holds something else than numbers and tensors"
 
 
 def read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from dgc.core.state.checks import require_sound
-from dgc.torch.checkpoint.files import MAIN_FILE, Written, rank_file, sweep, token_in
+from dgc.torch.checkpoint.files import MAIN_FILE, Written, rank_file, sweep, token_in, why_refused
 from dgc.torch.checkpoint.ranks import Ranks
 from dgc.torch.compressor import DGCCompressor
+from dgc.transport.agreement import agree_or_raise
 
 _TOKEN_BYTES = 8
 
@@ -42,7 +41,7 @@ def save_checkpoint(
         extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
 
     Raises:
-        ConfigError: the optimizer was not wrapped yet.
+        ConfigError: the optimizer was not wrapped yet, or ranks name different directories.
         LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
         TransportError: a rank could not write; every rank gets the error, the old checkpoint stays, and nothing is left
             of the new one. Or the compressor was closed.
@@ -62,6 +61,12 @@ def save_checkpoint(
             require_sound(state)
         return {"step": state.get("step", 0)}
 
+    agree_or_raise(
+        ranks.transport,
+        lambda: {"directory": os.path.abspath(directory)},
+        "arguments of save_checkpoint()",
+        advice="Give every rank the same directory",
+    )
     ranks.agree(look, "save")
     before = token_in(folder) if ranks.rank == 0 else None
     drawn = ranks.gather(secrets.token_hex(_TOKEN_BYTES) + (before or ""), 4 * _TOKEN_BYTES)[0]
@@ -69,9 +74,7 @@ def save_checkpoint(
     written = Written(token)
 
     def write_own() -> None:
-        # Tensors, so that the file loads with weights_only=True.
-        own = tree_map_only(np.ndarray, torch.from_numpy, {**state, "token": token})
-        written.add(folder / rank_file(token, ranks.rank, ranks.size), own)
+        written.add(folder / rank_file(token, ranks.rank, ranks.size), {**state, "token": token})
 
     def write_main() -> None:
         if ranks.rank == 0:
@@ -122,7 +125,8 @@ def _require_loadable(extra: object) -> None:
     try:
         torch.load(buffer, weights_only=True)
     except Exception as error:
+        buffer.seek(0)
         raise TypeError(
             "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
-            f"be loaded safely; convert it (float(x), vars(args)): {str(error).splitlines()[0]}"
+            f"be loaded safely; convert it (float(x), vars(args)): {why_refused(buffer, error)}"
         ) from error

@@ -329,7 +329,7 @@ class Engine(EngineBase):
         absorbed = self.adoption.absorb(owner, zeros=change.restored)
         if change.restored and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            self.watch.saved.warn_of_loss(steps, absorbed or not momentum)
+            self.watch.saved.warn_of_loss(steps, absorbed or not momentum or not (steps or change.stepped))
         if change.restored or change.broadcast:
             self._replicas_compared = False
 

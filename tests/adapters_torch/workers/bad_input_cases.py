@@ -208,6 +208,32 @@ def options_that_differ_between_ranks():
 
 
 @case
+def compressors_that_differ_between_ranks():
+    for way in "ab":
+        model = make_model()
+
+        def wrapped(way=way, model=model):
+            optimizer = sgd(model)
+            make = dgc.Compression.topk if hvd.rank() else dgc.Compression.dgc
+            if way == "a":
+                return make(model.named_parameters(), optimizer)
+            return dgc.DistributedOptimizer(optimizer, model.named_parameters(), make())
+
+        on_every_rank(dgc.ConfigError, '\'algorithm\' is "dgc" on rank 0 and "topk" on rank 1', wrapped, way)
+    for without in (0, 1):
+        for none in (None, dgc.Compression.none):
+            given = none if hvd.rank() == without else dgc.Compression.dgc()
+            on_every_rank(
+                dgc.ConfigError,
+                f"rank {without} has no compressor of dgc's, and rank {1 - without} has one; .*the same compression=",
+                lambda given=given: dgc.DistributedOptimizer(sgd(make_model()), compression=given),
+                f"{without} {none}",
+            )
+    model = make_model()
+    train(dgc.DistributedOptimizer(sgd(model)), model, 1)
+
+
+@case
 def momentum_that_differs_between_ranks_in_a_step():
     for way in "ab":
         model = make_model()
@@ -297,14 +323,71 @@ def one_rank_failing_inside_compress():
 @case
 def what_is_no_compressor():
     model = make_model()
-    for place, wrong in enumerate(("dgc", dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression, 3)):
+    uncalled = dgc.DGCCompressor, dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression.by_size
+    for place, wrong in enumerate((*uncalled, "dgc", dgc.Compression, 3)):
         on_every_rank(
             dgc.ConfigError,
             r"which is no compressor; call one: compression=Compression\.",
             lambda wrong=wrong: dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=wrong),
             str(place),
         )
+    for wrong in uncalled:  # Horovod's own wrapper looks at it in the first step
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=wrong)
+        text = "which is no compressor; call one: compression=Compression."
+        on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), wrong.__name__)
     on_every_rank(dgc.ConfigError, "optimizer is 'sgd'", lambda: dgc.Compression.dgc((), optimizer="sgd"), "optimizer")
+
+
+@case
+def an_optimizer_that_is_wrapped_twice():
+    for first in "ab":
+        model = make_model()
+        plain = sgd(model)
+        if first == "a":
+            both = [wrap("a", model, plain), wrap("a", model, plain)]
+        else:
+            both = [wrap("b", model, plain), wrap("a", model, sgd(model))]
+        text = "two distributed optimizers exchange the gradients of one backward pass.*wrap one optimizer, once"
+        on_every_rank(dgc.ConfigError, text, lambda b=both, m=model: train(b[1][0], m, 1), first)
+        for _, compression in both:
+            compression.close()
+
+
+@case
+def a_generator_of_names_that_was_used_up():
+    for way in "ab":
+        model = make_model()
+        optimizer, named = sgd(model), model.named_parameters()
+        compression = dgc.Compression.dgc(*((named, optimizer) if way == "a" else ()))
+        library = hvd if way == "a" else dgc
+        list(named)
+        on_every_rank(
+            dgc.ConfigError,
+            "a generator.* once",
+            lambda o=optimizer, n=named, c=compression, lib=library: lib.DistributedOptimizer(o, n, compression=c),
+            way,
+        )
+        optimizer = library.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+        train(optimizer, model, 1)
+        compression.close()
+    on_every_rank(dgc.ConfigError, "once only", lambda: dgc.Compression.dgc(named, momentum=0.0), "compressor")
+
+
+@case
+def an_object_in_the_wrong_place_is_named_in_one_line():
+    model = make_model()
+    optimizer = sgd(model)
+    for place, wrong in {
+        "positional": lambda: dgc.Compression.dgc(optimizer),
+        "compression": lambda: dgc.DistributedOptimizer(optimizer, compression=model),
+        "optimizer": lambda: dgc.DistributedOptimizer(model),
+        "of a compressor": lambda: dgc.Compression.dgc(model.named_parameters(), optimizer=model),
+        "passes": lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), None, model),
+    }.items():
+        error = on_every_rank(dgc.ConfigError, "of class (Net|SGD)", wrong, place)
+        assert "\n" not in str(error), error
+        assert len(str(error)) < 250, error
 
 
 @case

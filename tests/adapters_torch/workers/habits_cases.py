@@ -517,6 +517,33 @@ def a_model_that_was_restored_on_one_rank_alone_is_an_error():
 
 
 @case
+def a_state_loaded_before_the_first_step_is_a_warning_only_where_momentum_is_lost():
+    """Accelerate loads an optimizer's own state as soon as it gets it."""
+    for way in "ab":
+        trained = make_model()
+        optimizer, compression = wrap(way, trained, sgd(trained), sparsity=0.9)
+        fresh = copied(optimizer.state_dict())
+        train(optimizer, trained, 2)
+        stepped = copied(optimizer.state_dict())
+        compression.close()
+        for saved, lost in ((fresh, 0), (stepped, 1)):
+            for everywhere in (True, False):
+                model = make_model()
+                optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    if everywhere or hvd.rank() == hvd.size() - 1:
+                        optimizer.load_state_dict(saved)
+                        optimizer.load_state_dict(copied(optimizer.state_dict()))
+                    if not everywhere:
+                        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+                    train(optimizer, model, 2)
+                told = [str(w.message) for w in caught if "momentum begins at 0" in str(w.message)]
+                assert len(told) == (lost and hvd.rank() == 0), (way, lost, everywhere, told)
+                compression.close()
+
+
+@case
 def the_compressors_own_state_may_be_loaded_before_or_after_the_optimizers():
     for way, first in itertools.product("ab", ("optimizer", "compressor")):
         straight, model = make_model(), make_model()

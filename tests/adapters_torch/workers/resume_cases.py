@@ -220,8 +220,8 @@ def a_checkpoint_of_other_ranks_is_redistributed():
         for key in ("u", "v"):
             if key not in entry:
                 continue
-            before = sum(torch.from_numpy(s["parameters"][name][key]) for s in old) / len(old)
-            after = sum(torch.from_numpy(s["parameters"][name][key]) for s in gathered) / hvd.size()
+            before = sum(s["parameters"][name][key] for s in old) / len(old)
+            after = sum(s["parameters"][name][key] for s in gathered) / hvd.size()
             assert torch.allclose(before, after, atol=1e-6), name
     train(optimizer, model, 3, start=6)
     assert_replicas_identical(model, "redistributed")

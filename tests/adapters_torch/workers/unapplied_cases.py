@@ -178,7 +178,7 @@ def without_the_option_nothing_is_lost_and_replicas_are_identical():
             if n not in saved or "v" not in saved[n]:
                 continue
             total = hvd.allreduce(given[n], op=hvd.Sum, name=f"given {way} {n}")
-            residual = hvd.allreduce(torch.from_numpy(saved[n]["v"]), op=hvd.Sum, name=f"v {way} {n}").view_as(p)
+            residual = hvd.allreduce(saved[n]["v"], op=hvd.Sum, name=f"v {way} {n}").view_as(p)
             applied = hvd.size() * (start[n] - p.detach()) / 0.1
             torch.testing.assert_close(applied + residual, total, atol=2e-4, rtol=1e-4)
             checked += 1

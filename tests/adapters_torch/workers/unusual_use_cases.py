@@ -328,10 +328,17 @@ def gradients_that_are_changed_while_they_are_exchanged():
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    for change in (clip, replace, scale, skip):
+    def unscale(model, optimizer):
+        known.unscale_(optimizer)
+        optimizer.synchronize()
+
+    for change in (clip, replace, scale, skip, unscale):
         model = make_model()
-        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
-        loss_of(model, 0).backward()
+        known = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer, compression = wrap(
+            "b", model, sgd(model), sparsity=0.9, loss_scale=known if change is unscale else 1
+        )
+        known.scale(loss_of(model, 0)).backward()
         before = flat(model).clone()
         run = partial(change, model, optimizer)
         on_every_rank(dgc.LayoutError, r"call optimizer.synchronize\(\) first", run, change.__name__)

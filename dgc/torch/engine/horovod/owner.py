@@ -7,10 +7,11 @@ zero gradients, on those ranks alone that have no state yet. ``GradScaler.step``
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Announcing(list[dict[str, Any]]):
             built = _optimizer_among(_frames(_NEAR), lambda found: _is_being_built(found, base))
             if built is not None:
                 base.param_groups = list(list.__iter__(self))
+                _refuse_used_names()
                 report(built)
         return list.__iter__(self)
 
@@ -96,6 +98,21 @@ def _frames(limit: int) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found
+
+
+def _refuse_used_names() -> None:
+    """Say what Horovod is going to call parameters without a name.
+
+    Raises:
+        ConfigError: its names are a generator that has been used up, by the compressor mostly.
+    """
+    for frame in _frames(_NEAR):
+        named = frame.f_locals.get("named_parameters")
+        if isinstance(named, GeneratorType) and inspect.getgeneratorstate(named) == inspect.GEN_CLOSED:
+            raise ConfigError(
+                "named_parameters is a generator, which can be used once only, and the compressor has used it: call "
+                "model.named_parameters() again"
+            )
 
 
 def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -> bool:

@@ -20,6 +20,9 @@ from dgc.core.transport import Transport
 from dgc.torch.engine.adoption import Adoption, is_empty
 from dgc.torch.engine.horovod.owner import broadcasting
 
+_STEPPED = "stepped_with_compressor"
+"""A key beside ``state`` and ``param_groups``: a state without momentum may be a new one, or one after steps."""
+
 _ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
 
 
@@ -30,10 +33,12 @@ class Change:
     Attributes:
         restored: a state was loaded into it, and none into the compressor.
         broadcast: it was broadcast.
+        stepped: the state that was loaded is one after steps with a compressor, which had its momentum.
     """
 
     restored: bool = False
     broadcast: bool = False
+    stepped: bool = False
 
 
 class SavedState:
@@ -49,6 +54,7 @@ class SavedState:
         self._adoption = adoption
         self._when_loaded = loaded
         self._loaded = self._broadcast = self._kept = self._warned = False
+        self._steps_loaded = self._has_stepped = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
@@ -58,6 +64,11 @@ class SavedState:
             itself = told()
             if itself is not None:
                 itself._before_saving(saving)
+
+        def after_saving(saving: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+            itself = told()
+            if itself is not None and (itself._has_stepped or itself._steps_loaded):
+                saved[_STEPPED] = True
 
         def before_loading(loading: torch.optim.Optimizer, saved: object) -> Any:
             itself = told()
@@ -70,6 +81,7 @@ class SavedState:
                 itself._when_loaded()
 
         optimizer.register_state_dict_pre_hook(before_saving)
+        optimizer.register_state_dict_post_hook(after_saving)
         optimizer.register_load_state_dict_pre_hook(before_loading)
         optimizer.register_load_state_dict_post_hook(after_loading)
 
@@ -79,11 +91,11 @@ class SavedState:
         Call it on all ranks, as :meth:`forget`.
         """
         self.forget()
-        self._kept = True
+        self._kept = self._has_stepped = True
 
     def forget(self) -> None:
         """Nothing was loaded or broadcast."""
-        self._loaded = self._broadcast = self._kept = False
+        self._loaded = self._broadcast = self._kept = self._steps_loaded = False
 
     def mark(self) -> tuple[bool, bool, bool]:
         """What was loaded or broadcast until now, for :meth:`go_back`."""
@@ -99,14 +111,15 @@ class SavedState:
         Raises:
             TransportError: the collective failed.
         """
-        restored = self._loaded and not self._kept
+        own = np.array([self._loaded and not self._kept, self._steps_loaded], np.uint8)
         if self._broadcast:
             # The root alone may have loaded what all ranks have now.
-            told = np.empty((transport.size, 1), np.uint8)
-            transport.allgather(np.array([restored], np.uint8), told)
-            restored = bool(told.any())
-        change = Change(restored, self._broadcast)
+            told = np.empty((transport.size, 2), np.uint8)
+            transport.allgather(own, told)
+            own = told.max(axis=0)
+        change = Change(bool(own[0]), self._broadcast, bool(own[1]))
         self.forget()
+        self._has_stepped = True
         return change
 
     def warn_of_loss(self, steps: int, momentum: bool) -> None:
@@ -114,7 +127,7 @@ class SavedState:
 
         Args:
             steps: that the compressor has made in the run that was left.
-            momentum: whether the optimizer's momentum came with the state, or it has none.
+            momentum: whether the optimizer's momentum came with the state, or there was none.
         """
         if self._warned or (not steps and momentum):
             return
@@ -141,4 +154,5 @@ class SavedState:
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
+        self._steps_loaded = _STEPPED in saved
         return {**saved, "state": {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}}

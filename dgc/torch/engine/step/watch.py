@@ -132,6 +132,12 @@ class StepWatch:
         """What hands over the owner's gradients, once it is known and as long as the owner lives."""
         return None if self._driver is None or self.owner is None else self._driver()
 
+    @property
+    def contested(self) -> bool:
+        """Whether another optimizer's gradients of these parameters are being exchanged now."""
+        others = [watch for watch in list(_watches) if watch is not self and not watch._ids.isdisjoint(self._ids)]
+        return any(watch.driver is not None and watch.driver.begun for watch in others)
+
     def own(self, optimizer: torch.optim.Optimizer, driver: Driver | None = None) -> None:
         """Take an optimizer for the owner; neither it nor the driver is kept alive."""
         if optimizer is not self.owner:

@@ -243,7 +243,7 @@ def from_several_ranks_to_one_process_their_momentum_stays():
             assert torch.equal(flat(alone.model), flat(job.model))
             for name, p in alone.model.named_parameters():
                 if p.requires_grad:
-                    u = sum(torch.from_numpy(s["parameters"][name]["u"]) for s in states)
+                    u = sum(s["parameters"][name]["u"] for s in states)
                     if kept == "mean" or "v" not in states[0]["parameters"][name]:
                         u /= hvd.size()
                     buffer = alone.optimizer.state[p]["momentum_buffer"]

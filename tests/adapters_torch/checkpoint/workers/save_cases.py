@@ -63,6 +63,22 @@ def a_full_disk_leaves_the_old_checkpoint_and_nothing_else():
 
 
 @case
+def ranks_that_name_different_folders_write_nothing():
+    with folders("one", "other") as both:
+        job = Job().train(1)
+        on_every_rank(
+            dgc.ConfigError,
+            r"'directory' is .*-resume-.* on rank 0 and .*. Give every rank the same directory",
+            functools.partial(job.save, both[hvd.rank() % 2]),
+            "folders",
+        )
+        assert [files_of(folder) for folder in both] == [files_of(both[0])] * 2
+        assert not files_of(both[0])
+        job.save(both[0])
+        job.close()
+
+
+@case
 def a_rank_that_writes_says_so_all_the_while():
     """So that the others, who wait for it in a collective, do not give it up."""
     flush, said = os.fsync, []

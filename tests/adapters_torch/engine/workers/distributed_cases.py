@@ -205,7 +205,7 @@ def a_resumed_run_continues_bit_for_bit():
     train(optimizer, straight, 5, start=5)
     compression.close()
     buffer.seek(0)
-    weights, state, own = torch.load(buffer, weights_only=False)
+    weights, state, own = torch.load(buffer)  # weights_only=True
     resumed.load_state_dict(weights)
     optimizer, compression = wrap(resumed, sparsity=0.9)
     optimizer.load_state_dict(state)
@@ -277,6 +277,10 @@ def bad_input():
         "sparsity",
         lambda: wrapped(compression=dgc.Compression.dgc(sparsity=0.9 + dist.get_rank() / 20)),
     )
+    for without in (0, 1):
+        given = None if dist.get_rank() == without else dgc.Compression.dgc()
+        text = "without a compressor of dgc's .*the same compression= .*needs Horovod"
+        on_every_rank(dgc.ConfigError, text, lambda given=given: wrapped(compression=given))
 
 
 @case
