@@ -68,12 +68,12 @@ def on_two_ranks(function):
 
 def optimizer_clears(t):
     t.optimizer.zero_grad()
-    t.engine.results.cleared()
+    t.engine.watch.results.cleared()
 
 
 def optimizer_clears_in_place(t):
     t.optimizer.zero_grad(set_to_none=False)
-    t.engine.results.cleared()
+    t.engine.watch.results.cleared()
 
 
 def grads_are_removed(t):
