@@ -7,7 +7,6 @@ optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The o
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +24,13 @@ from dgc.adapter.compression import (
 from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
+from dgc.torch.engine.distributed import ProcessGroup, ranks_of_job
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.scaler import steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.watch import only_makes_state
+from dgc.torch.engine.tensors import is_sharded, local, scattered_values
 
 
 def DistributedOptimizer(
@@ -65,7 +67,12 @@ def DistributedOptimizer(
     check_compression(compression, DGCCompressor, "dgc.torch")
     _check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
+    ranks = ranks_of_job(group)
     if not isinstance(compression, DGCCompressor):
+        if isinstance(ranks, ProcessGroup):
+            raise ConfigError(
+                f"compression={compression!r} needs Horovod and hvd.init(); else use DistributedDataParallel"
+            )
         hvd = HOROVOD.module()
         return hvd.DistributedOptimizer(
             optimizer,
@@ -79,8 +86,8 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if group is not None or _only_torch_distributed():
-        compression.use_group(group)
+    if isinstance(ranks, ProcessGroup):
+        compression.use_group(ranks)
     else:
         HOROVOD.module()
         refuse_adasum(op, HOROVOD)
@@ -128,6 +135,7 @@ class _Exchanged(NamedTuple):
     gradient: torch.Tensor
     version: int
     result: torch.Tensor
+    values: torch.Tensor | None  # a few, of a sharded one, whose version does not always rise
 
 
 class Steps:
@@ -254,7 +262,7 @@ class Steps:
         exchanging = [i for i, exchanged in self._exchanged.items() if exchanged is not None]
         if self._skipping and exchanging:
             engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
-        if self._skipping or (closure and not self.begun):
+        if self._skipping or (not self.begun and (closure or only_makes_state(optimizer, self._parameters))):
             return
         if exchanging and steps_by_scaler():
             # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
@@ -333,7 +341,8 @@ class Steps:
                 return
             gradient = gradient.to_dense()
         result = engine.submit(index, gradient)
-        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result)
+        values = scattered_values(p.grad) if is_sharded(p.grad) else None
+        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 
     def _require_unchanged(self, engine: Engine, index: int, gradient: torch.Tensor | None) -> None:
         name = engine.names[index]
@@ -344,6 +353,8 @@ class Steps:
         changed = gradient._version != before.version
         if changed and not gradient.is_sparse:  # parts of a buffer have one version
             changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
+        if before.values is not None:
+            changed |= not torch.allclose(scattered_values(gradient), before.values, rtol=0.0, atol=0.0, equal_nan=True)
         if changed or gradient is not before.gradient:
             engine.fail(LayoutError(_CHANGED.format(name)), index)
 
@@ -358,8 +369,7 @@ def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:
     """Let ``.grad`` hold a result, which mostly lies there already."""
-    gradient = p.grad
-    if gradient is None or result is gradient:
+    if p.grad is None or result is (gradient := local(p.grad)):
         return
     if gradient.is_sparse:
         gradient.zero_().add_(result.to_sparse())
@@ -376,14 +386,6 @@ def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], Non
             itself._arrived(index, p)
 
     return arrived
-
-
-def _only_torch_distributed() -> bool:
-    """Whether torch.distributed is initialised and Horovod is not."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    hvd = sys.modules.get("horovod.torch")
-    return hvd is None or not hvd.is_initialized()
 
 
 def _check_optimizer(optimizer: object, named_parameters: object) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from dgc.core.transport import Transport
+from dgc.core.transport import Collectives, Transport
 from dgc.torch.engine.horovod.device_sums import SummedOnDevices
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.horovod.transport import HorovodTransport
 
 
-def make_transport(choice: str | Transport = "auto", process_set: Any = None) -> Transport:
+def make_transport(choice: str | Collectives = "auto", process_set: Any = None) -> Transport:
     """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
     Where Horovod has NCCL, it is one that large sums of GPUs' gradients do not travel over.
