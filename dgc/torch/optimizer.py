@@ -70,9 +70,7 @@ def DistributedOptimizer(
     ranks = ranks_of_job(group)
     if not isinstance(compression, DGCCompressor):
         if isinstance(ranks, ProcessGroup):
-            raise ConfigError(
-                f"compression={compression!r} needs Horovod and hvd.init(); else use DistributedDataParallel"
-            )
+            raise ConfigError(f"compression={compression!r} needs Horovod (hvd.init()), or use DistributedDataParallel")
         hvd = HOROVOD.module()
         return hvd.DistributedOptimizer(
             optimizer,
