@@ -1,4 +1,4 @@
-"""Deep Gradient Compression for PyTorch scripts that use Horovod.
+"""Deep Gradient Compression for PyTorch scripts that use Horovod or torch.distributed.
 
 import horovod.torch as hvd
 import dgc.torch as dgc
@@ -10,7 +10,7 @@ from dgc import errors
 from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
-from dgc.torch.checkpoint import load_checkpoint, save_checkpoint
+from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.engine.distributed import broadcast_parameters
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
@@ -23,6 +23,7 @@ __all__ = [
     "DGCCompressor",
     "DGCMomentum",
     "DistributedOptimizer",
+    "RankState",
     "ZeroRedundancyOptimizer",
     "broadcast_parameters",
     "fuse_optimizer",

@@ -15,11 +15,10 @@ from dgc.adapter.compression import CompressionBase, checked_tensors, refused_un
 from dgc.adapter.horovod import Ranks
 from dgc.core.config.checks import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.transport import Collectives, Transport, as_transport
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.engine.distributed import DistributedTransport, ProcessGroup
+from dgc.torch.engine.distributed import ProcessGroup, make_transport, require_own_shards
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.heartbeat import Heartbeat
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.horovod.owner import announce_owner
@@ -43,13 +42,9 @@ class DGCCompressor(HorovodCompressor):
 
     _horovod: Ranks = HOROVOD
 
-    def use_group(self, group: Any = None) -> None:
-        """Exchange among the ranks of a torch.distributed process group (all ranks if None) instead of Horovod's.
-
-        Raises:
-            ConfigError: torch.distributed is not initialised.
-        """
-        self._horovod = ProcessGroup(group)
+    def use_group(self, group: ProcessGroup) -> None:
+        """Exchange among the ranks of a torch.distributed process group instead of Horovod's."""
+        self._horovod = group
 
     def bind(
         self,
@@ -77,6 +72,7 @@ class DGCCompressor(HorovodCompressor):
                 "each model and optimizer"
             )
         named = list(named_parameters)
+        require_own_shards(named, self._horovod)
 
         def open_engine(transport: Transport, members: Any) -> Engine:
             engine = Engine(
@@ -120,13 +116,7 @@ class DGCCompressor(HorovodCompressor):
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
     def _make_transport(self, choice: Any, members: Any) -> Transport:
-        if not isinstance(members, ProcessGroup):
-            return make_transport(choice, members)
-        if isinstance(choice, Collectives):
-            return as_transport(choice)
-        if choice not in ("auto", DistributedTransport.name):
-            raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
-        return DistributedTransport(members.group)
+        return make_transport(choice, members)
 
 
 class TorchCompression(CompressionBase):
@@ -232,3 +222,17 @@ def _checked_names(value: object, algorithm: str) -> list[tuple[str, torch.Tenso
 
 
 Compression = TorchCompression(HOROVOD)
+
+
+def check_optimizer(optimizer: object, named_parameters: object) -> None:
+    """Refuse what would be taken for something else, or wrapped twice.
+
+    Raises:
+        ConfigError: the message says what to pass.
+    """
+    if isinstance(named_parameters, DGCCompressor):
+        raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")

@@ -21,15 +21,15 @@ from dgc.adapter.compression import (
     refuse_adasum,
     refuse_grouping,
 )
-from dgc.adapter.compressor import CompressorBase
-from dgc.core.config.checks import brief
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.compressor import DGCCompressor, named_pairs
+from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
+from dgc.torch.engine.distributed import ProcessGroup, horovod_of_all_ranks, ranks_of_job
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.choice import horovod_of_all_ranks, only_torch_distributed
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.scaler import has_unscaled, steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.watch import only_makes_state
+from dgc.torch.engine.tensors import is_sharded, local, scattered_values
 
 
 def DistributedOptimizer(
@@ -64,10 +64,11 @@ def DistributedOptimizer(
         LayoutError: ranks disagree about the parameters.
     """
     check_compression(compression, DGCCompressor, "dgc.torch")
-    _check_optimizer(optimizer, named_parameters)
+    check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
+    ranks = ranks_of_job(group)
     if not isinstance(compression, DGCCompressor):
-        hvd = horovod_of_all_ranks(process_set, group)
+        hvd = horovod_of_all_ranks(ranks, process_set)
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -80,8 +81,8 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if group is not None or only_torch_distributed():
-        compression.use_group(group)
+    if isinstance(ranks, ProcessGroup):
+        compression.use_group(ranks)
     else:
         HOROVOD.module()
         refuse_adasum(op, HOROVOD)
@@ -130,6 +131,7 @@ class _Exchanged(NamedTuple):
     gradient: torch.Tensor
     version: int
     result: torch.Tensor
+    values: torch.Tensor | None  # a few, of a sharded one, whose version does not always rise
 
 
 class Steps:
@@ -268,7 +270,7 @@ class Steps:
         exchanging = [i for i, exchanged in self._exchanged.items() if exchanged is not None]
         if self._skipping and exchanging:
             engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
-        if self._skipping or (closure and not self.begun):
+        if self._skipping or (not self.begun and (closure or only_makes_state(optimizer, self._parameters))):
             return
         if exchanging and steps_by_scaler():
             # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
@@ -347,7 +349,8 @@ class Steps:
                 return
             gradient = gradient.to_dense()
         result = engine.submit(index, gradient)
-        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result)
+        values = scattered_values(p.grad) if is_sharded(p.grad) else None
+        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 
     def _require_unchanged(self, engine: Engine, index: int, gradient: torch.Tensor | None) -> None:
         name = engine.names[index]
@@ -358,6 +361,8 @@ class Steps:
         changed = gradient._version != before.version
         if changed and not gradient.is_sparse:  # parts of a buffer have one version
             changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
+        if before.values is not None:
+            changed |= not torch.allclose(scattered_values(gradient), before.values, rtol=0.0, atol=0.0, equal_nan=True)
         if changed or gradient is not before.gradient:
             engine.fail(LayoutError(_CHANGED.format(name)), index)
 
@@ -372,8 +377,7 @@ def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:
     """Let ``.grad`` hold a result, which mostly lies there already."""
-    gradient = p.grad
-    if gradient is None or result is gradient:
+    if p.grad is None or result is (gradient := local(p.grad)):
         return
     if gradient.is_sparse:
         gradient.zero_().add_(result.to_sparse())
@@ -390,17 +394,3 @@ def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], Non
             itself._arrived(index, p)
 
     return arrived
-
-
-def _check_optimizer(optimizer: object, named_parameters: object) -> None:
-    """What would be taken for something else, or wrapped twice.
-
-    Raises:
-        ConfigError: the message says what to pass.
-    """
-    if isinstance(named_parameters, CompressorBase):
-        raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
-    if hasattr(optimizer, "skip_synchronize"):
-        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")

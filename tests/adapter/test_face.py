@@ -49,6 +49,7 @@ def faces():
 ONLY = {
     # What the frameworks force; docs/tensorflow.md has the reasons.
     "torch": {
+        "RankState",
         "ZeroRedundancyOptimizer",
         "broadcast_parameters",
         "fuse_optimizer",

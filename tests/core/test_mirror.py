@@ -28,6 +28,7 @@ ELSEWHERE = {
     "torch/checkpoint/alone.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/before.py": "adapters_torch/checkpoint/test_load.py",
     "torch/checkpoint/ranks.py": "adapters_torch/checkpoint/test_save.py",
+    "torch/checkpoint/rank_state.py": "adapters_torch/test_fsdp.py",
     "tensorflow/reduce/sparse_updates.py": "adapters_tensorflow/keras/test_sparse_updates.py",
     "torch/stock.py": "adapters_torch/test_binding.py",
     "torch/optimizer.py": "adapters_torch/test_equality.py",

@@ -7,6 +7,7 @@ job that dies while saving leaves the previous checkpoint intact.
 
 from dgc.torch.checkpoint.files import MAIN_FILE
 from dgc.torch.checkpoint.load import load_checkpoint
+from dgc.torch.checkpoint.rank_state import RankState
 from dgc.torch.checkpoint.save import save_checkpoint
 
-__all__ = ["MAIN_FILE", "load_checkpoint", "save_checkpoint"]
+__all__ = ["MAIN_FILE", "RankState", "load_checkpoint", "save_checkpoint"]

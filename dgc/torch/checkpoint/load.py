@@ -46,7 +46,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint, or a rank's file is missing.
-        ConfigError: the optimizer was not wrapped yet.
+        ConfigError: the optimizer was not wrapped yet, or FSDP has sharded the model.
         LayoutError: another model, op, or number of ranks without ``resize=True``; a file is damaged or does not
             belong to the others; or called in the middle of a step.
         RuntimeError: (of torch) the model or the optimizer does not fit.
@@ -55,7 +55,7 @@ def load_checkpoint(
     Warns:
         RuntimeWarning: what the ranks had not sent yet is dropped, as a single process exchanges nothing.
     """
-    folder, ranks = Path(directory), Ranks(compression, "load_checkpoint()")
+    folder, ranks = Path(directory), Ranks(model, compression, "load_checkpoint()")
     main: dict[str, Any] = {}
     states: list[Any] = []
 

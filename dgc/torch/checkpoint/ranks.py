@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.compressor import DGCCompressor
+from dgc.torch.engine.distributed import ProcessGroup, ranks_of_job
 from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.tensors import is_sharded
 from dgc.transport.agreement import agree_or_raise
 from dgc.transport.local import local_world
 
@@ -25,18 +28,24 @@ class Ranks:
         takes_part: whether this process is one of them.
     """
 
-    def __init__(self, compression: DGCCompressor, what: str) -> None:
+    def __init__(self, model: torch.nn.Module, compression: DGCCompressor, what: str) -> None:
         """Local: no communication.
 
         Args:
+            model: whose parameters must not be sharded.
             compression: the compressor.
             what: is called, for errors.
 
         Raises:
-            ConfigError: it is not bound to a model, so that its ranks are not known.
+            ConfigError: the model is sharded, or the compressor not bound to one, so that its ranks are not known.
             LayoutError: a step is under way, in which the transport belongs to the exchange.
             TransportError: it was closed.
         """
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigError(
+                f"{what} knows no sharded parameters: give model, optimizer and dgc.torch.RankState(compression) to "
+                "torch.distributed.checkpoint, as docs/fsdp.md shows"
+            )
         engine = compression.engine
         if engine is not None:
             engine.require_open(what)
@@ -80,6 +89,9 @@ class Ranks:
 
 
 def _started_ranks() -> int:
+    ranks = ranks_of_job()
+    if isinstance(ranks, ProcessGroup):
+        return ranks.size()
     try:
         return int(HOROVOD.module().size())
     except ConfigError:

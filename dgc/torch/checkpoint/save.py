@@ -41,13 +41,13 @@ def save_checkpoint(
         extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
 
     Raises:
-        ConfigError: the optimizer was not wrapped yet, or ranks name different directories.
+        ConfigError: the optimizer was not wrapped yet, ranks name different directories, or FSDP has sharded the model.
         LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
         TransportError: a rank could not write; every rank gets the error, the old checkpoint stays, and nothing is left
             of the new one. Or the compressor was closed.
         TypeError: ``extra`` holds something that cannot be loaded safely.
     """
-    folder, ranks = Path(directory), Ranks(compression, "save_checkpoint()")
+    folder, ranks = Path(directory), Ranks(model, compression, "save_checkpoint()")
     if compression.engine is not None:
         # Here alone: where one rank's step has failed, the others may be in the next.
         compression.engine.require_between_steps("save_checkpoint()", whole=True)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dgc.adapter.horovod import Ranks
+from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
+from dgc.torch.engine.horovod import choice as choice_of_horovod
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.tensors import is_sharded, local
+from dgc.transport.agreement import tell_error
+from dgc.transport.choice import require_no_choice
 from dgc.transport.horovod import HorovodTransportBase
 
 _TIMEOUT = datetime.timedelta(seconds=600)
@@ -44,6 +53,10 @@ class ProcessGroup:
         """Number of ranks in the group."""
         return dist.get_world_size(self.group)
 
+    def members(self) -> list[int]:
+        """Global ranks of the group; of this process alone where it is not in it."""
+        return dist.get_process_group_ranks(self.group) if self.included() else [dist.get_rank()]
+
     # -- as dgc.adapter.horovod.Horovod has it ---------------------------------------------------------------------
 
     def require_ready(self) -> None:
@@ -76,6 +89,86 @@ class ProcessGroup:
         return name
 
 
+def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object) -> None:
+    """Refuse FSDP2's parameters unless they are sharded among other ranks than those that exchange.
+
+    Args:
+        named: (name, parameter) pairs.
+        ranks: that exchange.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    for name, p in named:
+        if not is_sharded(p):
+            continue
+        group = ranks.members() if isinstance(ranks, ProcessGroup) else range(dist.get_world_size())
+        mesh = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if common := sorted({*mesh} & {*group} - {dist.get_rank()}):
+            raise ConfigError(
+                f"{name!r} is sharded or averaged by FSDP among ranks {sorted(mesh)}, and its gradients would be "
+                f"averaged once more with ranks {common}: give fully_shard() a mesh of the ranks of one node, "
+                'mesh=mesh["shard"], and dgc.torch.DistributedOptimizer group=mesh["replicate"].get_group()'
+            )
+
+
+def ranks_of_job(group: Any = None) -> Ranks:
+    """Which ranks exchange: those of a process group; without one Horovod's if it is initialised, else torch's.
+
+    Raises:
+        ConfigError: a group is given, and torch.distributed is not initialised.
+    """
+    hvd = sys.modules.get("horovod.torch")
+    horovod_runs = hvd is not None and hvd.is_initialized()
+    if group is not None or (dist.is_available() and dist.is_initialized() and not horovod_runs):
+        return ProcessGroup(group)
+    return HOROVOD
+
+
+def horovod_of_all_ranks(ranks: Ranks, process_set: Any) -> ModuleType:
+    """Horovod, which averages dense gradients, on all ranks. Collective over the ranks that will exchange.
+
+    Raises:
+        ConfigError: it is missing or not initialised, or another rank has a compressor.
+    """
+    try:
+        hvd = HOROVOD.module()
+    except ConfigError as missing:
+        error = ConfigError(
+            "without a compressor of dgc's gradients are averaged by Horovod; give every rank the same compression= "
+            f"or, for dense training under torch.distributed, use DistributedDataParallel: {missing}"
+        )
+        if isinstance(ranks, ProcessGroup) and ranks.included():
+            transport = DistributedTransport(ranks.group)
+            tell_error(transport, error)
+            transport.close()
+        raise error from missing
+    members = HOROVOD.chosen_set(process_set)
+    if members.process_set_id is not None and members.included() and members.size() > 1:
+        require_no_choice(hvd.rank(), members, HOROVOD.gather_values)
+    return hvd
+
+
+def make_transport(choice: str | Collectives, members: Any) -> Transport:
+    """Make the transport of Horovod's ranks or a process group's. Collective over ``members``.
+
+    Args:
+        choice: "auto", "mpi", "horovod" or a transport; of a process group "auto" or a transport.
+        members: a ``hvd.ProcessSet`` or a :class:`ProcessGroup`.
+
+    Raises:
+        ConfigError: unknown or differing choices, one that needs Horovod, or this process is not a member.
+        TransportError: "mpi" was asked for and some rank cannot use it.
+    """
+    if not isinstance(members, ProcessGroup):
+        return choice_of_horovod.make_transport(choice, members)
+    if isinstance(choice, Collectives):
+        return as_transport(choice)
+    if choice not in ("auto", DistributedTransport.name):
+        raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
+    return DistributedTransport(members.group)
+
+
 class DistributedTransport(HorovodTransportBase):
     """Collectives of a Gloo group of its own, so that DDP, FSDP and the script share no group with the exchange."""
 
@@ -84,39 +177,37 @@ class DistributedTransport(HorovodTransportBase):
 
     def __init__(self, group: Any = None) -> None:
         """Make the group. Collective over the ranks of ``group``, all ranks if None."""
-        ranks = dist.get_process_group_ranks(group)
-        only_members = len(ranks) < dist.get_world_size()
-        self._group = dist.new_group(
-            ranks, _TIMEOUT, backend="gloo", use_local_synchronization=only_members, group_desc="dgc"
-        )
-        super().__init__(dist.get_rank(self._group), len(ranks))
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        # Not dist.new_group(): it names a part of the ranks after the number of a rank's groups.
+        # Ranks may differ in it, and after a group was destroyed it comes again; both would hang.
+        name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        super().__init__(rank, size)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
         own = torch.from_numpy(message if message.flags.writeable else message.copy())
         out = torch.empty(self.size * message.size, dtype=torch.uint8)
-        self._run(lambda: _all_gather(out, own, group=self._group))
+        self._run(lambda group: group._allgather_base(out, own))
         return out.numpy()
 
     def _sum(self, array: np.ndarray) -> None:
-        self._run(lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
+        self._run(lambda group: group.allreduce([torch.from_numpy(array)]))
 
     def _is_running(self) -> bool:
         return dist.is_initialized()
 
-    def _run(self, collective: Callable[[], object]) -> None:
+    def _run(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
+        assert self._group is not None, "it is open"
         try:
-            collective()
+            start(self._group).wait()
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"a collective of torch.distributed failed: {error}") from error
 
     def close(self) -> None:
         """End the group of its own; the others go on."""
-        if not self._closed and dist.is_initialized():
-            dist.destroy_process_group(self._group)
         super().close()
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        self._group = None
 
 
 def broadcast_parameters(
@@ -126,14 +217,15 @@ def broadcast_parameters(
 
     Args:
         parameters: ``model.state_dict()``, which holds buffers as well, or (name, tensor) pairs.
-        root_rank: global rank whose values are sent.
+        root_rank: rank in the group whose values are sent; of sharded tensors its shards.
         group: a process group; all ranks if None.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
     """
     ProcessGroup(group)
+    root = root_rank if group is None else dist.get_global_rank(group, root_rank)
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     for _, tensor in items:
         if isinstance(tensor, torch.Tensor):
-            dist.broadcast(tensor.detach(), root_rank, group=group)
+            dist.broadcast(local(tensor).detach(), root, group=group)

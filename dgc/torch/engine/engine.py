@@ -27,7 +27,7 @@ from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.step.watch import StepWatch, learning_rates_of
-from dgc.torch.engine.tensors import Places, Result, as_array, describe
+from dgc.torch.engine.tensors import Places, Result, as_array, describe, local
 
 _PATIENCE = 1.0
 """Seconds of waiting for other ranks after which it is checked whether they are still there."""
@@ -113,11 +113,11 @@ class Engine(EngineBase):
 
         Args:
             index: the parameter's place.
-            gradient: this rank's gradient, of the parameter's shape.
+            gradient: this rank's gradient, of the parameter's shape; of a sharded one its shard is exchanged.
             decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
 
         Returns:
-            A tensor of that shape that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
+            A tensor, shard of a sharded one, that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
 
         Raises:
             LayoutError: another shape, type or device than the parameter's, or given twice in this step.
@@ -129,7 +129,7 @@ class Engine(EngineBase):
             if (refused := self.sparse.refusal(index, gradient)) is not None:
                 self.fail(refused)
             return gradient.zero_()
-        result = self._memory.place(index, gradient)
+        result = self._memory.place(index, gradient := local(gradient))
         if isinstance(result, LayoutError):
             self.fail(result, index)
         place = self._tensors.result(result)
@@ -141,7 +141,7 @@ class Engine(EngineBase):
                 self._places[index],
                 values,
                 place.array,
-                self._tensors.array(self.parameters[index] if decayed is None else decayed) if decay else None,
+                self._tensors.array(local(self.parameters[index] if decayed is None else decayed)) if decay else None,
                 place.limit,
                 self._tensors.ready(),
             )
@@ -354,7 +354,7 @@ class Engine(EngineBase):
         """A momentum_buffer of a dense run becomes u."""
         if index not in self.sparse:
             share = self._config.own_share(self.between.size)
-            self.exchange.state.absorb_momentum(self._places[index], as_array(buffer), share)
+            self.exchange.state.absorb_momentum(self._places[index], as_array(local(buffer)), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""

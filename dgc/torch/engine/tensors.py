@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,24 @@ _SPREAD = 1024
 _GOLDEN = (5**0.5 - 1) / 2
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``, as FSDP2 makes of parameters and gradients."""
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; where it was not, there is none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a ``DTensor`` on this rank, in the same memory; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
-    """A parameter as the core lists it; types that the core refuses keep torch's name."""
-    return Parameter(name, tuple(tensor.shape), _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+    """A parameter, or this rank's shard, as the core lists it; types that the core refuses keep torch's name."""
+    dtype = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return Parameter(name, tuple(local(tensor).shape), dtype)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -100,7 +116,9 @@ class Places:
         self._types = [p.dtype for p in parameters]
         self._first = True
         self._owners: dict[int, int] = {}  # address -> index, of this step
-        self._sharing: set[int] = set()
+        # FSDP2's gradients keep their values until results are delivered: these alone show whether somebody has changed
+        # them meanwhile, as torch._foreach_mul_ raises no version of a DTensor.
+        self._sharing = {i for i, p in enumerate(parameters) if is_sharded(p)}
         self._apart: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # index, gradient and result of the first step
 
     def begin(self) -> None:
@@ -122,7 +140,7 @@ class Places:
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
         """A tensor of the gradient's shape for its result, or the error, for all ranks, that it cannot be used."""
-        refused = refusal_of(self._names[index], self._parameters[index], gradient, self._types[index])
+        refused = refusal_of(self._names[index], local(self._parameters[index]), gradient, self._types[index])
         if refused is not None:
             return refused
         address = gradient.data_ptr()
@@ -173,17 +191,17 @@ def places(tensor: torch.Tensor, largest_of: torch.Tensor | None = None) -> torc
         tensor: any.
         largest_of: of the same shape; one of the places is where it has its largest magnitude.
     """
-    spread_over = torch.from_numpy(sample_places(tensor.numel())).to(tensor.device)
-    if largest_of is None or largest_of.is_sparse or not largest_of.numel():
+    spread_over = torch.from_numpy(sample_places(local(tensor).numel())).to(tensor.device)
+    if largest_of is None or largest_of.is_sparse or not local(largest_of).numel():
         return spread_over
-    largest = largest_of.detach().abs().reshape(-1).argmax()
+    largest = local(largest_of).detach().abs().reshape(-1).argmax()
     return torch.cat([spread_over, largest.to(tensor.device).reshape(1)])
 
 
 def samples(tensor: torch.Tensor, at: torch.Tensor | None = None) -> np.ndarray:
     """float64: a few values of a tensor, to compare it between ranks; at most 8, or those at some :func:`places`."""
     chosen = places(tensor) if at is None else at
-    return tensor.detach().take(chosen).to(torch.float64).cpu().numpy()
+    return local(tensor).detach().take(chosen).to(torch.float64).cpu().numpy()
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,6 +209,7 @@ def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
 
     Their places keep to no rhythm, as rows, columns and pruned weights do: multiples of the golden ratio, modulo 1.
     """
+    tensor = local(tensor)
     count = tensor.numel()
     chosen = torch.arange(min(count, _SPREAD), device=tensor.device)
     if count > _SPREAD:
@@ -200,4 +219,4 @@ def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def fingerprint(tensor: torch.Tensor) -> np.ndarray:
     """(at most 9,) float64: :func:`samples` of a tensor and its L2 norm, which a change of any part of it moves."""
-    return np.append(samples(tensor), float(torch.linalg.vector_norm(tensor.detach().float())))
+    return np.append(samples(tensor), float(torch.linalg.vector_norm(local(tensor).detach().float())))

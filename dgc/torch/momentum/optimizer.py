@@ -1,4 +1,4 @@
-"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` for PyTorch, exchanging gradients among Horovod's ranks itself."""
+"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` for PyTorch, exchanging gradients itself."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dgc.adapter.paddle import (
 from dgc.adapter.states import Uncopied, own_state
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
+from dgc.torch.engine.distributed import make_transport, ranks_of_job, require_own_shards
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.heartbeat import Heartbeat
-from dgc.torch.engine.horovod.horovod import HOROVOD, member_set
+from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.sparse_updates import refusal_of_rate
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.tensors import describe
@@ -101,7 +101,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             min_numel: smaller tensors are sent dense.
             dtypes: names of the types that are compressed.
             exclude: name patterns (fnmatch) of parameters that are sent dense.
-            process_set: the Horovod process set to average over; None means all ranks.
+            process_set: the Horovod process set to average over; None means all ranks, those of torch.distributed
+                where it is initialised and Horovod is not.
             transport: "auto", "mpi", "horovod" or a transport.
             **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``,
                 ``sparse_updates=True``.
@@ -110,15 +111,17 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
                 ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the
                 number of ranks, a regulariser of another kind.
-            ConfigError: (a ValueError) another option out of range, or Horovod is not initialised.
+            ConfigError: (a ValueError) another option out of range, or neither Horovod nor torch.distributed is
+                initialised.
             TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
             LayoutError: ranks disagree about the parameters.
         """
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
         require_parameters(params)
-        hvd = HOROVOD.require_ready()
-        members = member_set(process_set)
+        ranks = ranks_of_job()
+        ranks.require_ready()
+        members = ranks.member_set(ranks.chosen_set(process_set))
         self._transport = make_transport(transport, members)
 
         def build() -> dict[str, Any]:
@@ -150,6 +153,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             }
             super(DGCMomentum, self).__init__(params, defaults)
             self._named = momentum_state.named_parameters(self.param_groups)
+            require_own_shards(self._named, ranks)
             return momentum_state.describe(self.param_groups, self._named)
 
         agree_or_raise(self._transport, build, "arguments")
@@ -157,8 +161,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         self._engine.watch.updates.obstacle = lambda _: self._obstacle()
-        if self._transport.size > 1:
-            heartbeat = Heartbeat(hvd, self._transport, members)
+        if ranks is HOROVOD and self._transport.size > 1:
+            heartbeat = Heartbeat(HOROVOD.module(), self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = heartbeat.send, heartbeat.check
 
     # -- training ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from dgc.adapter.horovod import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
+from dgc.torch.engine.distributed import ProcessGroup, ranks_of_job
 from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD, gather_values, import_horovod, member_set
@@ -55,6 +56,11 @@ class Ranks:
             RemoteError: ``choose`` raised on another rank.
             TransportError: a rank has joined.
         """
+        if isinstance(ranks_of_job(), ProcessGroup):
+            raise ConfigError(
+                "dgc.torch.ZeroRedundancyOptimizer needs Horovod and hvd.init(); over torch.distributed shard with "
+                "FSDP2, as docs/fsdp.md shows"
+            )
         self._hvd = import_horovod()
         mistake: Exception | None = None
         try:

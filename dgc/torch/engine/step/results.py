@@ -14,7 +14,7 @@ import torch
 
 from dgc.core.exchange.exchange import Exchange
 from dgc.errors import ConfigError
-from dgc.torch.engine.tensors import places, samples, scattered_values
+from dgc.torch.engine.tensors import local, places, samples, scattered_values
 
 
 class Carried(Enum):
@@ -39,7 +39,7 @@ class _Left:
         seen = self.gradient()
         if gradient is None or seen is None or gradient is not seen or seen._version != self.version:
             return False
-        return torch.equal(scattered_values(seen), self.values) and bool(seen.any())
+        return torch.equal(scattered_values(seen), self.values) and bool(local(seen).any())
 
 
 class Results:
@@ -160,7 +160,7 @@ class Results:
         }
         others = [gradient for i, gradient in there.items() if i != index]
         known = bool(others) or index is None
-        if not there or (known and not any(bool(gradient.any()) for gradient in others)):
+        if not there or (known and not any(bool(local(gradient).any()) for gradient in others)):
             self._conclude()
             return Carried.NO
         if self._were_updated():
@@ -207,7 +207,7 @@ class Results:
 
     def _has_gradient(self, index: int) -> bool:
         gradient = self._parameters[index].grad
-        return gradient is not None and not gradient.is_sparse and gradient.numel() > 0
+        return gradient is not None and not gradient.is_sparse and local(gradient).numel() > 0
 
 
 _TRIED = 16

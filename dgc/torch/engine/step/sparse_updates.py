@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
+from dgc.torch.engine.tensors import local
 
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 """Asked in every step why it needs dense results; None if it does not."""
@@ -128,9 +129,10 @@ class SparseUpdates:
 
     def _lie_apart(self) -> bool:
         """Whether no two parameters share memory: entries of several are updated at once."""
-        addresses = [p.data_ptr() for p in self._parameters]
+        shards = list(map(local, self._parameters))
+        addresses = [p.data_ptr() for p in shards]
         if addresses != self._apart:
-            spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in self._parameters if p.numel())
+            spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in shards if p.numel())
             if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
                 return False
             self._apart = addresses
@@ -144,7 +146,7 @@ class SparseUpdates:
         if self.obstacle is None:
             return "nobody can apply anything else"
         for p in self._parameters:
-            if not is_plain(p):
+            if not is_plain(local(p)):
                 return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
         if not self._lie_apart():
             return "two parameters share memory"
@@ -236,7 +238,7 @@ def is_plain(parameter: torch.Tensor) -> bool:
 
 def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
     """Update (parameter, places, values) of one group."""
-    flats = [p.detach().view(-1).numpy() for p, _, _ in run]
+    flats = [local(p).detach().view(-1).numpy() for p, _, _ in run]
     entries = np.concatenate([flat[places] for flat, (_, places, _) in zip(flats, run, strict=True)])
     sgd(
         [torch.from_numpy(entries)],

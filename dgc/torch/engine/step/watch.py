@@ -17,6 +17,7 @@ from dgc.torch.engine.step.saved_state import SavedState
 from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.tensors import local
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call of ``step()``, the optimizer itself first."""
@@ -245,6 +246,16 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
     rates = [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
     at_hand = [r for r in rates if isinstance(r, (int, float)) or (torch.is_tensor(r) and r.device.type == "cpu")]
     return tuple(float(rate) for rate in at_hand)
+
+
+def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether a step without a backward pass is one of ``torch.distributed.checkpoint``, for the optimizer's state.
+
+    All gradients and learning rates are 0 in it. An exchange would send entries that nobody applies.
+    """
+    return set(learning_rates_of(optimizer)) == {0.0} and all(
+        p.grad is not None and not bool(local(p.grad).any()) for p in parameters
+    )
 
 
 def _closure_of(arguments: Arguments) -> Callable[[], Any] | None:

@@ -15,13 +15,17 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 
+import copy  # noqa: E402
 import hashlib  # noqa: E402
 import io  # noqa: E402
 import re  # noqa: E402
+import tempfile  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from worker_tools import case, run_cases  # noqa: E402
 
 import dgc.torch as dgc  # noqa: E402
@@ -62,10 +66,10 @@ def train(optimizer, model, steps, start=0, passes=1, after=None):
             after()
 
 
-def dense(steps, passes=1, schedule=None):
+def dense(steps, passes=1, schedule=None, decay=0.01):
     """SGD on gradients that are averaged by hand."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    optimizer = torch.optim.SGD(model.parameters(), **{**SGD, "weight_decay": decay})
     scheduler = schedule(optimizer) if schedule else None
     for step in range(steps):
         optimizer.zero_grad()
@@ -216,6 +220,71 @@ def a_resumed_run_continues_bit_for_bit():
 
 
 @case
+def checkpoints_of_a_whole_job():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    straight, resumed = make_model(), make_model(seed=1)
+    optimizer, compression = wrap(straight, sparsity=0.9)
+    train(optimizer, straight, 5)
+    dgc.save_checkpoint(folder[0], model=straight, optimizer=optimizer, compression=compression, extra=5)
+    train(optimizer, straight, 5, start=5)
+    compression.close()
+    unbound = {"model": resumed, "optimizer": optimizer, "compression": dgc.Compression.dgc()}
+    on_every_rank(dgc.ConfigError, "wrap the optimizer first", lambda: dgc.load_checkpoint(folder[0], **unbound))
+    optimizer, compression = wrap(resumed, sparsity=0.9)
+    assert dgc.load_checkpoint(folder[0], model=resumed, optimizer=optimizer, compression=compression) == 5
+    train(optimizer, resumed, 5, start=5)
+    assert digest(resumed) == digest(straight)
+    compression.close()
+
+
+@case
+def states_of_torch_distributed_checkpoint():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    straight, resumed = make_model(), make_model(seed=1)
+    optimizer, compression = wrap(straight, sparsity=0.9)
+    train(optimizer, straight, 5)
+    optimizer.zero_grad()  # without gradients torch lets the optimizer step, at learning rate 0, to make its state
+    weights, state = get_state_dict(straight, optimizer)
+    assert compression.stats.steps == 5
+    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression)}
+    dcp.save(content, checkpoint_id=folder[0])
+    train(optimizer, straight, 5, start=5)
+    compression.close()
+    optimizer, compression = wrap(resumed, sparsity=0.9)
+    weights, state = get_state_dict(resumed, optimizer)
+    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression)}
+    dcp.load(content, checkpoint_id=folder[0])
+    set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(optimizer, resumed, 5, start=5)
+    assert digest(resumed) == digest(straight)
+    compression.close()
+
+
+@case
+def dgc_momentum_trains_and_resumes():
+    def optimizer_of(model, **options):
+        return dgc.DGCMomentum(model.named_parameters(), 0.1, 0.9, min_numel=16, use_nesterov=True, **options)
+
+    model = make_model()
+    optimizer = optimizer_of(model, rampup_begin_step=100)
+    train(optimizer, model, 20)
+    assert_close(model, dense(20, decay=0.0))
+    straight, resumed = make_model(), make_model(seed=1)
+    optimizer = optimizer_of(straight, rampup_begin_step=0, sparsity=[0.9])
+    train(optimizer, straight, 5)
+    state, weights = optimizer.state_dict(), copy.deepcopy(straight.state_dict())
+    train(optimizer, straight, 5, start=5)
+    assert_identical(straight)
+    optimizer = optimizer_of(resumed, rampup_begin_step=0, sparsity=[0.9])
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(optimizer, resumed, 5, start=5)
+    assert digest(resumed) == digest(straight)
+
+
+@case
 def models_are_broadcast_or_refused():
     model = make_model(seed=dist.get_rank())
     optimizer, compression = wrap(model)
@@ -254,6 +323,11 @@ def groups_of_ranks():
     train(optimizer, model, 3)
     assert_close(model, dense(3))
     compression.close()
+    if dist.get_rank() == 0:  # one rank has more groups than the other; then one group's name would be free again
+        dist.new_group([0], use_local_synchronization=True)
+    for _ in range(2):
+        optimizer, compression = wrap(make_model(), group=both)
+        compression.close()
     model = make_model()
     optimizer, compression = wrap(model, group=alone)
     train(optimizer, model, 3)  # each rank by itself: rank 0 is alone in the group, rank 1 outside
@@ -271,7 +345,18 @@ def bad_input():
     on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(compression=dgc.Compression.dgc(transport="mpi")))
     on_every_rank(dgc.ConfigError, "process group as group=", lambda: wrapped(process_set="all"))
     on_every_rank(dgc.ConfigError, '"average" and "sum"', lambda: wrapped(op="max"))
-    on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(compression=None))
+    on_every_rank(dgc.ConfigError, "needs Horovod.*DistributedDataParallel", lambda: wrapped(compression=None))
+    on_every_rank(
+        dgc.ConfigError,
+        "needs Horovod.*FSDP2",
+        lambda: dgc.ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1),
+    )
+    momentum = {"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0}
+    on_every_rank(
+        dgc.ConfigError,
+        "process_set= is Horovod's",
+        lambda: dgc.DGCMomentum(make_model().parameters(), process_set="all", **momentum),
+    )
     on_every_rank(
         dgc.ConfigError,
         "sparsity",

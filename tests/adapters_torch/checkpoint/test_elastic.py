@@ -1,0 +1,43 @@
+"""torchrun's way to go on when a rank dies: it starts the ranks again, which load the latest checkpoint."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch_tools import run_mpi
+
+WORKER = Path(__file__).parent / "workers" / "elastic.py"
+
+
+def run(ranks, folder, steps, dies_after=-1, restarts=0):
+    environment = {"PET_MAX_RESTARTS": str(restarts)}  # torchrun's --max-restarts
+    return run_mpi(ranks, WORKER, folder, steps, dies_after, launcher="torchrun", env=environment, check=False)
+
+
+def require_end(result, well):
+    assert not result.timed_out, result.explain()
+    assert (result.returncode == 0) == well, result.explain()
+
+
+@pytest.mark.mpi
+def test_a_killed_rank_is_started_again_and_the_run_is_the_unbroken_one(tmp_path):
+    result = run(2, tmp_path, 9, dies_after=6, restarts=1)
+    require_end(result, well=True)
+    assert (tmp_path / "died-2").exists()
+    for reports in result.reports:
+        assert [r["loaded"] for r in reports if "loaded" in r] == [6]
+        assert reports[-1]["digest"] == reports[-1]["straight"]
+
+
+@pytest.mark.mpi
+def test_another_number_of_ranks_goes_on_with_all_residuals(tmp_path):
+    results = [run(4, tmp_path, 20, 6), run(3, tmp_path, 20, 10), run(4, tmp_path, 13)]
+    for result, well in zip(results, (False, False, True), strict=True):
+        require_end(result, well)
+    for before, after, loaded in zip(results, results[1:], (6, 10), strict=False):
+        saved = [r for r in before.reports[0] if "saved" in r][-1]
+        for reports in after.reports:
+            assert reports[0]["loaded"] == saved["saved"] == loaded
+            assert np.linalg.norm(saved["residual"]) > 0
+            np.testing.assert_allclose(reports[0]["residual"], saved["residual"], rtol=1e-5, atol=1e-9)
+    assert len({reports[-1]["digest"] for reports in results[-1].reports}) == 1

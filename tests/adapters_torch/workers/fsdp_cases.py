@@ -1,0 +1,295 @@
+"""FSDP2 in each of two nodes of two ranks, our exchange between the nodes; Horovod and mpi4py cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+
+sys.modules.update(dict.fromkeys(("horovod", "mpi4py")))  # importing them is an ImportError
+
+import copy  # noqa: E402
+import hashlib  # noqa: E402
+import re  # noqa: E402
+import tempfile  # noqa: E402
+import warnings  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from worker_tools import case, run_cases  # noqa: E402
+
+import dgc.torch as dgc  # noqa: E402
+
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
+SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+
+
+class Net(nn.Module):
+    """One shard of the last layer is empty on the second rank of each node."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 63), nn.Tanh(), nn.Linear(63, 64), nn.Tanh())
+        self.out, self.one = nn.Linear(64, 5), nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.out(h := self.layers(x)) + self.one(h)
+
+
+def make_model(over="shard", seed=0, **options):
+    torch.manual_seed(seed)
+    model = Net()
+    where = MESH if over is None else MESH[over]
+    for layer in model.layers[::2]:
+        fully_shard(layer, mesh=where, **options)
+    return fully_shard(model, mesh=where, **options)
+
+
+def loss_of(model, step):
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    return nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
+
+
+def wrap(model, optimizer=None, group="replicate", **options):
+    compression = dgc.Compression.dgc(**options)
+    optimizer = dgc.DistributedOptimizer(
+        optimizer or torch.optim.SGD(model.parameters(), **SGD),
+        model.named_parameters(),
+        compression=compression,
+        group=None if group is None else MESH[group].get_group(),
+    )
+    return optimizer, compression
+
+
+def clip(model, optimizer):
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3).full_tensor()
+    if not hasattr(optimizer, "synchronize"):
+        optimizer.step()
+        return norm
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return norm
+
+
+def train(optimizer, model, steps, start=0, passes=1, step_of=None):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for i in range(passes):
+            model.set_requires_gradient_sync(i == passes - 1)
+            loss_of(model, passes * step + i).backward()
+        if step_of is None:
+            optimizer.step()
+        else:
+            step_of(model, optimizer)
+
+
+def shards(model):
+    return [p.to_local().detach() for p in model.parameters()]
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in shards(model))).hexdigest()
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_identical(model):
+    one, two, *others = gathered(digest(model))
+    assert [one, two] == others, "replicas differ"
+    assert one != two, "shards do not differ"
+
+
+def assert_close(model, expected):
+    for a, e in zip(shards(model), shards(expected), strict=True):
+        assert not a.numel() or (a - e).abs().max() <= 1e-5 * e.abs().max()
+
+
+def on_every_rank(error, match, function):
+    try:
+        function()
+        outcome = "nothing was raised"
+    except error as raised:
+        outcome = None if re.search(match, str(raised)) else str(raised)
+    assert gathered(outcome) == [None] * dist.get_world_size(), outcome
+
+
+def equals_hsdp(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), **SGD), steps=20, **options):
+    """Train twice: ours over one-dimensional shards, and torch's own over the whole mesh."""
+    how = options.pop("how", {})
+    model, expected = make_model(**how), make_model(None, **how)
+    optimizer, compression = wrap(model, make_optimizer(model), **{**EXACT, **options.pop("compression", {})})
+    train(optimizer, model, steps, **options)
+    train(make_optimizer(expected), expected, steps, **options)
+    assert_close(model, expected)
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def training_equals_hsdp_at_sparsity_0():
+    equals_hsdp()
+    equals_hsdp(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), compression={"momentum": 0.0})
+
+
+@case
+def accumulation_clipping_and_mixed_precision_equal_hsdp():
+    equals_hsdp(passes=2)
+    equals_hsdp(step_of=clip, compression={"momentum": 0.0})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    equals_hsdp(steps=5, how={"mp_policy": policy})
+
+
+@case
+def replicas_are_identical_after_200_sparse_steps():
+    model = make_model()
+    assert min(p.numel() for p in shards(model)) == 0 or dist.get_rank() % 2 == 0
+    optimizer, compression = wrap(model, sparsity=0.99, min_numel=64)
+    before = loss_of(model, 999).item()
+    train(optimizer, model, 200)
+    assert_identical(model)
+    assert loss_of(model, 999).item() < before
+    assert compression.stats.last.bytes_sent < 0.1 * compression.stats.last.dense_bytes
+    assert compression.describe()["updates"] == "sparse"
+    assert compression.describe()["transport"] == "torch.distributed"
+    compression.close()
+
+
+@case
+def a_scaler_that_overflows_on_one_rank():
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer, compression = wrap(model, sparsity=0.9, loss_scale=scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, step))
+        (loss * float("inf") if step == 3 and dist.get_rank() == 1 else loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert compression.stats.refused_steps == 1
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def a_rank_whose_shards_are_all_empty():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(1, 1), mesh=MESH["shard"])
+    optimizer, compression = wrap(model, sparsity=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 1), 1.0 + step + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+    one, two, *others = gathered(digest(model))
+    assert [one, two] == others
+    compression.close()
+
+
+@case
+def gradients_that_were_changed_before_synchronize():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.9)
+    train(optimizer, model, 2)
+
+    def clip_at_once(model, optimizer):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    on_every_rank(dgc.DGCError, "while it was exchanged", lambda: train(optimizer, model, 1, step_of=clip_at_once))
+    compression.close()
+
+
+def save_and_load(folder, model, optimizer, compression, save):
+    weights, state = get_state_dict(model, optimizer)
+    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if save:
+            return dcp.save(content, checkpoint_id=folder)
+        dcp.load(content, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    return None
+
+
+@case
+def a_resumed_run_continues_bit_for_bit():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+
+    def adam(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    for make_optimizer, options in ((lambda model: None, {}), (adam, {"momentum": 0.0})):
+        straight, resumed = make_model(), make_model(seed=1)
+        optimizer, compression = wrap(straight, make_optimizer(straight), sparsity=0.9, min_numel=64, **options)
+        train(optimizer, straight, 5)
+        optimizer.zero_grad()
+        before = copy.deepcopy(compression.state_dict())
+        save_and_load(folder[0], straight, optimizer, compression, save=True)
+        assert_same_state(compression.state_dict(), before)
+        train(optimizer, straight, 5, start=5)
+        compression.close()
+        optimizer, compression = wrap(resumed, make_optimizer(resumed), sparsity=0.9, min_numel=64, **options)
+        save_and_load(folder[0], resumed, optimizer, compression, save=False)
+        assert_same_state(compression.state_dict(), before)
+        train(optimizer, resumed, 5, start=5)
+        assert digest(resumed) == digest(straight)
+        compression.close()
+
+
+def assert_same_state(state, expected):
+    assert state["step"] == expected["step"]
+    for name, entry in expected["parameters"].items():
+        for key, values in entry.items():
+            assert torch.equal(torch.as_tensor(state["parameters"][name][key]), torch.as_tensor(values)), (name, key)
+
+
+@case
+def shards_are_broadcast_among_replicas():
+    model = make_model(seed=dist.get_rank() // 2)
+    optimizer, compression = wrap(model)
+    on_every_rank(dgc.ConfigError, r"dgc\.torch\.broadcast_parameters", lambda: train(optimizer, model, 1))
+    compression.close()
+    model = make_model(seed=dist.get_rank() // 2)
+    optimizer, compression = wrap(model)
+    dgc.broadcast_parameters(model.state_dict(), root_rank=1, group=MESH["replicate"].get_group())
+    assert digest(model) == digest(make_model(seed=1))
+    train(optimizer, model, 2)
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def bad_input():
+    twice = "averaged once more with ranks"
+    on_every_rank(dgc.ConfigError, twice, lambda: wrap(make_model(None)))  # HSDP
+    on_every_rank(dgc.ConfigError, twice, lambda: wrap(make_model(), group=None))
+    on_every_rank(dgc.ConfigError, twice, lambda: wrap(make_model(), group="shard"))
+    model = make_model()
+    optimizer, compression = wrap(model)
+    for function in (dgc.save_checkpoint, dgc.load_checkpoint):
+        on_every_rank(
+            dgc.ConfigError,
+            r"torch\.distributed\.checkpoint",
+            lambda function=function: function("/", model=model, optimizer=optimizer, compression=compression),
+        )
+    compression.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    run_cases()
+    dist.destroy_process_group()
