@@ -29,6 +29,7 @@ from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.scaler import steps_by_scaler
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.watch import require_free
 
 
 def DistributedOptimizer(
@@ -398,3 +399,4 @@ def _check_optimizer(optimizer: object, named_parameters: object) -> None:
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+    require_free([p for group in optimizer.param_groups for p in group["params"]], of_all=False)
