@@ -108,7 +108,8 @@ class CompressionState(Joinable):
         self.compression.use_group(self._group)
         _require_same_size()
         named = named_pairs(optimizer, self._named)
-        require_free([p for _, p in named])
+        if not self.compression.is_bound:  # or bind() says so
+            require_free([p for _, p in named])
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
         if (engine := self.compression.engine) is None:
@@ -161,14 +162,7 @@ class CompressionState(Joinable):
 
     def _finish(self, engine: Engine) -> None:
         engine.finish()
-        for index, result in self._results.items():
-            # DDP drops the result of a parameter that no rank has used, which holds momentum and residuals.
-            p = engine.parameters[index]
-            if index not in self._used and (self._joined or bool(result.any())):
-                if p.grad is None:
-                    p.grad = result
-                else:
-                    p.grad.copy_(result)
+        self._keep_unused(engine)
         if self._joined:
             engine.watch.results.applied()
         if _has_velocity(engine) and not self._warned:
@@ -180,19 +174,37 @@ class CompressionState(Joinable):
             future.set_result(buffer)
         self._waiting = []
 
+    def _keep_unused(self, engine: Engine) -> None:
+        """DDP drops the result of a parameter that no rank has used, which holds momentum and residuals."""
+        views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
+        for index in self._results.keys() - self._used:
+            p, result = engine.parameters[index], self._results[index]
+            if p.grad is not None:
+                p.grad.copy_(result)
+            elif self._joined or result.any():
+                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
+
     def _shadow(self, engine: Engine) -> None:
         """``Join`` runs the hook on zeros, on a rank without data: nobody else steps, or drops, results here."""
+        self._require_stepped(engine)
         self._joined = True
         engine.watch.results.applied()
         for p in engine.parameters:
             p.grad = None
+
+    def _require_stepped(self, engine: Engine) -> None:
+        """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
+        if self._joined and self._exchanged and _has_velocity(engine):
+            engine.fail(ConfigError("a rank without data has not followed the updates: use Join([model, state])"))
 
     @untraced
     def _arrived(self, index: int) -> None:
         """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
         self._used.add(index)
         if not self._begun and (engine := self.compression.engine) is not None:
+            self._require_stepped(engine)
             self._begun, self._exchanged, self._joined = True, False, False
+            engine.results.moved(index)
             engine.begin(index)
 
     # -- the engine's driver ---------------------------------------------------------------------------------------
@@ -272,8 +284,8 @@ class CompressionState(Joinable):
             return JoinHook()
         if callable(engine.exchange.loss_scale):
             raise ConfigError(
-                "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, which "
-                "copies the model when all ranks have joined"
+                "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, and "
+                "momentum=0 in the compressor"
             )
         return _Update(self)
 
@@ -307,6 +319,10 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
 
 def _has_velocity(engine: Engine) -> bool:
     return any(engine.adoption.hyper.momentum) or any(engine.adoption.hyper.weight_decay)
+
+
+def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
+    return gradient is not None and gradient.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
 
 
 def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: Any) -> bool:

@@ -45,7 +45,7 @@ class Engine(EngineBase):
         sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
-        check_peers: called while waiting for other ranks, if set, and with True once they came; raises if one never will.
+        check_peers: called while waiting for other ranks, if set, with True once they came; raises if one never will.
     """
 
     what = "parameters"

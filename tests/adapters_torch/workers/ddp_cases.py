@@ -16,6 +16,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 
 import contextlib  # noqa: E402
+import functools  # noqa: E402
 import hashlib  # noqa: E402
 import io  # noqa: E402
 import re  # noqa: E402
@@ -235,7 +236,8 @@ def scalers():
                 s.update()
         assert state.compression.stats.refused_steps == broken
         assert_identical(model)
-        assert_close(model, reference[0])
+        if not broken:  # what the other rank has computed in the step stays in its residual
+            assert_close(model, reference[0])
         state.compression.close()
 
 
@@ -306,7 +308,7 @@ def unused_parameters():
         reference_optimizer = plain(reference)
         for step in range(20):
             reference_optimizer.zero_grad()
-            (loss_of(reference, step, step % 2 == 0)).backward()
+            loss_of(reference, step, step % 2 == 0).backward()
             for p in reference.parameters():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)
@@ -410,8 +412,6 @@ def join_with_the_state():
                 train(*reference, count)
             assert_identical(model)
             assert state.compression.stats.steps == 2 + difference
-            if options is not EXACT or difference:  # equal while only one rank's momentum matters
-                pass
             if options in (EXACT, LEFT):
                 assert_close(model, reference[0])
             train(model, optimizer, 5, start=30)
@@ -421,22 +421,27 @@ def join_with_the_state():
 
 @case
 def join_without_the_state():
-    model, optimizer, state = hooked(make_model(), options={"sparsity": 0.9})
-    with model.join():
-        train(model, optimizer, 3 + 4 * dist.get_rank())
-    assert_identical(model)
-    train(model, optimizer, 5, start=30)
-    assert_identical(model)
-    state.compression.close()
+    def uneven(**options):
+        make = functools.partial(torch.optim.SGD, lr=0.1, **options)
+        model, optimizer, state = hooked(make_model(), lambda m: make(m.parameters()), {"sparsity": 0.9})
+        try:
+            with model.join():
+                train(model, optimizer, 3 + 4 * dist.get_rank())
+            assert_identical(model)
+            train(model, optimizer, 5, start=30)
+            assert_identical(model)
+        finally:
+            state.compression.close()
+
+    uneven()
+    on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", lambda: uneven(momentum=0.9))
 
 
 @case
 def bad_joins():
     model, _, state = hooked(make_model())
     on_every_rank(dgc.ConfigError, r"Join\(\[model, state\]\)", lambda: Join([state, model]))
-    on_every_rank(
-        dgc.ConfigError, "divides by all", lambda: Join([model, state], divide_by_initial_world_size=False)
-    )
+    on_every_rank(dgc.ConfigError, "divides by all", lambda: Join([model, state], divide_by_initial_world_size=False))
     state.compression.close()
     model, _, state = hooked(make_model(), options={"loss_scale": new_scaler()})
     on_every_rank(dgc.ConfigError, r"Join\(\[model\]\) alone", lambda: Join([model, state]))
@@ -483,7 +488,7 @@ def bad_input():
 
 @case
 def another_optimizer_than_the_bound_one():
-    model, optimizer, state = hooked(make_model())
+    model, _, state = hooked(make_model())
     second = sgd(model)
 
     def step_second():
