@@ -51,6 +51,7 @@ ONLY = {
     "torch": {
         "ZeroRedundancyOptimizer",
         "broadcast_parameters",
+        "ddp",
         "fuse_optimizer",
         "fuse_step",
         "is_fused_optimizer",
