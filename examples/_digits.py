@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import dgc.torch as dgc
 
 TRAIN_IMAGES = 898
-EPOCHS = 10
+EPOCHS = 20
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
