@@ -10,6 +10,7 @@ from dgc import errors
 from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
+from dgc.torch import ddp
 from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.engine.distributed import broadcast_parameters
@@ -26,6 +27,7 @@ __all__ = [
     "RankState",
     "ZeroRedundancyOptimizer",
     "broadcast_parameters",
+    "ddp",
     "fuse_optimizer",
     "fuse_step",
     "is_fused_optimizer",

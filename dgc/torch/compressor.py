@@ -25,6 +25,7 @@ from dgc.torch.engine.horovod.owner import announce_owner
 from dgc.torch.engine.step.scaler import read_scale
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 from dgc.torch.engine.step.untraced import leave_hooks_untraced
+from dgc.torch.engine.step.watch import require_free
 from dgc.torch.stock import HorovodCompressor
 
 _ADVICE = "model.named_parameters()"
@@ -236,3 +237,4 @@ def check_optimizer(optimizer: object, named_parameters: object) -> None:
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
+    require_free([p for group in optimizer.param_groups for p in group["params"]], of_all=False)

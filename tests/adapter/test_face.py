@@ -52,6 +52,7 @@ ONLY = {
         "RankState",
         "ZeroRedundancyOptimizer",
         "broadcast_parameters",
+        "ddp",
         "fuse_optimizer",
         "fuse_step",
         "is_fused_optimizer",

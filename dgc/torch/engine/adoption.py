@@ -148,6 +148,20 @@ class Adoption:
                 if not group.get(option):
                     group[option] = value
 
+    def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse momentum or decay of another optimizer than the one it was taken from.
+
+        Raises:
+            ConfigError: it would be applied twice.
+        """
+        for group, ours in self._groups(optimizer):
+            for option in self.options:
+                if group.get(option) and any(self.took_from(i) for _, i in ours):
+                    raise ConfigError(
+                        f"{option} would be applied twice: the compressor has that of the optimizer which was bound, "
+                        f"and another one steps with {option}={group[option]}; bind the optimizer that steps the model"
+                    )
+
     # -- the optimizer's state -----------------------------------------------------------------------------------
 
     def absorb(self, optimizer: torch.optim.Optimizer, *, zeros: bool) -> bool:

@@ -38,7 +38,7 @@ class ProcessGroup:
             ConfigError: torch.distributed is missing or not initialised.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError("call torch.distributed.init_process_group() before dgc.torch.DistributedOptimizer")
+            raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
         self.group = group
 
     def included(self) -> bool:

@@ -1,7 +1,7 @@
 """One model's parameters on one rank, bound to an exchange of the core.
 
 Every torch tensor becomes an array here, and every parameter has one index: its place among those that are exchanged.
-dgc's own optimizer and Horovod's hand over gradients here; both are a :class:`~dgc.torch.engine.step.watch.Driver`.
+What hands over gradients is a :class:`~dgc.torch.engine.step.watch.Driver`: dgc's optimizer, Horovod's, or DDP's hook.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Engine(EngineBase):
         sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
-        check_peers: called now and then while waiting for other ranks, if set, and with True once they all came; raises
-            when a rank will never come.
+        check_peers: called while waiting for other ranks, if set, with True once they came; raises if one never will.
     """
 
     what = "parameters"
@@ -108,6 +107,11 @@ class Engine(EngineBase):
         self.watch.scale_is_known = callable(loss_scale) or loss_scale != 1.0
         self.watch.on_stepped = self._tell_of_log
 
+    def begin(self, index: int) -> None:
+        """Open a step with a gradient, that of parameter ``index``, which is handed over later."""
+        if (failed := self._open_step(index)) is not None:
+            self.fail(failed)
+
     def submit(self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None) -> torch.Tensor:
         """Hand over a gradient.
 
@@ -164,7 +168,6 @@ class Engine(EngineBase):
             return
         try:
             self.exchange.require_complete()
-            # While the others keep this rank waiting, look whether one of them will never come.
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
@@ -266,8 +269,7 @@ class Engine(EngineBase):
 
     def _clear(self) -> None:
         self._leave_failure()
-        # The ranks may have met the failure before or after they asked each other.
-        self.watch.saved.forget()
+        self.watch.saved.forget()  # the ranks may have met the failure before or after they asked each other
         self._replicas_compared = self._results_compared = False
 
     def _leave_failure(self) -> None:
@@ -330,15 +332,13 @@ class Engine(EngineBase):
         if change.restored and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
             self.watch.saved.warn_of_loss(steps, absorbed or not momentum or not (steps or change.stepped))
-        if change.restored or change.broadcast:
-            self._replicas_compared = False
+        self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
         self._opened = False
-        for result in self._pending.values():
-            if result is not None:
-                result.deliver()
+        for result in filter(None, self._pending.values()):
+            result.deliver()
         submitted = set(self._pending)
         self._pending.clear()
         if not self.sparse.agreed:

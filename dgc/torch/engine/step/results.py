@@ -115,6 +115,20 @@ class Results:
         """The owner's ``zero_grad()`` has run: whatever is in ``.grad`` from now on is no result."""
         self._written = []
 
+    def moved(self, index: int) -> None:
+        """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor.
+
+        Args:
+            index: the parameter whose gradient of the next step is there.
+        """
+        for i, p in enumerate(self._parameters):
+            if i == index or p.grad is None:
+                continue
+            if i < len(self._written) and self._written[i] is not None:
+                self._written[i] = weakref.ref(p.grad)
+            if i in self._left:
+                self._left[i] = _Left(weakref.ref(p.grad), p.grad._version, self._left[i].values)
+
     def drop_if_cleared(self) -> None:
         """Before the state is looked at: drop the latest step if its results were cleared."""
         if self.undecided and not self.stand:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dgc.errors import LayoutError
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.horovod.owner import broadcasting
 from dgc.torch.engine.step.results import Results
@@ -27,7 +27,7 @@ _hook: list[Any] = []
 
 
 class Driver(Protocol):
-    """Hands gradients of one optimizer to the engine: dgc's own (``optimizer.py``) or Horovod's (``stock.py``)."""
+    """Hands gradients of one optimizer to the engine: dgc's own (``optimizer.py``), Horovod's (``stock.py``), DDP's."""
 
     @property
     def begun(self) -> bool:
@@ -81,6 +81,7 @@ class StepWatch:
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
         scale_is_known: whether the compressor knows the scale of a GradScaler, or a warning said that it does not.
         owned_by: whether an optimizer is the owner, while that is not known yet.
+        alone: whether no other optimizer may have momentum or decay for these parameters, or be distributed over them.
         on_stepped: called when an optimizer has stepped the parameters, as the last thing, if set; it may raise.
     """
 
@@ -106,7 +107,7 @@ class StepWatch:
         """
         self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
         self.on_stepped: Callable[[], None] | None = None
-        self.in_closure = self.plain_step = self.scale_is_known = self._broadcasts = False
+        self.in_closure = self.plain_step = self.scale_is_known = self._broadcasts = self.alone = False
         self.results, self.updates = results, updates
         self.saved = SavedState(adoption, self._state_loaded)
         self._owner: weakref.ref[torch.optim.Optimizer] | None = None
@@ -158,6 +159,8 @@ class StepWatch:
         """
         if not self._owns(optimizer):
             if self._concerns(optimizer) and not broadcasting():
+                if self.alone:
+                    self._adoption.refuse_second(optimizer)
                 self.results.applied()
             return None
         self._broadcasts = broadcasting()
@@ -239,6 +242,24 @@ class StepWatch:
                         "compressor was built but has one now, which is not averaged: build a new optimizer and "
                         "wrap it after adding or unfreezing parameters"
                     )
+
+
+def require_free(parameters: Sequence[torch.Tensor], *, of_all: bool = True) -> None:
+    """Refuse parameters whose gradients are exchanged already.
+
+    Args:
+        parameters: that are about to be bound.
+        of_all: whether dgc's or Horovod's optimizers count, beside DDP's hook.
+
+    Raises:
+        ConfigError: they are.
+    """
+    ids = {id(p) for p in parameters}
+    if any(w.driver is not None and (of_all or w.alone) and not ids.isdisjoint(w._ids) for w in list(_watches)):
+        raise ConfigError(
+            "these parameters' gradients are exchanged already, by DDP's hook or a distributed optimizer: use one of "
+            "them, once, or close() the other compressor first"
+        )
 
 
 def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:

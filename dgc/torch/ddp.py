@@ -1,0 +1,360 @@
+"""DDP's communication hook: the gradients of ``DistributedDataParallel``, compressed and averaged.
+
+state = dgc.ddp.CompressionState(dgc.Compression.dgc(sparsity=0.999), optimizer)
+model.register_comm_hook(state, dgc.ddp.compression_hook)
+
+DDP calls the hook with each bucket that the backward pass has completed. The call with the last one waits for the
+results: ``.grad`` holds them when ``backward()`` returns, as without the hook.
+"""
+
+# No "from __future__ import annotations": DDP compares the hook's annotations with types.
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.utils.hooks import RemovableHandle
+
+from dgc.adapter.compression import check_compression
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.compressor import DGCCompressor, named_pairs
+from dgc.torch.engine.distributed import ProcessGroup
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.watch import require_free
+from dgc.torch.engine.tensors import scattered_values
+
+_LOCAL = (
+    "optimizer.step() was called with gradients that were not exchanged: the backward passes since the last step ran "
+    "inside no_sync(), or did not reach every parameter (DDP's find_unused_parameters=True)"
+)
+_AGAIN = (
+    "optimizer.step() was called again without a backward pass: .grad holds what the last step() applied, with the "
+    "momentum and weight decay that the compressor applies; clear it with zero_grad(), or leave both in the optimizer: "
+    "momentum=0 in the compressor"
+)
+_CHANGED = (
+    "gradients were clipped or changed between backward() and step(): with the optimizer's momentum in the compressor "
+    ".grad holds the velocity, which is larger than the gradient. To clip as without compression leave momentum in the "
+    "optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips before momentum"
+)
+
+
+class CompressionState(Joinable):
+    """A compressor and the optimizer of one DDP model: the state of :func:`compression_hook`.
+
+    ``Join([model, state])`` lets a rank without data make the other ranks' updates.
+
+    Attributes:
+        compression: the compressor, for its statistics, ``describe()`` and ``state_dict()``.
+    """
+
+    def __init__(
+        self,
+        compression: DGCCompressor,
+        optimizer: torch.optim.Optimizer | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        """Take the compressor, and bind it if the optimizer exists already (collective).
+
+        Args:
+            compression: of ``dgc.Compression``, used nowhere else.
+            optimizer: that steps the model; without it call :meth:`bind` before the first backward pass.
+            named_parameters: ``model.named_parameters()``, for names in messages, logs and ``Compression.by_name``.
+            process_group: the one that DDP was given, if any.
+
+        Raises:
+            ConfigError: no compressor of this framework, or what :meth:`bind` raises.
+        """
+        super().__init__()
+        check_compression(compression, DGCCompressor, "dgc.torch")
+        if not isinstance(compression, DGCCompressor):
+            raise ConfigError(f"compression is {compression!r}; take a compressor from dgc.torch.Compression")
+        self.compression = compression
+        self._named = None if named_parameters is None else list(named_parameters)
+        self._group = process_group
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
+        self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
+        self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
+        self._sample: tuple[torch.Tensor, torch.Tensor, Any] | None = None  # a parameter, values of its result, scale
+        self._begun = self._exchanged = self._joined = self._warned = False
+        if optimizer is not None:
+            self.bind(optimizer)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adopt the momentum of the optimizer that steps the model; once, collective, before the first backward pass.
+
+        Args:
+            optimizer: a plain one, or Accelerate's, Lightning's or Fabric's wrapper of it.
+
+        Raises:
+            ConfigError: no plain optimizer, or one that is exchanged in another way; Horovod has other ranks.
+            LayoutError: ranks disagree about the parameters.
+        """
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+        if hasattr(optimizer, "skip_synchronize"):
+            raise ConfigError(
+                "this optimizer exchanges gradients itself; give the hook the plain optimizer, or use the distributed "
+                "one without the hook"
+            )
+        self.compression.use_group(ProcessGroup(self._group))
+        _require_same_size()
+        named = named_pairs(optimizer, self._named)
+        if not self.compression.is_bound:  # or bind() says so
+            require_free([p for _, p in named])
+        self.compression.bind(named, optimizer)
+        self._optimizer = optimizer
+        if (engine := self.compression.engine) is None:
+            return  # one process
+        torch.optim.Optimizer.__setstate__(optimizer, {})  # step hooks, also of a class whose step() was replaced
+        engine.watch.own(optimizer, self)
+        engine.watch.alone = True
+        engine.watch.updates.obstacle = None
+        itself = weakref.ref(self)
+        hooks = [p.register_post_accumulate_grad_hook(_arrival(itself, i)) for i, p in enumerate(engine.parameters)]
+        weakref.finalize(self, _remove, hooks).atexit = False
+
+    # -- the hook --------------------------------------------------------------------------------------------------
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand over a bucket's gradients; with the last one wait for the results of all."""
+        if self._optimizer is None:
+            raise ConfigError(
+                "the hook has no optimizer, whose momentum would be applied twice: give it as "
+                "CompressionState(compression, optimizer), or call state.bind(optimizer) before the first backward pass"
+            )
+        buffer, engine = bucket.buffer(), self.compression.engine
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        if engine is None:
+            future.set_result(buffer)
+            return future
+        if bucket.index() == 0:
+            self._waiting, self._results = [], {}
+            if not self._begun:
+                self._shadow(engine)
+        if buffer.is_sparse:
+            engine.fail(ConfigError("DDP's hook takes dense gradients: build the embedding with sparse=False"))
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = engine.adoption.index_of(p)
+            if index is None:
+                engine.fail(
+                    LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} is in the DDP model and not in the optimizer that was "
+                        "bound: give all to one optimizer, or call requires_grad_(False) before the model is wrapped"
+                    )
+                )
+            engine.submit(index, gradient)
+            self._results[index] = gradient
+        self._waiting.append((future, buffer))
+        if bucket.is_last():
+            self._finish(engine)
+        return future
+
+    def _finish(self, engine: Engine) -> None:
+        engine.finish()
+        self._keep_unused(engine)
+        if self._joined:
+            engine.watch.results.applied()
+        if _has_velocity(engine) and not self._warned:
+            index = min(self._results, key=lambda i: self._results[i].numel())
+            self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
+        self._begun, self._exchanged = False, True
+        self._used.clear()
+        for future, buffer in self._waiting:
+            future.set_result(buffer)
+        self._waiting = []
+
+    def _keep_unused(self, engine: Engine) -> None:
+        """DDP drops the result of a parameter that no rank has used, which holds momentum and residuals."""
+        views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
+        for index in self._results.keys() - self._used:
+            p, result = engine.parameters[index], self._results[index]
+            if p.grad is not None:
+                p.grad.copy_(result)
+            elif self._joined or result.any():
+                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
+
+    def _shadow(self, engine: Engine) -> None:
+        """``Join`` runs the hook on zeros, on a rank without data: nobody else steps, or drops, results here."""
+        self._require_stepped(engine)
+        self._joined = True
+        engine.watch.results.applied()
+        for p in engine.parameters:
+            p.grad = None
+
+    def _require_stepped(self, engine: Engine) -> None:
+        """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
+        if self._joined and self._exchanged and _has_velocity(engine):
+            engine.fail(ConfigError("a rank without data has not followed the updates: use Join([model, state])"))
+
+    @untraced
+    def _arrived(self, index: int) -> None:
+        """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
+        self._used.add(index)
+        if not self._begun and (engine := self.compression.engine) is not None:
+            self._require_stepped(engine)
+            self._begun, self._exchanged, self._joined = True, False, False
+            engine.watch.results.moved(index)
+            engine.begin(index)
+
+    # -- the engine's driver ---------------------------------------------------------------------------------------
+
+    first_pass = True
+    """A step begins with its first gradient, which finds the other gradients as they were."""
+    in_step = False
+    """Results are exchanged before ``step()``."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward pass has run for a step that is not exchanged yet."""
+        return self._begun
+
+    @property
+    def averaged(self) -> bool:
+        """Whether gradients were exchanged, and no backward pass has run after that."""
+        return self._exchanged
+
+    def before_update(self, closure: bool) -> None:
+        """See that gradients were exchanged; those of a closure are there when it returns."""
+        if not closure:
+            self.closure_returned()
+
+    def closure_returned(self) -> None:
+        """See that gradients were exchanged before they are applied."""
+        engine = self.compression.engine
+        assert engine is not None, "its parameters are watched"
+        if self._begun:
+            engine.fail(LayoutError(_LOCAL))
+        if not self._exchanged and _has_velocity(engine) and any(p.grad is not None for p in engine.parameters):
+            raise ConfigError(_AGAIN)
+        sample, self._sample = self._sample, None
+        if sample is not None and _is_changed(*sample):
+            self._warned = True
+            warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
+
+    def updated(self) -> None:
+        """The results of the exchange are used up."""
+        self._exchanged = False
+
+    def state_loaded(self) -> None:
+        """Begin anew with the state that was loaded into the optimizer."""
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
+        self._begun = self._exchanged = False
+        self._waiting, self._results, self._sample = [], {}, None
+        self._used.clear()
+
+    # -- Join ------------------------------------------------------------------------------------------------------
+
+    @property
+    def join_device(self) -> torch.device:
+        """Join asks the first of its list alone, and that must be the model.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the model comes first: Join([model, state])")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The model's."""
+        return dist.group.WORLD if self._group is None else self._group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without data does after DDP's own hook: the update.
+
+        Raises:
+            ConfigError: an option of Join that changes what the compressor computes, or a GradScaler.
+        """
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
+        if (engine := self.compression.engine) is None:
+            return JoinHook()
+        if callable(engine.exchange.loss_scale):
+            raise ConfigError(
+                "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, and "
+                "momentum=0 in the compressor"
+            )
+        return _Update(self)
+
+    def step_joined(self) -> None:
+        """Apply the results that the hook has put into ``.grad`` on a rank without data."""
+        if self._exchanged and self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+class _Update(JoinHook):
+    def __init__(self, state: CompressionState) -> None:
+        self._state = state
+
+    def main_hook(self) -> None:
+        self._state.step_joined()
+
+
+@untraced
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Compress and average a bucket of gradients: for DDP's ``register_comm_hook``.
+
+    Raises:
+        ConfigError: no optimizer was bound, or a gradient that cannot be compressed.
+        DGCError: this or another rank failed.
+    """
+    if not isinstance(state, CompressionState):
+        raise ConfigError(f"the hook's state is {state!r}; give a dgc.ddp.CompressionState(compression, optimizer)")
+    return state.exchange(bucket)
+
+
+def _has_velocity(engine: Engine) -> bool:
+    return any(engine.adoption.hyper.momentum) or any(engine.adoption.hyper.weight_decay)
+
+
+def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
+    return gradient is not None and gradient.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+
+
+def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: Any) -> bool:
+    """Whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
+    if p.grad is None:
+        return False
+    while callable(scale):
+        scale = scale()
+    now = scattered_values(p.grad)
+    return not any(torch.allclose(now, values / by, rtol=1e-3, equal_nan=True) for by in (1.0, scale))
+
+
+def _require_same_size() -> None:
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized() and hvd.size() != dist.get_world_size():
+        raise ConfigError(
+            f"Horovod has {hvd.size()} ranks and torch.distributed {dist.get_world_size()}: start the job with one "
+            "launcher, and leave hvd.init() out"
+        )
+
+
+def _arrival(state: weakref.ref[CompressionState], index: int) -> Callable[[torch.Tensor], None]:
+    """A parameter keeps its hooks, and must not keep a compressor alive that was dropped."""
+
+    def arrived(p: torch.Tensor) -> None:
+        if (itself := state()) is not None:
+            itself._arrived(index)
+
+    return arrived
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

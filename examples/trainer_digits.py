@@ -1,0 +1,58 @@
+"""Hugging Face's Trainer with dgc's communication hook, registered by a callback.
+
+torchrun --standalone --nproc-per-node 2 examples/trainer_digits.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from _digits import EPOCHS, digits, make_model, show, warmed_up
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import dgc.torch as dgc
+
+
+class CompressGradients(TrainerCallback):
+    def __init__(self, trainer: Trainer, compression: dgc.DGCCompressor) -> None:
+        self.trainer, self.compression = trainer, compression
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = self.trainer.model_wrapped  # kwargs["model"] is the one without DDP
+        state = dgc.ddp.CompressionState(self.compression, kwargs["optimizer"], model.module.named_parameters())
+        model.register_comm_hook(state, dgc.ddp.compression_hook)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(compression: dgc.DGCCompressor | None, epochs: int = EPOCHS) -> nn.Module:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(), num_train_epochs=epochs, per_device_train_batch_size=16, use_cpu=True,
+        ddp_backend="gloo", dataloader_drop_last=True, save_strategy="no", logging_strategy="no", report_to=[],
+        max_grad_norm=0.0,  # clipping would limit the velocity, which is in the compressor: see docs/ddp.md
+    )  # fmt: skip
+    data = [{"x": x, "labels": y} for x, y in digits()[0]]
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    if compression is not None:
+        trainer.add_callback(CompressGradients(trainer, compression))
+    trainer.train()
+    return model.net
+
+
+if __name__ == "__main__":
+    compression = warmed_up()
+    show(train(compression), compression)
+    compression.close()
