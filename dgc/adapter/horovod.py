@@ -22,7 +22,7 @@ from dgc.transport.choice import CHOICES, ProcessSet, choose_transport
 
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
-    "(repeat or drop some) instead of calling hvd.join()"
+    "(repeat or drop some) instead of calling hvd.join(), or call dgc.torch.join(compression) in its place (PyTorch)"
 )
 
 SHUT_DOWN = (
@@ -53,8 +53,10 @@ class Horovod(abc.ABC):
         framework: as users call it.
         module_name: what is imported.
         package: the adapter's, for errors.
+        elastic: whether constructors may meet the other ranks of an elastic job now: all of them are at the same place.
     """
 
+    elastic = False
     framework: ClassVar[str]
     module_name: ClassVar[str]
     package: ClassVar[str]
@@ -110,8 +112,11 @@ class Horovod(abc.ABC):
             ConfigError: as :meth:`module`, or Horovod is elastic.
         """
         hvd = self.module()
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise ConfigError("elastic Horovod is not supported yet; start the job with a fixed number of processes")
+        if os.environ.get("HOROVOD_ELASTIC") == "1" and not self.elastic:
+            raise ConfigError(
+                "in a job of elastic Horovod the ranks may be at different places: give model, plain optimizer and "
+                "compressor to dgc.torch.elastic.TorchState (PyTorch), or start a fixed number of processes"
+            )
         _let_children_end(hvd)
         return hvd
 
@@ -330,5 +335,5 @@ def check_placeholder(value: float, *, op: str, size: int) -> None:
     raise ConfigError(
         f"the ranks' placeholders reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the "
         "op is not one the compressor supports; give every rank the same number of batches (repeat or drop some) "
-        "instead of hvd.join()"
+        "instead of hvd.join(), or call dgc.torch.join(compression) in its place (PyTorch)"
     )

@@ -15,6 +15,7 @@ from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.engine.distributed import broadcast_parameters
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
+from dgc.torch.join import join
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.zero import ZeroRedundancyOptimizer
@@ -31,6 +32,7 @@ __all__ = [
     "fuse_optimizer",
     "fuse_step",
     "is_fused_optimizer",
+    "join",
     "load_checkpoint",
     "save_checkpoint",
 ]

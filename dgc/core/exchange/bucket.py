@@ -93,6 +93,7 @@ class BucketExchange:
         messages = self._exchange_messages(at)
         outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
         outcome.flagged = bool(outcome.flagged_by)
+        step.joined = {m.sender: m.joined for m in messages if m.joined}
         if plan.allreduces:
             plain = self._vector.values[plan.plain_start :]
             with step.stats.timed("exchange"):
@@ -234,7 +235,7 @@ class BucketExchange:
         nonfinite |= self._vector.code_small(at.plan, at.state, sender.coded)
         if at.plan.inline_bytes:
             sender.inline(self._vector.values[at.plan.plain_start :])
-        sender.finish(at.step.step, count=at.outcome.count, nonfinite=nonfinite)
+        sender.finish(at.step.step, count=at.outcome.count, nonfinite=nonfinite, joined=at.step.joins)
 
     def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
         """Gather the messages of all ranks.

@@ -26,6 +26,7 @@ from dgc.core.state.layout import Layout
 from dgc.core.state.probe import Probe
 from dgc.core.state.state import State
 from dgc.core.transport import Transport
+from dgc.core.wire.header import Flags
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -46,11 +47,17 @@ class Exchange:
         defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
             or :meth:`write_deferred` after :meth:`finish`.
         probe: measures the steps that count, where a log is on.
+        joins: flags of :class:`~dgc.core.wire.header.Flags` while this rank takes part without data: it submits zeros,
+            and can drop a step exactly.
+        joined: rank -> those flags, of the ranks that took part in the latest step like that.
+        on_joined: called with the context of a step in which some ranks did, before it finishes; may be collective.
     """
 
     awaits_update = False
     defers = False
     probe: Probe | None = None
+    joins = 0
+    on_joined: Callable[[StepContext], None] | None = None
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class Exchange:
         self.stats = Stats()
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
+        self.joined: dict[int, int] = {}
         self._kernels = kernels
         made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
         self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
@@ -178,6 +186,8 @@ class Exchange:
             raise step.fail(step.error)
         context = step.context
         assert context is not None, "a step is under way"
+        if self.on_joined is not None and 0 < len(context.joined) < self.transport.size:
+            self.on_joined(context)
         refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
         if not refused:
             answers = [bucket.overflows() for bucket in self._buckets]
@@ -188,8 +198,9 @@ class Exchange:
             for bucket in self._buckets:
                 bucket.finish(refused=refused)
         self.state.step += not refused
-        if self.probe is not None and not refused:
+        if self.probe is not None and not refused and len(context.joined) < self.transport.size:
             self.probe.measure(context, self._buckets)
+        self.joined = context.joined
         with context.stats.timed("apply"):
             step.finish(refused=refused)
             if not (self.awaits_update or step.exact):
@@ -366,9 +377,17 @@ class Exchange:
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             submissions=Submissions(self.layout),
             defers=self.defers,
+            joins=self.joins,
+            weight=self._weight(),
         )
         self._pipeline.start(context)
         return context
+
+    def _weight(self) -> float:
+        """What the gradients are multiplied by, since results are divided by the number of all ranks."""
+        ranks, by_training = self.transport.size, any(f & Flags.BY_TRAINING for f in self.joined.values())
+        reweighted = by_training and self.config.op == "average" and len(self.joined) < ranks
+        return ranks / (ranks - len(self.joined)) if reweighted else 1.0
 
     def _warn_of_refusal(self) -> None:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""

@@ -227,6 +227,12 @@ class StepContext:
     """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
     defers: bool = False
     """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
+    joins: int = 0
+    """Flags of a rank that takes part without data, or 0."""
+    joined: dict[int, int] = field(default_factory=dict)
+    """Rank -> those flags, of the ranks that do so; once the messages are in."""
+    weight: float = 1.0
+    """What gradients are multiplied by: P / T where averages are over T training ranks."""
     coming_scale: Callable[[], float] | None = None
     """Where the loss scale is still on its way: returns it. Waits."""
 
@@ -244,8 +250,8 @@ class StepContext:
         return refused
 
     def gradient_scale(self, parameter: int) -> float:
-        """What a gradient is multiplied by before anything else: 1 / loss scale, times its clipping factor."""
-        scale = 1.0 / self.loss_scale
+        """What a gradient is multiplied by before anything else: weight / loss scale, times its clipping factor."""
+        scale = self.weight / self.loss_scale
         return scale if self.clip is None else scale * self.clip[parameter]
 
 

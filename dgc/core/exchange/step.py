@@ -292,7 +292,7 @@ class Step:
 
     def capture(self) -> None:
         """Copy the state from before a step, if it may be taken back; only the first call before a step does."""
-        if self.exact:
+        if self.exact or (self.context is not None and self.context.joins):
             self.applied()
             if not self._captured:
                 self._copy()

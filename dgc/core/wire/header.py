@@ -51,9 +51,13 @@ class Flags(IntFlag):
     """The sender's gradient had non-finite entries in this bucket: the step is refused on every rank."""
     ERROR = 2
     """The sender failed: ``error_code`` and ``error_parameter`` say how, and there are no entries."""
+    JOINED = 4
+    """The sender has run out of data: its gradients are 0, and its fingerprint is not compared."""
+    BY_TRAINING = 8
+    """With ``JOINED``: from the next step on, averages are over the ranks that have not joined."""
 
 
-_KNOWN_FLAGS = int(Flags.NONFINITE | Flags.ERROR)
+_KNOWN_FLAGS = sum(Flags)
 
 
 class Header(NamedTuple):

@@ -23,6 +23,7 @@ ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
 )
 """By their number in messages."""
 _NO_PARAMETER = 2**32 - 1
+_JOINED = Flags.JOINED | Flags.BY_TRAINING
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class Incoming:
     inline: np.ndarray
     coded: np.ndarray
     error: errors.DGCError | None = None
+    joined: int = 0
+    """Of :class:`Flags`: JOINED, BY_TRAINING."""
 
 
 @contextmanager
@@ -58,7 +61,7 @@ class Sender:
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
         """Allocate nothing yet; buffers, of ``memory``, follow the plan given to :meth:`start`."""
         self._memory = memory or HostMemory()
-        self._fingerprint = 0
+        self._fingerprint = self._joined = 0
         self._bucket = bucket
         self._transport = transport
         self._plan: BucketPlan | None = None
@@ -91,9 +94,10 @@ class Sender:
         at = self._required_plan.inline_bytes_at
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
-    def finish(self, step: int, *, count: int, nonfinite: bool) -> None:
-        """Write the header of an ordinary message."""
-        pack_header(self._header(step, Flags.NONFINITE if nonfinite else 0, count=count), self._message)
+    def finish(self, step: int, *, count: int, nonfinite: bool, joined: int = 0) -> None:
+        """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank that has run out of data."""
+        self._joined = joined
+        pack_header(self._header(step, joined | Flags.NONFINITE * nonfinite, count=count), self._message)
 
     def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
@@ -123,9 +127,14 @@ class Sender:
         failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
         if failed:
             return [_failure(headers[i], self._gathered[i], i, self._transport.label(i)) for i in failed]
+        if len({header.flags & _JOINED for header in headers} - {0}) > 1:
+            raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all of them the same")
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             who, own = self._transport.label(sender), self._transport.label(self._transport.rank)
+            joined = header.flags & _JOINED
+            if joined or self._joined:  # a rank without data does not follow schedules
+                header = header._replace(fingerprint=self._fingerprint)
             if header.fingerprint != self._fingerprint:
                 raise errors.ConfigError(
                     f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "
@@ -143,6 +152,7 @@ class Sender:
                 payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
                 inline=data[at : at + plan.inline_bytes],
                 coded=data[coded:at],
+                joined=joined,
             )
             incoming.append(message)
         return incoming

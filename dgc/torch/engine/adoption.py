@@ -140,6 +140,11 @@ class Adoption:
                     own[option] = group[option]
                     group[option] = False if option == "nesterov" else 0
 
+    @property
+    def hides(self) -> bool:
+        """Whether groups hold 0 now."""
+        return bool(self._hidden)
+
     def show(self) -> None:
         """Give the groups back what :meth:`hide` took; what was set in them meanwhile stays."""
         hidden, self._hidden = self._hidden, {}

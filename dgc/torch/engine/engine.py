@@ -15,6 +15,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
+from dgc.core.exchange.records import StepContext
 from dgc.core.state.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
@@ -265,7 +266,10 @@ class Engine(EngineBase):
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
         self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
-        self._exchanges[:] = [self.exchange]
+        self._exchanges[:] = [self._following(self.exchange)]
+
+    def _meet_joined(self, context: StepContext) -> None:
+        self.follows = self.watch.share_options(self.between, context, self.sparse.others)
 
     def _clear(self) -> None:
         self._leave_failure()
@@ -306,7 +310,7 @@ class Engine(EngineBase):
         self._memory.begin()
         self.exchange.defers = updates.begin(owner) and self.sparse.agreed
         # Whether a step was applied is known of an optimizer alone.
-        self.exchange.awaits_update = owner is not None
+        self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
         change = self.watch.saved.change(self.transport)
         try:
             if owner is not None:
@@ -341,9 +345,8 @@ class Engine(EngineBase):
             result.deliver()
         submitted = set(self._pending)
         self._pending.clear()
-        if not self.sparse.agreed:
-            if found := self.sparse.agree(self.transport, submitted):
-                carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self.sparse.others})
+        if not self.sparse.agreed and (found := self.sparse.agree(self.transport, submitted)):
+            carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self.sparse.others})
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)

@@ -38,7 +38,7 @@ def packed(header=HEADER):
         compressor=U8,
         index_codec=U8,
         value_codec=U8,
-        flags=st.integers(0, 3),
+        flags=st.integers(0, 15),
         step=U64,
         bucket=U32,
         fingerprint=U64,
@@ -85,8 +85,8 @@ def test_field_that_does_not_fit_is_named(name, bits):
 
 
 def test_unknown_flag_is_refused_by_the_writer():
-    with pytest.raises(WireError, match="flags are 0x4"):
-        packed(HEADER._replace(flags=4))
+    with pytest.raises(WireError, match="flags are 0x10"):
+        packed(HEADER._replace(flags=16))
 
 
 def test_short_buffers_are_refused():
@@ -104,7 +104,7 @@ def test_short_buffers_are_refused():
         (3, 0, "no message of this package"),
         (4, 2, "version 2 came, version 1 was expected.*same release"),
         (4, 0, "version 0 came"),
-        (40, 4, "flags 0x4 came, known bits are 0x3"),
+        (40, 16, "flags 0x10 came, known bits are 0xf"),
         (41, 0x80, "flags 0x8000 came"),
         (49, 1, "reserved bytes are not 0"),
         (63, 255, "reserved bytes are not 0"),

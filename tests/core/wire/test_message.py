@@ -7,7 +7,7 @@ from dgc import errors
 from dgc.core.compressors.build import make_config
 from dgc.core.kernels.base import HostMemory
 from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire.header import HEADER_BYTES, pack_header, unpack_header
+from dgc.core.wire.header import HEADER_BYTES, Flags, pack_header, unpack_header
 from dgc.core.wire.message import Sender, blaming
 from dgc.core.wire.plan import MIN_MESSAGE_BYTES, make_plan
 from dgc.transport.local import run_ranks
@@ -28,12 +28,12 @@ def entries_of(rank):
     return positions, rng.standard_normal(positions.size).astype(np.float32), rng.standard_normal(PLAN.vector_size)
 
 
-def write(sender, rank, step=STEP, fingerprint=5, plan=PLAN):
+def write(sender, rank, step=STEP, fingerprint=5, plan=PLAN, joined=0):
     positions, values, vector = entries_of(rank)
     sender.start(plan, fingerprint)
     plan.codec.encode(positions, values, sender.payload)
     sender.inline(vector.astype(np.float32))
-    sender.finish(step, count=len(positions), nonfinite=rank == 1)
+    sender.finish(step, count=len(positions), nonfinite=rank == 1, joined=joined)
 
 
 def exchanged(act):
@@ -129,6 +129,26 @@ def test_other_options_on_one_rank_are_an_error_that_says_what_to_do():
     for error, other in zip(found, (2, 2, 0), strict=True):
         assert f"rank {other} and rank" in str(error)
         assert "load a checkpoint on all ranks" in str(error)
+
+
+def test_options_of_a_rank_that_has_joined_are_not_compared():
+    """But those of the others are, and the step of all."""
+
+    def joins(sender, rank, others=5, step=STEP):
+        write(sender, rank, STEP if rank else step, others if rank else 6, joined=0 if rank else Flags.JOINED)
+
+    for received in exchanged(joins):
+        assert [message.joined for message in received] == [Flags.JOINED, 0, 0]
+    for error in exchanged(lambda sender, rank: joins(sender, rank, others=5 + rank))[1:]:
+        assert "rank 1 and rank 2 disagree" in str(error) or "rank 2 and rank 1 disagree" in str(error)
+    assert all("step 8" in str(error) for error in exchanged(lambda sender, rank: joins(sender, rank, step=8))[1:])
+
+
+def test_ranks_that_have_joined_with_other_divisors_are_an_error():
+    flags = (Flags.JOINED, Flags.JOINED | Flags.BY_TRAINING, 0)
+    for error in exchanged(lambda sender, rank: write(sender, rank, joined=flags[rank])):
+        assert isinstance(error, errors.ConfigError)
+        assert "divide_by" in str(error)
 
 
 def test_a_message_of_another_step_is_refused():

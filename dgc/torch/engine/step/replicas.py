@@ -1,12 +1,15 @@
-"""Do all ranks hold the same parameters, and the same results of a step? Asked with a few values of each tensor."""
+"""What keeps the replicas alike: parameters and results that are compared, options that joined ranks take over."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from dgc.core.exchange.records import StepContext
 from dgc.core.transport import Transport
+from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.tensors import fingerprint, samples
 from dgc.transport.agreement import require_replicas
 
@@ -44,3 +47,68 @@ def require_same_results(transport: Transport, names: Sequence[str], parameters:
         "their gradients were changed in different ways between synchronize() and another synchronize() or step(), "
         "which averages nothing again: make the same change on every rank",
     )
+
+
+def share_options(
+    transport: Transport,
+    context: StepContext,
+    adoption: Adoption,
+    members: Sequence[int],
+    optimizer: torch.optim.Optimizer,
+    updates: bool,
+) -> bool:
+    """Give ranks that have joined the options of one that trains. Collective.
+
+    Args:
+        transport: connects the ranks.
+        context: of the step, whose messages are in.
+        adoption: of the optimizer's options.
+        members: indices of the parameters that are exchanged.
+        optimizer: steps the parameters.
+        updates: whether the update follows, and nothing of the script's comes before it.
+
+    Returns:
+        ``updates`` of a rank that trains.
+    """
+    hidden = adoption.hides  # Horovod's optimizer exchanges within step()
+    adoption.show()
+    own = np.array([updates, *option_values(optimizer)], np.float64)
+    rows = np.empty((transport.size, own.nbytes), np.uint8)
+    transport.allgather(own.view(np.uint8), rows)
+    came = rows[min(set(range(transport.size)) - set(context.joined))].view(np.float64)
+    if transport.rank in context.joined:
+        set_option_values(optimizer, came[1:])
+        adoption.read(optimizer)
+        context.hyper = adoption.hyper.chosen(members)
+    if hidden:
+        adoption.hide(optimizer)
+    return bool(came[0])
+
+
+def option_values(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The numbers among all groups' options, in a fixed order; NaN in the place of anything else."""
+    return [
+        float(v) if isinstance(v, (int, float, torch.Tensor)) else float("nan")
+        for group in optimizer.param_groups
+        for name in optimizer.defaults
+        for v in _as_tuple(group[name])
+    ]
+
+
+def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:
+    """Overwrite the numbers among all groups' options by what :func:`option_values` returned on another rank."""
+    left = iter(values)
+    for group in optimizer.param_groups:
+        for name in optimizer.defaults:
+            options = tuple(_of_type(v, next(left)) for v in _as_tuple(group[name]))
+            group[name] = options if isinstance(group[name], tuple) else options[0]
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _of_type(own: object, came: float) -> object:
+    if isinstance(own, torch.Tensor):
+        return own.fill_(came)
+    return type(own)(came) if isinstance(own, (int, float)) else own

@@ -9,9 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dgc.core.exchange.records import StepContext
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.horovod.owner import broadcasting
+from dgc.torch.engine.step.replicas import share_options
 from dgc.torch.engine.step.results import Results
 from dgc.torch.engine.step.saved_state import SavedState
 from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
@@ -192,6 +195,16 @@ class StepWatch:
                 driver.updated()
         if self.results.undecided and self._updates(optimizer):
             self.results.applied()
+
+    def share_options(self, transport: Transport, context: StepContext, members: Sequence[int]) -> bool:
+        """Let ranks without data follow the owner's options of one that trains. Collective.
+
+        Returns:
+            Whether they make the same update: nothing of the script's comes before it.
+        """
+        assert self.owner is not None, "it has begun the step"
+        at_once = self.driver is not None and self.driver.in_step
+        return share_options(transport, context, self._adoption, members, self.owner, at_once)
 
     def tell(self, optimizer: torch.optim.Optimizer) -> None:
         """After all that: the step is whole, and an exception would leave nothing half done."""

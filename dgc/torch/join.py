@@ -1,0 +1,161 @@
+"""``dgc.torch.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
+
+A joined rank hands over zeros, so its momentum and residual go on being sent, and its messages carry a flag. After each
+such step it takes over the options of a rank that trains, and makes the same update. Once all messages of a step carry
+the flag there was none: that exchange is dropped, and the state is that from before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dgc.core.wire.header import Flags
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.compressor import DGCCompressor
+from dgc.torch.engine.distributed import ProcessGroup
+from dgc.torch.engine.engine import Engine
+from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.engine.step.replicas import option_values, set_option_values
+from dgc.torch.zero import ZeroRedundancyOptimizer
+from dgc.transport.agreement import gather_if_different
+
+_DIVISORS = {"all": Flags.JOINED, "training": Flags.JOINED | Flags.BY_TRAINING}
+
+
+def join(compression: DGCCompressor, divide_by: str = "all") -> int:
+    """Take part in the steps of ranks that still train, without data, until all ranks have joined. Collective.
+
+    Afterwards parameters, optimizer state and options (the learning rate) are those of the last rank on all ranks;
+    residuals stay each rank's own. Buffers of the model are not broadcast.
+
+    Args:
+        compression: of ``dgc.torch.DistributedOptimizer`` or of Horovod's.
+        divide_by: what the sum of gradients is divided by. "all": the number of ranks, as in ``hvd.join()``.
+            "training": the number of ranks that had not joined in the step before. Equal on all ranks.
+
+    Returns:
+        The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
+
+    Raises:
+        ConfigError: another ``divide_by``, no bound compressor, nodes that send as one, or a sharded optimizer.
+        LayoutError: called between ``backward()`` and ``step()``.
+        DGCError: this or another rank failed.
+    """
+    if divide_by not in _DIVISORS:
+        raise ConfigError(f"divide_by={divide_by!r}; allowed: {', '.join(map(repr, _DIVISORS))}")
+    if not (isinstance(compression, DGCCompressor) and compression.is_bound):
+        raise ConfigError(f"join({compression!r}): give it the compressor of dgc.torch.DistributedOptimizer")
+    engine = compression.engine
+    if engine is None:
+        return 0
+    optimizer: Any = engine.watch.owner
+    _require_able(engine, optimizer, divide_by)
+    engine.joins = _DIVISORS[divide_by]
+    try:
+        last = _follow_until_all_joined(engine, optimizer)
+    finally:
+        engine.joins = 0
+    _take_over(engine, optimizer, last)
+    return _global_rank(optimizer.process_set, last)
+
+
+def _require_able(engine: Engine, optimizer: Any, divide_by: str) -> None:
+    if engine.exchange.in_step:
+        engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
+    if not hasattr(optimizer, "skip_synchronize"):
+        engine.fail(ConfigError("join() steps the optimizer: wrap it with dgc.torch.DistributedOptimizer"))
+    if divide_by == "training" and engine.sparse.found:
+        engine.fail(ConfigError('join() divides sparse gradients by all ranks: leave out divide_by="training"'))
+    if engine.between.inside is not None:
+        engine.fail(ConfigError("join() needs a message of each rank: leave out hierarchical=True"))
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        engine.fail(ConfigError("join() cannot step a sharded optimizer: give every rank the same number of steps"))
+
+
+def _follow_until_all_joined(engine: Engine, optimizer: Any) -> int:
+    """Returns the rank, within the exchange, that joined last."""
+    ranks, before = engine.transport.size, set(engine.exchange.joined)
+    while True:
+        _clear(engine)
+        optimizer.synchronize()
+        joined = set(engine.exchange.joined)
+        if len(joined) == ranks:
+            break
+        before = joined
+        if engine.follows:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            engine.exchange.applied()
+    engine.exchange.drop()
+    engine.exchange.joined = {}
+    _clear(engine)
+    return max(set(range(ranks)) - before)
+
+
+def _clear(engine: Engine) -> None:
+    """Leave no gradient behind, neither a result nor what an accumulation that has not ended has added up."""
+    if engine.watch.driver is not None:
+        engine.watch.driver.give_up()
+    for p in engine.parameters:
+        p.grad = None
+    engine.watch.results.cleared()
+
+
+def _take_over(engine: Engine, optimizer: Any, root: int) -> None:
+    """Overwrite what all ranks share with that of one rank, unless it is equal."""
+    exchange, rank = engine.exchange, engine.transport.rank
+    replicated = exchange.state.step <= exchange.schedule.begin
+    momentum = {
+        i: entry["u"]
+        for i, entry in enumerate(exchange.state.to_dict()["parameters"].values())
+        if replicated or "v" not in entry
+    }
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    content = {
+        "options": option_values(optimizer),
+        "parameters": [p.detach() for p in parameters],
+        "state": [dict(optimizer.state.get(p, {})) for p in parameters],
+        "momentum": momentum,
+    }
+    file = io.BytesIO()
+    torch.save(content, file)
+    if gather_if_different(engine.transport, {"content": hashlib.sha256(file.getbuffer()).hexdigest()}) is None:
+        return
+    came = _broadcast(file.getvalue() if rank == root else b"", optimizer.process_set, root)
+    if rank == root:
+        return
+    device = parameters[0].device
+    loaded = torch.load(
+        io.BytesIO(came),
+        map_location=lambda storage, place: storage if place == "cpu" else storage.to(device),
+        weights_only=False,
+    )
+    set_option_values(optimizer, loaded["options"])
+    with torch.no_grad():
+        for p, values, entries in zip(parameters, loaded["parameters"], loaded["state"], strict=True):
+            p.copy_(values)
+            if entries or p in optimizer.state:
+                optimizer.state[p] = entries
+    for i, u in loaded["momentum"].items():
+        exchange.state.set_momentum_buffer(i, u)
+
+
+def _global_rank(members: Any, rank: int) -> int:
+    if isinstance(members, ProcessGroup):
+        return dist.get_global_rank(members.group or dist.group.WORLD, rank)
+    return int(members.ranks[rank])
+
+
+def _broadcast(content: bytes, members: Any, root: int) -> bytes:
+    source = _global_rank(members, root)
+    if not isinstance(members, ProcessGroup):
+        return HOROVOD.module().broadcast_object(content, source, name="dgc.join", process_set=members)
+    box = [content]
+    dist.broadcast_object_list(box, source, group=members.group)
+    return box[0]

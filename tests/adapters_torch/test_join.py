@@ -1,0 +1,78 @@
+"""``dgc.torch.join``: ranks with different numbers of batches, under Horovod and torch.distributed."""
+
+from pathlib import Path
+
+import pytest
+from launch_tools import case_names, run_cases, run_mpi
+from rank_jobs import CARRIERS, SIZES, each_case
+
+WORKER = Path(__file__).parent / "workers" / "join_cases.py"
+
+test_join = each_case(WORKER, {**SIZES, "gloo": CARRIERS["gloo"]})
+
+
+@pytest.fixture(scope="module")
+def under_torchrun():
+    return run_cases(2, WORKER, launcher="torchrun")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", [name for name in case_names(WORKER) if "horovod" not in name])
+def test_under_torchrun(under_torchrun, name):
+    under_torchrun.check(name)
+
+
+ALONE = """
+import sys
+import torch
+from worker_tools import report
+import dgc.torch as dgc
+
+if {torchrun}:
+    import torch.distributed as ranks
+    ranks.init_process_group("gloo")
+    rank = ranks.get_rank()
+else:
+    import horovod.torch as hvd
+    hvd.init()
+    rank = hvd.rank()
+torch.manual_seed(0)
+model = torch.nn.Linear(20, 64)
+compression = dgc.Compression.dgc(sparsity=0.9)
+optimizer = dgc.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
+)
+
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 20)).pow(2).sum().backward()
+        optimizer.step()
+
+train(2 + rank)
+try:
+    if {joins}:
+        dgc.join(compression)
+    if rank == 0:
+        {then}
+except Exception as error:
+    report([type(error).__name__, str(error)])
+    raise SystemExit(3)
+report("no error")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo", "torchrun"])
+@pytest.mark.parametrize(
+    ("joins", "then"),
+    [("True", "train(2)"), ("rank == 0", "pass")],
+    ids=["a joined rank trains on", "a rank does not join"],
+)
+def test_a_rank_alone_gets_an_error(launcher, joins, then):
+    source = ALONE.format(torchrun=launcher == "torchrun", joins=joins, then=then)
+    result = run_mpi(2, source, launcher=launcher, check=False)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0
+    name, text = result.values[0]
+    assert name in ("TransportError", "StallError", "RemoteError", "HorovodInternalError"), text

@@ -1,0 +1,370 @@
+"""dgc.torch.join with uneven numbers of batches, on real ranks of Horovod or torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from functools import partial
+
+import torch
+from torch import nn
+from worker_tools import SkipCase, case, run_cases
+
+import dgc.torch as dgc
+
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+if TORCHRUN:
+    import torch.distributed as dist
+else:
+    import horovod.torch as hvd
+
+EXACT = {"sparsity": 0.0, "values": "float32", "small": "float32"}
+SGD = {
+    "plain": {"lr": 0.1},
+    "nesterov decay": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+}
+
+
+def rank():
+    return dist.get_rank() if TORCHRUN else hvd.rank()
+
+
+def size():
+    return dist.get_world_size() if TORCHRUN else hvd.size()
+
+
+def gathered(value):
+    if not TORCHRUN:
+        return hvd.allgather_object(value)
+    values = [None] * size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+
+
+def loss_of(model, step, of=None):
+    seed = 1000 * step + (rank() if of is None else of)
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
+
+
+def wrap(model, optimizer, **options):
+    compression = dgc.Compression.dgc(**options)
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    return optimizer, compression
+
+
+def train(optimizer, model, steps, start=0, after=None):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if after is not None:
+            after()
+
+
+def batches(gap, of=None):
+    """Rank 0 has the fewest, each other one ``gap`` more than the one before; the last but one the most."""
+    order = [*range(size() - 2), size() - 1, size() - 2]
+    return 3 + gap * order.index(rank() if of is None else of)
+
+
+def reference(gap, options, more=0, clip=None, divide=lambda training_before: size()):
+    """Dense SGD in one process, in which ranks without data give zeros."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **options)
+    longest, training = max(batches(gap, r) for r in range(size())), size()
+    for step in range(longest + more):
+        members = [r for r in range(size()) if step < batches(gap, r) or step >= longest]
+        by = divide(training if step < longest else size())
+        training = len(members)
+        optimizer.zero_grad()
+        for r in members:
+            (loss_of(model, step, r) / by).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def assert_identical(model):
+    assert len({bytes(v.numpy().tobytes()) for v in gathered(flat(model))}) == 1, "replicas differ"
+
+
+def assert_close(model, expected, tolerance=1e-5):
+    for a, e in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (a - e).abs().max() <= tolerance * e.abs().max(), ((a - e).abs().max() / e.abs().max()).item()
+
+
+def error_on_every_rank(function, error, match):
+    try:
+        function()
+        text = "nothing was raised"
+    except error as raised:
+        text = str(raised)
+    texts = gathered(text)
+    assert all(re.search(match, each) for each in texts), texts
+
+
+@case("2ranks", "4ranks")
+def uneven_data_equal_zeros_by_hand_at_sparsity_0():
+    for gap in (1, 5, 17):
+        for options in SGD.values():
+            model = make_model()
+            optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
+            train(optimizer, model, batches(gap))
+            assert dgc.join(compression) == size() - 2
+            assert_identical(model)
+            assert_close(model, reference(gap, options))
+            train(optimizer, model, 4, start=batches(gap, size() - 2))
+            assert_identical(model)
+            assert_close(model, reference(gap, options, more=4))
+            compression.close()
+
+
+@case("2ranks", "4ranks")
+def replicas_are_identical_at_sparsity_099():
+    for gap in (1, 5, 17):
+        model = make_model()
+        optimizer, compression = wrap(
+            model, torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]), sparsity=[0.9, 0.99], rampup_step=20
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=200)
+        for epoch in range(2):
+            train(optimizer, model, batches(gap), start=100 * epoch, after=schedule.step)
+            dgc.join(compression)
+            assert_identical(model)
+            assert len(set(gathered(optimizer.param_groups[0]["lr"]))) == 1
+            # A schedule by batches is behind on ranks that had fewer.
+            schedule.load_state_dict(gathered(schedule.state_dict())[size() - 2])
+            train(optimizer, model, 5, start=100 * epoch + 90, after=schedule.step)
+            assert_identical(model)
+        steps = {r["step"] for r in gathered(compression.describe())}
+        assert steps == {2 * (batches(gap, size() - 2) + 5)}
+        compression.close()
+
+
+@case("2ranks", "4ranks")
+def nothing_is_lost():
+    """What the ranks computed is in the parameters or in their residuals."""
+    model = make_model()
+    before = flat(model)
+    optimizer, compression = wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.99, values="float32", small="float32"
+    )
+    total = torch.zeros_like(before)
+    for step in range(batches(5)):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        total += torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, model.parameters(), retain_graph=True)])
+        loss.backward()
+        optimizer.step()
+    dgc.join(compression)
+    residuals = compression.state_dict()["parameters"]
+    entries = [residuals[name] for name, _ in model.named_parameters()]
+    left = torch.cat([torch.from_numpy(entry.get("v", 0 * entry["u"])) for entry in entries])
+    assert left.abs().max() > 0
+    mean = sum(gathered(total - left)) / size()
+    assert torch.allclose(before - flat(model), 0.1 * mean, atol=2e-6), (before - flat(model) - 0.1 * mean).abs().max()
+    compression.close()
+
+
+@case("2ranks", "4ranks")
+def sums_are_divided_by_those_that_train():
+    for options in SGD.values():
+        model = make_model()
+        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
+        train(optimizer, model, batches(5))
+        dgc.join(compression, divide_by="training")
+        assert_identical(model)
+        assert_close(model, reference(5, options, divide=lambda training: training))
+        train(optimizer, model, 3, start=batches(5, size() - 2))
+        assert_close(model, reference(5, options, more=3, divide=lambda training: training))
+        compression.close()
+
+
+def computed_loss(optimizer, model, step):
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    loss.backward()
+    return loss
+
+
+@case
+def clipped_and_closure_steps_end_with_identical_replicas():
+    for kind, options in (("clipped", "plain"), ("clipped", "nesterov decay"), ("closure", "plain")):
+        model, options = make_model(), SGD[options]
+        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
+        for step in range(batches(5) + 3):
+            if step == batches(5):
+                dgc.join(compression)
+                assert_identical(model)
+            step += max(0, batches(5, size() - 2) - batches(5)) * (step >= batches(5))
+            if kind == "closure":
+                optimizer.step(partial(computed_loss, optimizer, model, step))
+                continue
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert_identical(model)
+        if options is SGD["plain"]:  # else the results hold momentum
+            assert_close(model, reference(5, options, more=3, clip=0.1 if kind == "clipped" else None))
+        compression.close()
+
+
+@case
+def adam_has_the_same_state_everywhere():
+    for explicit in (False, True):
+        model = make_model()
+        optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+        for step in range(0 if rank() == 0 else 7):  # rank 0 has no batch at all
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if explicit:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert dgc.join(compression) == size() - 1
+        state = [optimizer.state[p][k] for p in model.parameters() for k in ("step", "exp_avg", "exp_avg_sq")]
+        assert len({b"".join(v.numpy().tobytes() for v in each) for each in gathered(state)}) == 1
+        assert state[0] == 7
+        train(optimizer, model, 5, start=20)
+        assert_identical(model)
+        compression.close()
+
+
+@case
+def nothing_changes_where_all_join_together():
+    for discardable in (False, True):
+        model = make_model()
+        optimizer, compression = wrap(
+            model,
+            torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]),
+            sparsity=0.99,
+            discardable=discardable,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert dgc.join(compression) == size() - 1
+            for epoch in range(3):
+                train(optimizer, model, 4, start=10 * epoch)
+                before, parameters = compression.state_dict(), flat(model)
+                assert dgc.join(compression) == size() - 1
+                after = compression.state_dict()
+                assert after["step"] == before["step"] == 4 * (epoch + 1)
+                assert torch.equal(flat(model), parameters)
+                for name, entry in before["parameters"].items():
+                    for key, value in entry.items():
+                        assert value.tobytes() == after["parameters"][name][key].tobytes(), (name, key)
+        assert_identical(model)
+        compression.close()
+
+
+@case
+def an_accumulation_that_did_not_end_is_dropped():
+    model = make_model()
+    compression = dgc.Compression.dgc(**EXACT)
+    optimizer = dgc.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]),
+        model.named_parameters(),
+        compression=compression,
+        backward_passes_per_step=2,
+    )
+    for step in range(batches(5)):
+        for _ in range(2):
+            (loss_of(model, step) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, 999).backward()
+    dgc.join(compression)
+    assert_close(model, reference(5, SGD["nesterov decay"]))
+    compression.close()
+
+
+@case
+def mistakes_are_errors_on_every_rank():
+    def attempt(act, error, match, **options):
+        model = make_model()
+        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9, **options)
+        train(optimizer, model, 2)
+        error_on_every_rank(lambda: act(optimizer, compression, model), error, match)
+        compression.close()
+
+    def between(optimizer, compression, model):
+        loss_of(model, 0).backward()
+        if rank() == 0:
+            dgc.join(compression)
+        optimizer.step()
+
+    attempt(between, dgc.LayoutError, r"between backward\(\) and step\(\)")
+    attempt(lambda o, c, m: dgc.join(c, divide_by="none"), dgc.ConfigError, "'all', 'training'")
+    attempt(lambda o, c, m: dgc.join(c, ("all", "training")[rank() % 2]), dgc.ConfigError, "different values of divide")
+
+
+@case
+def an_error_of_a_training_rank_reaches_the_joined_ones():
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+    train(optimizer, model, 2)
+
+    def act():
+        if rank() == 0:
+            dgc.join(compression)
+        else:
+            compression.engine.fail(dgc.LayoutError("a broken batch"))
+
+    error_on_every_rank(act, dgc.LayoutError, "a broken batch")
+    compression.reset()
+    train(optimizer, model, 2)
+    compression.close()
+
+
+@case("2ranks", "4ranks")
+def uneven_data_equal_horovods_join_at_sparsity_0():
+    if TORCHRUN:
+        raise SkipCase("Horovod's")
+    for gap in (1, 5, 17):
+        for options in SGD.values():
+            plain = make_model()
+            dense = torch.optim.SGD(plain.parameters(), **options)
+            train(hvd.DistributedOptimizer(dense, plain.named_parameters()), plain, batches(gap))
+            last = hvd.join()
+            hvd.broadcast_parameters(plain.state_dict(), root_rank=last)
+            for way in ("dgc's", "Horovod's"):
+                model = make_model()
+                optimizer = torch.optim.SGD(model.parameters(), **options)
+                if way == "dgc's":
+                    optimizer, compression = wrap(model, optimizer, **EXACT)
+                else:
+                    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **EXACT)
+                    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+                train(optimizer, model, batches(gap))
+                assert dgc.join(compression) == last
+                assert_identical(model)
+                assert_close(model, plain)
+                train(optimizer, model, 3, start=99)
+                assert_identical(model)
+                compression.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if TORCHRUN:
+        dist.init_process_group("gloo")
+    else:
+        hvd.init()
+    run_cases()
