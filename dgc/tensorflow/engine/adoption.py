@@ -277,7 +277,7 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
     Raises:
         ConfigError: it makes NaN of them.
     """
-    if divides_zero_by_zero(optimizer):
+    if optimizer is not None and divides_zero_by_zero(optimizer):
         raise ConfigError(
             f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries are "
             f"sent, as by {algorithm!r}: give it epsilon_1=1e-12, or take one of those that docs/tuning.md calls sound"
