@@ -166,6 +166,11 @@ def optimizers(library: str) -> Iterator[tuple[str, float, Train]]:
     return of_keras(module, module.Optimizer)
 
 
+def _share(loss: float) -> float | None:
+    """Of the loss at the beginning; None where it is not finite, which JSON does not know."""
+    return float(f"{loss / begin():.3g}") if math.isfinite(loss) else None
+
+
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -183,7 +188,7 @@ def main() -> None:
             rates = [usual / 10, usual, usual * 10]
             rows[f"{library}: {name}"] = row = {"rates": [float(f"{rate:g}") for rate in rates]}
             for kind in ("dense", "sparse"):
-                row[kind] = [float(f"{train(rate, kind == 'sparse') / begin():.3g}") for rate in rates]
+                row[kind] = [_share(train(rate, kind == "sparse")) for rate in rates]
             print(f"{library}: {name}", json.dumps(row), flush=True)
     if options.json:
         head = {"steps": STEPS, "density": DENSITY, "environment": environment()}

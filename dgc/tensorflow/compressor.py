@@ -42,7 +42,7 @@ class DGCCompressor(CompressorBase[Engine]):
     """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
     optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
-    lacks_residuals = False
+    _lacks_residuals = False
     """Whether it was loaded with a model, which was saved where residuals were not empty."""
 
     _horovod = HOROVOD
@@ -112,7 +112,7 @@ class DGCCompressor(CompressorBase[Engine]):
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         self.adopt(optimizer, process_set)
         assert self.adoption is not None
-        return Engine(variables, self.config, transport, self.adoption, self._loss_scale, self.lacks_residuals)
+        return Engine(variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals)
 
     def stand_beside_local(self) -> None:
         """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.

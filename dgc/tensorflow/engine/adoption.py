@@ -8,6 +8,7 @@ is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s mo
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from dgc.tensorflow.engine.optimizers import (
     first_moment,
     get_momentum,
     is_cleared,
+    is_keras,
     is_sgd,
     learning_rate,
     momentum_slot,
@@ -80,12 +82,8 @@ class Adoption:
         self.left_for: str | None = None
         self._config = config
         self._refuse_clipped_velocity()
-        if divides_zero_by_zero(optimizer) and leaves_zeros(config):
-            raise ConfigError(
-                f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries "
-                f"are sent, as by {config.algorithm!r}: give it epsilon_1=1e-12, or take one of those that "
-                "docs/tuning.md calls sound"
-            )
+        if leaves_zeros(config):
+            _look_at_update(optimizer, config.algorithm)
         own = own_update(optimizer)
         found = clipping(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
@@ -271,6 +269,26 @@ class Adoption:
         if family(self.optimizer) != V1:
             # An instance's method: a class of its own would be saved with the model, and loaded without us.
             self.optimizer.get_config = functools.partial(_own_config, self)
+
+
+def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
+    """Refuse or warn of an optimizer that is not sound on gradients of which few entries are sent.
+
+    Raises:
+        ConfigError: it makes NaN of them.
+    """
+    if optimizer is not None and divides_zero_by_zero(optimizer):
+        raise ConfigError(
+            f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries are "
+            f"sent, as by {algorithm!r}: give it epsilon_1=1e-12, or take one of those that docs/tuning.md calls sound"
+        )
+    if is_keras(optimizer, "Lion"):
+        warnings.warn(
+            f"{algorithm!r} sends few entries, and Lion goes on by the sign of the last one: begin with a tenth "
+            "of dense training's learning rate, or take one of the optimizers that docs/tuning.md calls sound",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:

@@ -94,10 +94,14 @@ def _is_positive(value: Any) -> bool:
 
 def is_sgd(optimizer: Optimizer) -> bool:
     """Whether the optimizer's momentum is one that the compressor can apply."""
-    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
-    if names & {("keras", "SGD"), ("tf_keras", "SGD")}:
-        return True
-    return isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+    return is_keras(optimizer, "SGD") or isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+
+
+def is_keras(optimizer: Optimizer, name: str) -> bool:
+    """Whether the optimizer is of this class of either Keras, or of one derived from it."""
+    return any(
+        c.__module__.partition(".")[0] in ("keras", "tf_keras") and c.__name__ == name for c in type(optimizer).__mro__
+    )
 
 
 def divides_zero_by_zero(optimizer: Optimizer) -> bool:
@@ -105,8 +109,7 @@ def divides_zero_by_zero(optimizer: Optimizer) -> bool:
 
     It divides by the product of both means of squares, each ``epsilon_1`` there; this product must not be 0 in float32.
     """
-    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(optimizer).__mro__}
-    return bool(names & {("keras", "Adafactor"), ("tf_keras", "Adafactor")}) and optimizer.epsilon_1 < 1e-16
+    return is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16
 
 
 def own_update(optimizer: Optimizer) -> str | None:

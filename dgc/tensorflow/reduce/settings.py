@@ -165,7 +165,7 @@ class Settings:
             config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
             config["options"]["op"] = self.compression.config.op
             config["algorithm"] = self.compression.config.algorithm
-            config["lacks_residuals"] = self.compression.lacks_residuals or self.compression.residual_norm > 0
+            config["lacks_residuals"] = self.compression._lacks_residuals or self.compression.residual_norm > 0
             config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
         else:
             config["op"] = HOROVOD.op_name(self._options.op or "average")
@@ -181,7 +181,7 @@ class Settings:
         if options is not None:
             # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
             compression = DGCCompressor(options, "dgc" if "members" in lost else config["algorithm"])
-            compression.lacks_residuals = config["lacks_residuals"]
+            compression._lacks_residuals = config["lacks_residuals"]
         return cls(compression, ReduceOptions(config["op"], **{name: config[name] for name in _SAVED}), lost=lost)
 
 

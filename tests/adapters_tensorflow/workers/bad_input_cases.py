@@ -1,6 +1,7 @@
 """What must fail, on all ranks, with a message that says what to do. Each case ends with all ranks alive."""
 
 import functools
+import warnings
 
 import horovod.tensorflow as hvd
 import models as m
@@ -142,7 +143,7 @@ def a_larger_model_with_the_former_one_s_optimizer():
 
 
 @case("keras3", "legacy")
-def adafactor_on_gradients_of_which_most_is_zero():
+def optimizers_that_do_not_fit_gradients_of_which_most_is_zero():
     C = dgc.Compression
     strom = C.strom(threshold=0.1)
     few = [
@@ -166,6 +167,11 @@ def adafactor_on_gradients_of_which_most_is_zero():
         losses = [m.fit(model, 4)["loss"][-1] for _ in range(3)]
         assert all(np.isfinite(v).all() for v in m.values(model))
         assert losses[-1] < losses[0], losses
+    for compression, said in ((C.dgc(), 1), (C.onebit(), 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dgck.DistributedOptimizer(keras.optimizers.Lion(), compression=compression)
+        assert sum("a tenth of dense training's learning rate" in str(w.message) for w in caught) == said
     dgck.DistributedOptimizer(keras.optimizers.Adafactor(0.01), compression=C.onebit())
     dgck.DistributedOptimizer(keras.optimizers.Adafactor(0.01), compression=C.by_size({0: None, 64: C.qsgd()}))
 
