@@ -81,7 +81,7 @@ demo-tensorflow: setup ## the same on TensorFlow
 
 docs: setup ## build the site into build/site, warnings are errors
 	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: setup ## draw docs/step-time.svg from benchmarks/results
 	$(BIN)/python benchmarks/figures.py

@@ -81,7 +81,7 @@ def public(module):
 
 
 def test_the_reference_has_every_public_name():
-    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    pages = "".join((DOCS / "api" / name).read_text() for name in ("torch.md", "tensorflow.md"))
     shown = set(re.findall(r"^::: (.+)$", pages, re.MULTILINE))
     expected = public("dgc.torch") | public("dgc.tensorflow") | {"dgc.errors", "dgc.adapter.paddle.regularizers"}
     same = {"Compression", "DGCCompressor", "DGCMomentum"}  # of both packages for TensorFlow
