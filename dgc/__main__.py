@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import TYPE_CHECKING
 
 from dgc import __version__
 from dgc.build_horovod import command as build_horovod
 from dgc.build_horovod import doctor
+
+if TYPE_CHECKING:
+    from dgc.core.transport import Transport
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
@@ -24,11 +29,42 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
     )
+    bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
+    bench.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: %(default)s)")
+    bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model, instead of --parameters")
+    bench.add_argument(
+        "--sparsity", type=float, default=0.999, help="share of entries held back (default: %(default)s)"
+    )
+    bench.set_defaults(run=measure_job)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
     return parsed.run(parsed)
+
+
+def measure_job(arguments: argparse.Namespace) -> int:
+    """Predict a step's exchange in the launch that runs this."""
+    from dgc.adapter.speed import bench
+
+    return bench.run(arguments, _connect)
+
+
+def _connect() -> Transport:
+    """The transport that a training in this launch would use."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import torch.distributed as dist
+
+        from dgc.torch.engine.distributed import DistributedTransport
+
+        dist.init_process_group("gloo")
+        return DistributedTransport()
+    import horovod.torch as hvd
+
+    from dgc.torch.engine.horovod.choice import make_transport
+
+    hvd.init()
+    return make_transport()
 
 
 def list_compressors(arguments: argparse.Namespace) -> int:

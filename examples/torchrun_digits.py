@@ -1,6 +1,8 @@
 """Train a small CNN on scikit-learn's scanned digits under torchrun, with neither Horovod nor MPI.
 
-torchrun --standalone --nproc-per-node 2 examples/torchrun_digits.py
+torchrun --standalone --nproc-per-node 2 examples/torchrun_digits.py [EPOCHS]
+
+Twenty epochs are 560 steps, a short run for 99.9 %: docs/tuning.md says what to expect.
 """
 
 from __future__ import annotations

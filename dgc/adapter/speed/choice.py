@@ -34,6 +34,7 @@ class Choice:
     """Which buckets are sent dense, by the option ``exchange``.
 
     Attributes:
+        network: what "auto" has measured; None if it has not.
         reason: why "auto" predicts nothing; None if it does.
     """
 
@@ -41,7 +42,7 @@ class Choice:
         """Choose nothing yet."""
         self._config = config
         self._ranks = 1
-        self._network: Network | None = None
+        self.network: Network | None = None
         self._works: list[Cost] = []
         self._dense: dict[str, bool] = {}  # tensors that were chosen for, or whose state says how they travelled
         self._predicted: dict[tuple[str, ...], tuple[float, float]] = {}
@@ -76,7 +77,7 @@ class Choice:
             return {}
 
         agree_or_raise(transport, work, "measurements")
-        self._network = measure_network(transport)
+        self.network = measure_network(transport)
         slowest = np.array(own)
         transport.allreduce(slowest, "max")
         self._works = [Cost(float(sparse), float(dense)) for sparse, dense in slowest.reshape(-1, 2)]
@@ -164,7 +165,7 @@ class Choice:
         if known:
             # Buckets may have been cut otherwise: what is compressed already stays so, what is dense may follow.
             dense = all(known)
-        elif self._config.exchange != "auto" or self.reason is not None or self._network is None:
+        elif self._config.exchange != "auto" or self.reason is not None or self.network is None:
             dense = self._config.exchange == "dense"
         else:
             seconds = self._predict(bucket, layout)
@@ -186,9 +187,9 @@ class Choice:
         return dense, sparse + wide * (work.sparse * bucket.sparse_size + work.dense * rest)
 
     def _on_the_way(self, plan: BucketPlan) -> float:
-        assert self._network is not None
-        summed = self._network.reduce.seconds(plan.vector_size * plan.itemsize) if plan.allreduces else 0.0
-        return self._network.gather.seconds(plan.message_bytes) + summed
+        assert self.network is not None
+        summed = self.network.reduce.seconds(plan.vector_size * plan.itemsize) if plan.allreduces else 0.0
+        return self.network.gather.seconds(plan.message_bytes) + summed
 
 
 def _last_members(config: DGCConfig) -> list[DGCConfig | None]:
