@@ -177,17 +177,20 @@ class Job:
             self._folder.cleanup()
         return result, good
 
-    def end(self) -> None:
-        """Let all ranks leave together, as a script does that has ended.
-
-        Raises:
-            LaunchError: they did not.
-        """
-        if not self.alive:
-            return
+    def leave(self) -> None:
+        """Let all ranks leave together, as a script does that has ended; :meth:`end` waits for them."""
         self._signal(signal.SIGCONT)
         for connection in self._sockets.values():
             connection.sendall(b"{}\n")
+
+    def end(self) -> None:
+        """Wait for ranks that leave.
+
+        Raises:
+            LaunchError: they did not end well.
+        """
+        if not self.alive:
+            return
         try:
             returncode: int | None = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -405,9 +408,12 @@ class Ranks:
             raise LaunchError("\n".join(self._errors))
 
     def _end_all_but(self, count: int) -> None:
-        while len(self._jobs) > count:
-            # Dictionaries keep their order: the first one is the one that was not used for the longest time.
-            job = self._jobs.pop(next(iter(self._jobs)))
+        # Dictionaries keep their order: the first one is the one that was not used for the longest time.
+        ending = [self._jobs.pop(kind) for kind in list(self._jobs)[: max(0, len(self._jobs) - count)]]
+        for job in ending:
+            with contextlib.suppress(OSError):
+                job.leave()
+        for job in ending:
             try:
                 job.end()
             except (LaunchError, OSError) as error:
@@ -440,12 +446,21 @@ def each_case(
 
     @pytest.mark.mpi
     @pytest.mark.parametrize(("kind", "name"), _rows(worker, kinds, more))
-    def test(ranks: Ranks, kind: str, name: str) -> None:
+    def test(ranks: Ranks, request: pytest.FixtureRequest, kind: str, name: str) -> None:
         if kind not in found:  # a worker that gets a launch of its own is started once
             found[kind] = ranks(worker, **{"n": 2, **kinds[kind]})
+            if found[kind].fresh:
+                found[kind].args = _selected(request, kind)
         found[kind].check(name)
 
     return test
+
+
+def _selected(request: pytest.FixtureRequest, kind: str) -> tuple[str, ...]:
+    """Names of the cases of this test that are run on this kind of ranks."""
+    own = request.node
+    items = [i for i in request.session.items if (i.parent, i.originalname) == (own.parent, own.originalname)]
+    return tuple(i.callspec.params["name"] for i in items if i.callspec.params["kind"] == kind)
 
 
 def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str]) -> list[Any]:

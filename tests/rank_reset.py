@@ -43,7 +43,10 @@ class Beginning:
         self._restore_warnings()
         _forget_modules(folder)
         gc.enable()
+        gc.unfreeze()
         gc.collect()
+        # Libraries have a million objects, which every collection within a case would go through.
+        gc.freeze()
         random.seed(0)
         if "numpy" in sys.modules:
             _restore_numpy(sys.modules["numpy"])

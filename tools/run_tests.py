@@ -13,6 +13,7 @@ Other arguments are handed on to all.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,9 @@ def main() -> int:
     arguments = ["-m", SELECTIONS[selection], *arguments]
     compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
+    environment = {**os.environ, "DGC_KERNELS_COMPILED": "1"}  # so that no run does it again
+    # A hundred ranks import the package: let them read it compiled.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     start = time.monotonic()
     running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
     statuses: list[int] = []
@@ -84,7 +88,8 @@ def main() -> int:
             if paths:
                 log = tempfile.TemporaryFile()
                 line = command(paths, name, arguments)
-                running[name] = subprocess.Popen(line, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT), log
+                process = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                running[name] = process, log
         print(f"running side by side: {', '.join(running)}; each is shown when it has ended", flush=True)
         while running:
             for name, (process, log) in list(running.items()):

@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import run_mpi
 from rank_jobs import KERAS, each_case
 
 WORKERS = Path(__file__).parent / "workers"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-
 
 test_on_two_ranks = each_case(WORKERS / "habits_cases.py", KERAS)
 
@@ -39,12 +36,11 @@ report([before, model.optimizer.momentum, [v.ravel()[:50].tolist() for v in m.va
 
 
 @pytest.mark.mpi
-def test_a_saved_model_goes_on_in_one_process_and_on_two_ranks_again(tmp_path):
+def test_a_saved_model_goes_on_in_one_process_and_on_two_ranks_again(ranks, tmp_path):
     """A single process has momentum's variables in its optimizer, several ranks have not."""
 
-    def stage(ranks, *arguments):
-        launcher = "single" if ranks == 1 else "horovodrun"
-        return run_mpi(ranks, STAGE, WORKERS, *arguments, launcher=launcher, env=QUIET).values[0]
+    def stage(n, *arguments):
+        return ranks.run(STAGE, n, WORKERS, *arguments, launcher="single" if n == 1 else "mpirun").values[0]
 
     assert stage(2, "new", 0, 4, tmp_path / "two.keras")[:2] == [0, 0.9]
     before, momentum, alone = stage(1, tmp_path / "two.keras", 4, 4, tmp_path / "one.keras")

@@ -1,4 +1,4 @@
-"""Process sets on 3 real ranks, and scripts of a single process."""
+"""Process sets on 4 real ranks, and scripts of a single process."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ report("done")
 """
 
 
-test_process_sets = each_case(WORKERS / "process_sets_cases.py", {"3ranks": {"n": 3}})
+test_process_sets = each_case(WORKERS / "process_sets_cases.py", {"4ranks": {"n": 4}})
 
 
 def test_a_single_process_keeps_its_momentum_and_exchanges_nothing(ranks):

@@ -41,10 +41,9 @@ report("no error")
 @pytest.mark.parametrize(
     ("way", "launcher"),
     [
-        ("a", "gloo"),
-        ("b", "horovodrun"),
-        pytest.param("a", "horovodrun", marks=pytest.mark.matrix),
-        pytest.param("b", "gloo", marks=pytest.mark.matrix),
+        ("a", "mpirun"),
+        ("b", "mpirun"),
+        *(pytest.param(way, launcher, marks=pytest.mark.matrix) for way in "ab" for launcher in ("horovodrun", "gloo")),
     ],
 )
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
@@ -128,7 +127,7 @@ except dgc.LayoutError as error:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", once(["horovodrun", "gloo"]))
+@pytest.mark.parametrize("launcher", once(["mpirun", "horovodrun", "gloo"]))
 def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher):
     result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.

@@ -1,7 +1,5 @@
 """Crossing from TensorFlow to NumPy and back copies nothing of a tensor's size on a CPU."""
 
-from launch_tools import run_mpi
-
 ROUNDS = 12
 
 SHARES_MEMORY = """
@@ -63,9 +61,8 @@ report(len({address(results[0]) for results in kept}) == 3)
 """
 
 
-def test_tensors_and_results_share_their_memory():
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    reports = run_mpi(1, SHARES_MEMORY, ROUNDS, launcher="single", env=environment).reports[0]
+def test_tensors_and_results_share_their_memory(ranks):
+    reports = ranks.run(SHARES_MEMORY, 1, ROUNDS, launcher="single").reports[0]
     assert len(reports) == 2 * ROUNDS + 3
     assert [r for r in reports if isinstance(r, list)] == [[True, True, True]] * 2 * ROUNDS
     assert [r for r in reports if not isinstance(r, list)] == [True, True, True]
@@ -89,9 +86,8 @@ for variables in ([tf.Variable(1.0)], on_gpu, on_gpu):
 """
 
 
-def test_copies_from_a_gpu_are_told_once():
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    silent, told, again = run_mpi(1, TELLS_OF_COPIES, launcher="single", env=environment).reports[0]
+def test_copies_from_a_gpu_are_told_once(ranks):
+    silent, told, again = ranks.run(TELLS_OF_COPIES, 1, launcher="single").reports[0]
     assert (silent, again) == ([], [])
     assert len(told) == 1
     assert "copies them there from GPU:1, and results back" in told[0]

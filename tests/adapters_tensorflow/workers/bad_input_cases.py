@@ -247,7 +247,7 @@ def models_that_were_never_broadcast():
     m.assert_raises(lambda: m.fit(model, 3), "BroadcastGlobalVariablesCallback")
 
 
-@case("keras3", "legacy")
+@case
 def learning_rates_that_drift_apart():
     for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
         model = m.make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import shutil
 import tempfile
@@ -127,9 +128,14 @@ def momentum():
     return dgck.DGCMomentum(0.05, 0.9, 2, sparsity=[0.9], min_numel=64)
 
 
+@functools.cache
+def unlogged():
+    return fitted(wrapped())[0]
+
+
 def same_fit(make, count, everybody, **arguments):
     """``fit()`` with and without the callback, on all ranks or on rank 0 alone; ``count`` exchanges."""
-    expected, _, _ = fitted(make(), **arguments)
+    expected = fitted(make(), **arguments)[0] if arguments or make is not wrapped else unlogged()
     writer = Writer()
     logs = [dgck.callbacks.LogCompression(writer, every=1)] if everybody or hvd.rank() == 0 else []
     found, history, optimizer = fitted(make(), logs, **arguments)
@@ -303,7 +309,7 @@ def early_stopping_and_going_on_from_a_checkpoint():
 @case
 def a_writer_that_fails_ends_the_log_alone():
     """Also where warnings are errors: an exception within the step would leave it half done."""
-    expected, _, _ = fitted(wrapped())
+    expected = unlogged()
     looped, _ = loop("wrapper", None, graph=True)
     for action in ("always", "error"):
         shown = []

@@ -91,7 +91,7 @@ def assert_goes_on_as(reference, model):
 # -- slots ---------------------------------------------------------------------------------------------------------
 
 
-@case("keras3", "legacy")
+@case
 def no_update_is_left_in_the_slots_of_a_saved_model():
     for wrapped in (True, False) if m.LEGACY else (True,):
         given = dgc.Compression.dgc(**m.SPARSITY_0) if wrapped else dict(m.SPARSITY_0)

@@ -92,7 +92,7 @@ def two_dense_wrappers_in_one_graph_do_not_share_names():
 # -- without a compressor ------------------------------------------------------------------------------------------
 
 
-@case("keras3", "legacy")
+@case
 def a_dense_wrapper_adds_up_passes():
     wanted = large_batches()
     for graph in (True, False):
@@ -145,7 +145,7 @@ def local_step(scale, compression, make):
     np.testing.assert_allclose(np.asarray(own), -mine / (hvd.size() if scale else 1), rtol=1e-6)
 
 
-@case("keras3", "legacy")
+@case
 def gradients_of_local_variables_stay_on_their_rank():
     def make(inner, compression, scale):
         return dgck.DistributedOptimizer(inner, compression=compression, scale_local_gradients=scale)

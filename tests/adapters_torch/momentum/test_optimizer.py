@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import run_mpi
 from rank_jobs import SIZES, each_case, once
 
 pytest.importorskip("torch")
@@ -75,5 +74,5 @@ else:
 
 
 @pytest.mark.mpi
-def test_a_joined_rank_is_an_error_and_no_hang():
-    assert "a rank has joined" in run_mpi(2, JOINED).values[0]
+def test_a_joined_rank_is_an_error_and_no_hang(ranks):
+    assert "a rank has joined" in ranks.run(JOINED, 2).values[0]

@@ -14,6 +14,7 @@ from models import (
     loss_of,
     make_model,
     raises,
+    sgd,
     train,
     worst_difference,
     wrap,
@@ -24,15 +25,16 @@ import dgc.torch as dgc
 from dgc.torch.momentum.optimizer import DGCMomentum
 
 
-def _dense_equality(way, bound, **options):
-    for name, sgd in OPTIMIZERS.items():
+def dense_equality(bound, **options):
+    for way, (name, own) in itertools.product("ab", OPTIMIZERS.items()):
         model = make_model()
-        expected = dense_reference(model, 20, **sgd)
-        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1, **sgd), **options)
+        expected = dense_reference(model, 20, **own)
+        buckets = {"bucket_bytes": 8192} if way == "b" else {}
+        optimizer, compression = wrap(way, model, sgd(model, **own), **options, **buckets)
         train(optimizer, model, 20)
         difference = worst_difference(model, expected)
-        assert difference <= bound, f"{name}: {difference:.2e}"
-        assert optimizer.param_groups[0]["momentum"] == sgd["momentum"]
+        assert difference <= bound, f"way {way}, {name}: {difference:.2e}"
+        assert optimizer.param_groups[0]["momentum"] == own["momentum"]
         assert not optimizer.state_dict()["state"], "momentum is the compressor's"
         if options.get("exchange") == "dense":
             assert compression.describe()["updates"].startswith("dense")
@@ -40,58 +42,39 @@ def _dense_equality(way, bound, **options):
         compression.close()
 
 
+def dense_backward(model, step):
+    """Add the mean of all ranks' gradients, computed here."""
+    for rank in range(hvd.size()):
+        (loss_of(model, step, rank=rank) / hvd.size()).backward()
+
+
 BRANCHES = ["left", "right", "both"]
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
 
 
 @case
-def way_a_before_rampup_equals_dense_sgd():
-    _dense_equality("a", 1e-6, rampup_begin_step=1000)
+def before_the_rampup_training_equals_dense_sgd():
+    dense_equality(1e-6, rampup_begin_step=1000)
 
 
 @case
-def way_b_before_rampup_equals_dense_sgd():
-    _dense_equality("b", 1e-6, rampup_begin_step=1000)
+def sparsity_0_equals_dense_sgd():
+    dense_equality(1e-5, **EXACT)
 
 
 @case
-def way_a_sparsity_0_equals_dense_sgd():
-    _dense_equality("a", 1e-5, sparsity=0.0, momentum_masking=False, values="float32")
-
-
-@case
-def way_b_sparsity_0_equals_dense_sgd():
-    _dense_equality("b", 1e-5, sparsity=0.0, momentum_masking=False, values="float32", bucket_bytes=8192)
-
-
-@case
-def way_a_dense_by_choice_equals_dense_sgd():
-    _dense_equality("a", 1e-6, exchange="dense")
-
-
-@case
-def way_b_dense_by_choice_equals_dense_sgd():
-    _dense_equality("b", 1e-6, exchange="dense", bucket_bytes=8192)
+def dense_by_choice_equals_dense_sgd():
+    dense_equality(1e-6, exchange="dense")
 
 
 @case
 def op_sum_equals_sgd_on_summed_gradients():
     for way, begin, exchange in [*itertools.product("ab", (0, 4), ["sparse"]), ("a", 0, "dense"), ("b", 4, "dense")]:
         model = make_model()
-        sgd = dict(momentum=0.9, weight_decay=0.01)
-        expected = dense_reference(model, 10, lr=0.05, op="sum", **sgd)
-        options = {"op": hvd.Sum} if way == "a" else {}
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05, **sgd),
-            hvd_options={"op": hvd.Sum},
-            sparsity=0.0,
-            rampup_begin_step=begin,
-            momentum_masking=False,
-            values="float32",
-            exchange=exchange,
-            **options,
-        )
+        own = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
+        expected = dense_reference(model, 10, op="sum", **own)
+        options = {**EXACT, "rampup_begin_step": begin, "exchange": exchange, **({"op": hvd.Sum} if way == "a" else {})}
+        optimizer, compression = wrap(way, model, sgd(model, **own), hvd_options={"op": hvd.Sum}, **options)
         train(optimizer, model, 10)
         difference = worst_difference(model, expected)
         assert difference <= 1e-5, f"way {way}, {exchange}, compressed from step {begin} on: {difference:.2e}"
@@ -103,15 +86,8 @@ def replicas_identical_after_50_steps_with_unused_parameters():
     """The ranks use different branches, so backward orders differ and some parameters are unused on some ranks."""
     for way, begin in itertools.product("ab", (0, 10)):
         model = make_model(width=128)
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
-            sparsity=[0.75, 0.99],
-            rampup_step=10,
-            rampup_begin_step=begin,
-            bucket_bytes=40_000,
-        )
+        options = dict(sparsity=[0.75, 0.99], rampup_step=10, rampup_begin_step=begin, bucket_bytes=40_000)
+        optimizer, compression = wrap(way, model, sgd(model, lr=0.05, nesterov=True), **options)
         train(optimizer, model, 50, branch=lambda step: BRANCHES[(step + hvd.rank()) % 3])
         assert_replicas_identical(model, f"{way}{begin}")
         assert len(compression.engine.exchange.layout.buckets) > 1
@@ -124,14 +100,7 @@ def unused_parameters_count_as_zero_gradients():
     model = make_model()
     branch = lambda rank, step: "left" if rank == 0 else "right"  # noqa: E731
     expected = dense_reference(model, 8, branch=branch, momentum=0.9)
-    optimizer, compression = wrap(
-        "b",
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        sparsity=0.0,
-        momentum_masking=False,
-        values="float32",
-    )
+    optimizer, compression = wrap("b", model, sgd(model), **EXACT)
     train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
     assert worst_difference(model, expected) <= 1e-5
     compression.close()
@@ -146,17 +115,9 @@ def one_cycle_momentum_is_not_doubled():
 
     for way, nesterov, rampup in itertools.product("ab", (False, True), (0, 10)):
         model = make_model()
-        sgd = dict(momentum=0.9, nesterov=nesterov)
-        expected = dense_reference(model, 20, schedule=schedule, **sgd)
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, **sgd),
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-            rampup_begin_step=rampup,
-        )
+        own = dict(momentum=0.9, nesterov=nesterov)
+        expected = dense_reference(model, 20, schedule=schedule, **own)
+        optimizer, compression = wrap(way, model, sgd(model, **own), **EXACT, rampup_begin_step=rampup)
         scheduler = schedule(optimizer)
         train(optimizer, model, 20, after=lambda step, scheduler=scheduler: scheduler.step())
         assert worst_difference(model, expected) <= 1e-5, worst_difference(model, expected)
@@ -166,27 +127,18 @@ def one_cycle_momentum_is_not_doubled():
 @case
 def dense_checkpoint_is_adopted():
     """A dense run's momentum_buffer becomes u: 10 dense steps, then 10 compressed ones, equal 20 dense steps."""
-    sgd = dict(momentum=0.9, nesterov=True, weight_decay=0.01)
+    own = dict(momentum=0.9, nesterov=True, weight_decay=0.01)
     for way, rank_0_only in itertools.product("ab", (False, True)):
         model = make_model()
-        expected = dense_reference(model, 20, **sgd)
-        dense = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, **sgd), named_parameters=model.named_parameters()
-        )
+        expected = dense_reference(model, 20, **own)
+        dense = hvd.DistributedOptimizer(sgd(model, **own), named_parameters=model.named_parameters())
         train(dense, model, 10)
         checkpoint = dense.state_dict()
         assert checkpoint["param_groups"][0]["momentum"] == 0.9
         # The old optimizer's hooks stay on the old parameters: continue with a copy of the model.
         resumed = make_model(seed=5)
         resumed.load_state_dict(model.state_dict())
-        optimizer, compression = wrap(
-            way,
-            resumed,
-            torch.optim.SGD(resumed.parameters(), lr=0.1, **sgd),
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-        )
+        optimizer, compression = wrap(way, resumed, sgd(resumed, **own), **EXACT)
         if hvd.rank() == 0 or not rank_0_only:
             optimizer.load_state_dict(checkpoint)
         if rank_0_only:
@@ -205,23 +157,15 @@ def backward_passes_per_step_and_early_step():
         model = make_model()
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            hvd_options={"backward_passes_per_step": 2},
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-        )
+        passes = {"backward_passes_per_step": 2}
+        optimizer, compression = wrap(way, model, sgd(model, lr=0.05), hvd_options=passes, **EXACT)
         step = 0
         for passes in (2, 2, 1, 2):  # the third step comes early
             optimizer.zero_grad()
             plain.zero_grad()
             for _ in range(passes):
                 loss_of(model, step).backward()
-                for rank in range(hvd.size()):
-                    (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+                dense_backward(reference, step)
                 step += 1
             optimizer.step()
             plain.step()
@@ -235,14 +179,7 @@ def synchronize_then_clip_then_step():
         model = make_model()
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-        )
+        optimizer, compression = wrap(way, model, sgd(model, momentum=0), **EXACT)
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -251,8 +188,7 @@ def synchronize_then_clip_then_step():
             with optimizer.skip_synchronize():
                 optimizer.step()
             plain.zero_grad()
-            for rank in range(hvd.size()):
-                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            dense_backward(reference, step)
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             plain.step()
         assert worst_difference(model, reference) <= 1e-5
@@ -273,14 +209,11 @@ def groups_keep_their_own_options():
 
         reference = make_model()
         plain = torch.optim.SGD(groups(reference), lr=0.1)
-        optimizer, compression = wrap(
-            way, model, torch.optim.SGD(groups(model), lr=0.1), sparsity=0.0, momentum_masking=False, values="float32"
-        )
+        optimizer, compression = wrap(way, model, torch.optim.SGD(groups(model), lr=0.1), **EXACT)
         train(optimizer, model, 8)
         for step in range(8):
             plain.zero_grad()
-            for rank in range(hvd.size()):
-                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            dense_backward(reference, step)
             plain.step()
         assert worst_difference(model, reference) <= 1e-5
         compression.close()
@@ -298,8 +231,7 @@ def another_optimizer_keeps_its_own_state():
         train(optimizer, model, 5)
         for step in range(5):
             plain.zero_grad()
-            for rank in range(hvd.size()):
-                (loss_of(reference, step, rank=rank) / hvd.size()).backward()
+            dense_backward(reference, step)
             plain.step()
         assert worst_difference(model, reference) <= 1e-3  # Adam divides by small numbers
         assert optimizer.param_groups[0]["weight_decay"] == 0.01
@@ -312,15 +244,7 @@ def stock_groups_work_in_way_a():
     for groups in (2, None):
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
-        optimizer, compression = wrap(
-            "a",
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            hvd_options={"groups": groups},
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-        )
+        optimizer, compression = wrap("a", model, sgd(model), **EXACT, hvd_options={"groups": groups})
         train(optimizer, model, 6)
         assert worst_difference(model, expected) <= 1e-5
         compression.close()
@@ -334,18 +258,15 @@ def two_optimizers_over_one_model():
         model = torch.nn.ModuleDict({"generator": torch.nn.Linear(20, 64), "critic": torch.nn.Linear(64, 64)})
         pairs = {}
         for name in ("generator", "critic"):
-            sgd = torch.optim.SGD(model[name].parameters(), lr=0.05, momentum=0.9)
+            inner = sgd(model[name], lr=0.05)
             named = [(f"{name}.{n}", p) for n, p in model[name].named_parameters()]
             options = dict(sparsity=0.9)
             if way == "a":
-                compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd, **options)
-                pairs[name] = (
-                    hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compression),
-                    compression,
-                )
+                compression = dgc.Compression.dgc(model.named_parameters(), optimizer=inner, **options)
             else:
                 compression = dgc.Compression.dgc(**options)
-                pairs[name] = dgc.DistributedOptimizer(sgd, named, compression=compression), compression
+            library = hvd if way == "a" else dgc
+            pairs[name] = library.DistributedOptimizer(inner, named, compression=compression), compression
         for step in range(6):
             x, _ = batch(step)
             pairs["critic"][0].zero_grad()
@@ -370,11 +291,11 @@ def sparse_embeddings_go_horovods_own_way():
         model = torch.nn.Sequential(
             torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
         )
-        sgd = torch.optim.SGD(
+        inner = torch.optim.SGD(
             [{"params": model[0].parameters(), "momentum": 0}, {"params": model[2].parameters(), "momentum": 0.9}],
             lr=0.1,
         )
-        optimizer, compression = wrap(way, model, sgd, sparsity=0.9)
+        optimizer, compression = wrap(way, model, inner, sparsity=0.9)
         generator = torch.Generator().manual_seed(hvd.rank())
         before = model[0].weight.detach().clone()
         for _ in range(5):
@@ -394,8 +315,7 @@ def gradient_types():
     for way, dtype in itertools.product("ab", (torch.float16, torch.bfloat16, torch.float64)):
         torch.manual_seed(0)
         model = torch.nn.Linear(40, 60).to(dtype)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd, sparsity=0.9, sparse_updates=False)
+        optimizer, compression = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9, sparse_updates=False)
         before = model.weight.detach().clone()
         for step in range(5):
             optimizer.zero_grad()
@@ -421,14 +341,7 @@ def non_contiguous_gradients():
         )
         reference = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3))
         reference.load_state_dict(model.state_dict())
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
-            sparsity=0.0,
-            momentum_masking=False,
-            values="float32",
-        )
+        optimizer, compression = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
         plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for step in range(4):
             data = [
@@ -452,9 +365,7 @@ def a_grad_scaler_skips_the_same_steps_on_all_ranks():
     for way in "ab":
         model = make_model()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-        optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.9, loss_scale=scaler
-        )
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, loss_scale=scaler)
         skipped = []
         for step in range(12):
             optimizer.zero_grad()
@@ -486,13 +397,8 @@ def float16_overflow_refuses_the_step_everywhere():
         torch.manual_seed(0)
         model = torch.nn.Linear(40, 60).half()
         scale = {"now": 1024.0}
-        optimizer, compression = wrap(
-            way,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            sparsity=0.9,
-            loss_scale=lambda scale=scale: scale["now"],
-        )
+        now = lambda scale=scale: scale["now"]  # noqa: E731
+        optimizer, compression = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9, loss_scale=now)
         refused = []
         for step in range(6):
             optimizer.zero_grad()
@@ -518,9 +424,7 @@ def float16_overflow_refuses_the_step_everywhere():
 def residuals_survive_broadcast_optimizer_state():
     for way in "ab":
         model = make_model()
-        optimizer, compression = wrap(
-            way, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sparsity=0.99
-        )
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.99)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert compression.engine.exchange.state.step == 0
@@ -547,14 +451,9 @@ def process_sets():
     evens = hvd.add_process_set([0, 2])
     for way in "ab":
         model = make_model()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"process_set": evens} if way == "a" else {}
         optimizer, compression = wrap(
-            way,
-            model,
-            sgd,
-            hvd_options={"process_set": evens},
-            sparsity=0.9,
-            **({"process_set": evens} if way == "a" else {}),
+            way, model, sgd(model), hvd_options={"process_set": evens}, sparsity=0.9, **options
         )
         included = hvd.rank() in (0, 2)
         assert (compression.engine is not None) == included
@@ -575,8 +474,7 @@ def process_sets_that_overlap():
     models = [make_model(), make_model()]
     made = []
     for chosen, model in zip((pair, hvd.global_process_set), models, strict=True):
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        made.append(wrap("b", model, sgd, hvd_options={"process_set": chosen}, sparsity=0.9))
+        made.append(wrap("b", model, sgd(model), hvd_options={"process_set": chosen}, sparsity=0.9))
     for model, (optimizer, _) in zip(models, made, strict=True):
         train(optimizer, model, 3)
     assert_replicas_identical(models[1], "overlap")

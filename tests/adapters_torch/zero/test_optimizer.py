@@ -54,9 +54,9 @@ hvd.join()
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
-def test_a_joined_rank_is_an_error_and_no_hang(launcher):
-    errors = run_mpi(2, JOINED, launcher=launcher).reports[0]
+@pytest.mark.parametrize("launcher", once(["mpirun", "gloo"]))
+def test_a_joined_rank_is_an_error_and_no_hang(ranks, launcher):
+    errors = ranks.run(JOINED, 2, launcher=launcher).reports[0]
     assert ["a rank has joined" in error for error in errors] == [True] * 4
 
 
@@ -109,11 +109,11 @@ def test_one_process_is_the_plain_optimizer(ranks):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", once(["dgc", "none"]))
-def test_example(compression, tmp_path):
+def test_example(ranks, compression, tmp_path):
     results = tmp_path / "results.json"
     example = REPOSITORY / "examples" / "torch_zero.py"
     options = ["--compression", compression, "--epochs", "10", "--batch-size", "32", "--json", results]
-    run_mpi(2, example, *options, timeout=400)
+    ranks.run(example, 2, *options)
     found = json.loads(results.read_text())
     assert found["replicas_identical"]
     assert found["continues_unsharded"]

@@ -19,11 +19,13 @@ sys.path.insert(0, sys.argv[1])
 import momentum_models as mm
 from worker_tools import report
 
+import dgc.tensorflow as dgc
+
 own, other = mm.make_variables(), mm.make_variables()
 oracle = mm.oracle_of(other, begin=100, nesterov=True, l2=[0.01] * len(other))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    optimizer = mm.make(rampup_begin_step=2, use_nesterov=True, regularization=mm.dgc.L2Decay(0.01))
+    optimizer = mm.make(rampup_begin_step=2, use_nesterov=True, regularization=dgc.L2Decay(0.01))
     mm.train(optimizer, own, 6)
 mm.oracle_train(oracle, other, 6)
 mm.assert_close(own, oracle)

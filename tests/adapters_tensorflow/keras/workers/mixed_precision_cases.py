@@ -64,7 +64,7 @@ def a_loss_scale_optimizer_inside_is_taken_as_it_is():
     m.assert_replicas(m.values(model))
 
 
-@case("keras3", "legacy")
+@case
 def the_scale_of_a_dense_run_goes_on():
     """Loaded and made distributed: from the initial scale on, every rank would skip one step after the other."""
     model = m.make_model()

@@ -27,7 +27,7 @@ def barrier():
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
-@case("keras3", "legacy")
+@case
 def fit_equals_dense_across_a_schedule():
     for optimizer in ("momentum", "nesterov"):
         model = m.compile_model(None, optimizer=optimizer)
@@ -79,7 +79,7 @@ def run_eagerly_is_the_same():
     m.assert_close(found[0], found[1], 1e-5)
 
 
-@case("keras3", "legacy")
+@case
 def accumulated_passes_equal_one_large_batch():
     dense = m.compile_model(None, learning_rate=0.05)
     x, y = m.dataset(10)
@@ -132,7 +132,7 @@ def the_root_s_weights_and_averaged_metrics_reach_everybody():
     m.assert_replicas([np.asarray(history["loss"], np.float64)])
 
 
-@case("keras3", "legacy")
+@case
 def warm_up_and_schedule_callbacks_equal_dense():
     def run(compression):
         model = m.compile_model(compression, learning_rate=0.05)
@@ -288,7 +288,7 @@ def evaluate_and_predict_talk_to_nobody():
     barrier()
 
 
-@case("keras3", "legacy")
+@case
 def a_dense_run_s_momentum_becomes_u():
     folder = shared_folder()
     plain = m.make_model()

@@ -14,7 +14,8 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-STEPS = 30
+STEPS = 15
+"""As many as two changes of the learning rate need."""
 # The last layer's kernel and all biases are sent dense.
 OPTIONS = {"sparsity": 0.99, "bucket_bytes": 20_000}
 
@@ -89,7 +90,7 @@ def sgd_without_momentum():
     both(wrapped(sgd()), train=lambda *a: eagerly(*a, rates))
 
 
-@case("keras3", "legacy")
+@case
 def sgd_with_momentum():
     both(wrapped(sgd(momentum=0.9)), train=lambda *a: eagerly(*a, rates))
 
@@ -130,7 +131,7 @@ def everything_sparsified_and_nothing_left_to_the_optimizer():
 @case
 def a_momentum_that_is_assigned_on_the_way():
     def each(model, optimizer, step):
-        optimizer.momentum = 0.5 if 10 <= step < 20 else 0.9
+        optimizer.momentum = 0.5 if 5 <= step < 10 else 0.9
 
     both(wrapped(sgd(momentum=0.9)), train=lambda *a: eagerly(*a, each))
 
@@ -288,7 +289,7 @@ def a_rate_of_zero_goes_the_dense_way():
     assert said == ["sparse", "dense: the learning rate is not a positive number", "sparse"], said
 
 
-@case("keras3", "legacy")
+@case
 def whatever_looks_at_gradients_goes_the_dense_way():
     class Own(keras.optimizers.SGD):
         pass
@@ -316,13 +317,13 @@ def whatever_looks_at_gradients_goes_the_dense_way():
         build.append((sgd(loss_scale_factor=8.0), {}, "the optimizer has loss_scale_factor=8.0"))
         build.append((lambda: keras.optimizers.SGD(lambda: 0.05), {}, "the learning rate is a function"))
     for make, hvd_options, reason in build:
-        both(wrapped(make, **hvd_options), how=f"dense: {reason}", steps=4)
-    both(wrapped(sgd()), how="dense: ", model=constrained, steps=4)
+        both(wrapped(make, **hvd_options), how=f"dense: {reason}", steps=4 if hvd_options else 2)
+    both(wrapped(sgd()), how="dense: ", model=constrained, steps=2)
     left = {"momentum": 0.0}
-    both(wrapped(sgd(momentum=0.9)), how="dense: the optimizer applies momentum itself", options=left, steps=4)
+    both(wrapped(sgd(momentum=0.9)), how="dense: the optimizer applies momentum itself", options=left, steps=2)
 
 
-@case("keras3", "legacy")
+@case
 def local_variables_and_replaced_methods_go_the_dense_way():
     def local(model, optimizer, steps):
         optimizer.register_local_var(m.raw(model.trainable_variables)[-1])

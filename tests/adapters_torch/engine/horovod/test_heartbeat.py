@@ -139,7 +139,7 @@ except Exception as error:
 @pytest.mark.mpi
 def test_a_rank_that_saves_alone_ends_the_job():
     """One rank is in an allreduce of Horovod's, the other in an allgather: Horovod itself lets both wait for ever."""
-    stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"}
+    stall = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
     result = run_mpi(2, SAVES_ALONE, "A", launcher="gloo", env=stall, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 KINDS = {
     "mpirun": {"n": 3},
     "gloo": {"n": 3, "launcher": "gloo"},
-    "horovodrun": {"n": 2, "launcher": "horovodrun"},
+    "horovodrun": {"n": 3, "launcher": "horovodrun"},
 }
 
 test_transport = each_case(

@@ -19,7 +19,7 @@ def step(optimizer, variable, value=1.0):
     optimizer.apply_gradients([(tf.fill(variable.shape, value), variable)])
 
 
-@case("keras3", "legacy")
+@case
 def a_clip_of_dgc_momentums_velocity_is_refused():
     for name, value in CLIPPING.items():
         for graph in (False, True):

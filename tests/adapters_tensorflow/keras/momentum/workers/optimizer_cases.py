@@ -19,10 +19,11 @@ keras = m.keras
 L1Decay, L2Decay = dgc.L1Decay, dgc.L2Decay
 
 
-@case("keras3", "legacy")
+@case
 def equals_paddle_from_before_the_rampup_to_its_end():
-    kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)), (None, 1.5))
-    for number, (nesterov, regularization, clip) in enumerate(kinds):
+    kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)))
+    for number, (nesterov, regularization) in enumerate(kinds):
+        clip = (None, 1.5)[number % 2]  # every two options meet
         own = make_variables()
         optimizer = make(
             rampup_begin_step=3,
@@ -38,7 +39,7 @@ def equals_paddle_from_before_the_rampup_to_its_end():
         oracle = oracle_of(
             own, begin=3, rampup_step=4, sparsity=(0.75, 0.99), nesterov=nesterov, clip=clip, l1=l1, l2=l2
         )
-        steps = train_in_graph if number % 2 else train
+        steps = train_in_graph if number in (2, 3, 4) else train
         for start in range(0, 9, 3):
             steps(optimizer, own, 3, start)
             oracle_train(oracle, own, 3, start)
@@ -204,7 +205,7 @@ def nothing_is_lost():
     optimizer.close()
 
 
-@case("keras3", "legacy")
+@case
 def resume_continues_bit_for_bit():
     for (nesterov, first), folder in itertools.product(
         itertools.product((False, True), (2, 5)), [Path(tempfile.mkdtemp())]
@@ -296,7 +297,7 @@ def resize_keeps_the_mean_residual():
     optimizer.close()
 
 
-@case("keras3", "legacy")
+@case
 def minimize_is_a_whole_iteration():
     weight = tf.Variable(np.random.default_rng(0).standard_normal((128, 128)).astype("f") / 12, name="weight")
     optimizer = make(learning_rate=0.01, momentum=0.5, sparsity=[0.9])
