@@ -178,7 +178,7 @@ class Adoption:
                 where there were none.
 
         Returns:
-            Whether buffers became u.
+            Whether buffers that are not all zero became u.
         """
         if not self.active or not optimizer.state:
             return False
@@ -189,11 +189,11 @@ class Adoption:
                 if buffer is not None:
                     found[i] = buffer
         self.drop_empty(optimizer)
-        if not found or not (zeros or any(bool(buffer.any()) for buffer in found.values())):
-            return False
-        for i, buffer in found.items():
-            self._absorb(i, buffer)
-        return True
+        moves = any(bool(buffer.any()) for buffer in found.values())
+        if moves or zeros:
+            for i, buffer in found.items():
+                self._absorb(i, buffer)
+        return moves
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete entries of the optimizer's state in which nothing is left: Horovod takes them for a state."""

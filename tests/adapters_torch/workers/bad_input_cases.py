@@ -358,20 +358,24 @@ def an_optimizer_that_is_wrapped_twice():
 def a_generator_of_names_that_was_used_up():
     for way in "ab":
         model = make_model()
-        optimizer, named = sgd(model), model.named_parameters()
-        compression = dgc.Compression.dgc(*((named, optimizer) if way == "a" else ()))
+        optimizer, named_parameters = sgd(model), model.named_parameters()
+        compression = dgc.Compression.dgc(*((named_parameters, optimizer) if way == "a" else ()))
         library = hvd if way == "a" else dgc
-        list(named)
+        list(named_parameters)
         on_every_rank(
             dgc.ConfigError,
             "a generator.* once",
-            lambda o=optimizer, n=named, c=compression, lib=library: lib.DistributedOptimizer(o, n, compression=c),
+            lambda o=optimizer, n=named_parameters, c=compression, lib=library: lib.DistributedOptimizer(
+                o, n, compression=c
+            ),
             way,
         )
         optimizer = library.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
         train(optimizer, model, 1)
         compression.close()
-    on_every_rank(dgc.ConfigError, "once only", lambda: dgc.Compression.dgc(named, momentum=0.0), "compressor")
+    on_every_rank(
+        dgc.ConfigError, "once only", lambda: dgc.Compression.dgc(named_parameters, momentum=0.0), "compressor"
+    )
 
 
 @case

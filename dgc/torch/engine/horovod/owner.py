@@ -107,7 +107,8 @@ def _refuse_used_names() -> None:
         ConfigError: its names are a generator that has been used up, by the compressor mostly.
     """
     for frame in _frames(_NEAR):
-        named = frame.f_locals.get("named_parameters")
+        horovods = str(frame.f_globals.get("__name__")).startswith("horovod.")
+        named = frame.f_locals.get("named_parameters") if horovods else None
         if isinstance(named, GeneratorType) and inspect.getgeneratorstate(named) == inspect.GEN_CLOSED:
             raise ConfigError(
                 "named_parameters is a generator, which can be used once only, and the compressor has used it: call "
