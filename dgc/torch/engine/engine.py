@@ -110,7 +110,7 @@ class Engine(EngineBase):
     def begin(self, index: int) -> None:
         """Open a step with a gradient, that of parameter ``index``, which is handed over later."""
         if (failed := self._open_step(index)) is not None:
-            self._raise_on_all_ranks(failed)
+            self.fail(failed)
 
     def submit(self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None) -> torch.Tensor:
         """Hand over a gradient.
