@@ -12,14 +12,13 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from torch.utils.hooks import RemovableHandle
 
 from dgc.adapter.compression import check_compression
+from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.distributed import ProcessGroup
@@ -58,7 +57,7 @@ class CompressionState(Joinable):
         compression: DGCCompressor,
         optimizer: torch.optim.Optimizer | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Take the compressor, and bind it if the optimizer exists already (collective).
 
@@ -82,7 +81,7 @@ class CompressionState(Joinable):
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
         self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
-        self._sample: tuple[torch.Tensor, torch.Tensor, Any] | None = None  # a parameter, values of its result, scale
+        self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None  # parameter, result
         self._begun = self._exchanged = self._joined = self._warned = False
         if optimizer is not None:
             self.bind(optimizer)
@@ -115,13 +114,13 @@ class CompressionState(Joinable):
         self._optimizer = optimizer
         if (engine := self.compression.engine) is None:
             return  # one process
-        torch.optim.Optimizer.__setstate__(optimizer, {})  # step hooks, also of a class whose step() was replaced
+        torch.optim.Optimizer.__setstate__(optimizer, {})  # torch's step hooks, as in DistributedOptimizer
         engine.watch.own(optimizer, self)
         engine.watch.alone = True
         engine.watch.updates.obstacle = None
         itself = weakref.ref(self)
         hooks = [p.register_post_accumulate_grad_hook(_arrival(itself, i)) for i, p in enumerate(engine.parameters)]
-        weakref.finalize(self, _remove, hooks).atexit = False
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
 
     # -- the hook --------------------------------------------------------------------------------------------------
 
@@ -247,8 +246,8 @@ class CompressionState(Joinable):
         """The results of the exchange are used up."""
         self._exchanged = False
 
-    def state_loaded(self) -> None:
-        """Begin anew with the state that was loaded into the optimizer."""
+    def begin_anew(self) -> None:
+        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
         self.give_up()
 
     def give_up(self) -> None:
@@ -269,11 +268,11 @@ class CompressionState(Joinable):
         raise ConfigError("the model comes first: Join([model, state])")
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> dist.ProcessGroup | None:
         """The model's."""
         return dist.group.WORLD if self._group is None else self._group
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: object) -> JoinHook:
         """What a rank without data does after DDP's own hook: the update.
 
         Raises:
@@ -326,14 +325,13 @@ def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
     return gradient is not None and gradient.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
 
 
-def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: Any) -> bool:
+def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: LossScale) -> bool:
     """Whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
     if p.grad is None:
         return False
-    while callable(scale):
-        scale = scale()
-    now = scattered_values(p.grad)
-    return not any(torch.allclose(now, values / by, rtol=1e-3, equal_nan=True) for by in (1.0, scale))
+    now, divisor = scattered_values(p.grad), scale() if callable(scale) else scale
+    divisor = divisor() if callable(divisor) else divisor
+    return not any(torch.allclose(now, values / by, rtol=1e-3, equal_nan=True) for by in (1.0, divisor))
 
 
 def _require_same_size() -> None:
@@ -353,8 +351,3 @@ def _arrival(state: weakref.ref[CompressionState], index: int) -> Callable[[torc
             itself._arrived(index)
 
     return arrived
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
