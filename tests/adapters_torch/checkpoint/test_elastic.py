@@ -10,7 +10,8 @@ WORKER = Path(__file__).parent / "workers" / "elastic.py"
 
 
 def run(ranks, folder, steps, dies_after=-1, restarts=0):
-    environment = {"PET_MAX_RESTARTS": str(restarts)}  # torchrun's --max-restarts
+    # torchrun's --max-restarts; in the store that it shares with its ranks Gloo finds the addresses of dead ones.
+    environment = {"PET_MAX_RESTARTS": str(restarts), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return run_mpi(ranks, WORKER, folder, steps, dies_after, launcher="torchrun", env=environment, check=False)
 
 
