@@ -16,7 +16,7 @@ from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import DENSITY_DIGITS, Schedule
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Hyper, Stats, StepContext
+from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.kernels.base import Kernels
 from dgc.core.state.checks import require_fit, require_place, require_sound
 from dgc.core.state.layout import Layout, Parameter, make_layout
@@ -105,9 +105,6 @@ class EngineBase(EngineMetrics, abc.ABC):
     def _clear(self) -> None:
         """Forget, after a reset, what outlives a step."""
 
-    def _meet_joined(self, context: StepContext) -> None:
-        """In a step in which some ranks take part without data, before it finishes. Collective."""
-
     # -- construction --------------------------------------------------------------------------------------------
 
     def _agree_on_options(self) -> None:
@@ -127,17 +124,6 @@ class EngineBase(EngineMetrics, abc.ABC):
         """
         on_device = kernels is not None and kernels.on_device
         return self._choice.placed(make_layout(parameters, self._config), on_device)
-
-    def _following(self, exchange: Exchange) -> Exchange:
-        """Have an exchange, which does not keep this engine alive, call :meth:`_meet_joined`."""
-        method = weakref.WeakMethod(self._meet_joined)
-
-        def meet(context: StepContext) -> None:
-            if (itself := method()) is not None:
-                itself(context)
-
-        exchange.on_joined = meet
-        return exchange
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
         """Run this rank's part of the construction on all ranks, and compare what came of it.

@@ -49,7 +49,7 @@ class TorchState(hvd.elastic.TorchState):
         optimizer: torch.optim.Optimizer,
         compression: DGCCompressor,
         wrapping: dict[str, Any] | None = None,
-        **values: Any,
+        **values: object,
     ) -> None:
         """Take what is committed and restored together. Local: no communication.
 

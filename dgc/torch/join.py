@@ -64,7 +64,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
     return _global_rank(optimizer.process_set, last)
 
 
-def _require_able(engine: Engine, optimizer: Any, divide_by: str) -> None:
+def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
     if engine.exchange.in_step:
         engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
     if not hasattr(optimizer, "skip_synchronize"):

@@ -6,7 +6,7 @@ Every variable has one index: its place among the variables that the compressor 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -142,7 +142,8 @@ class Engine(EngineBase):
         try:
             self.adoption.take()
             self.adoption.refuse_local()
-            self._absorb_loaded()
+            self._absorb_slots(self._groups if self._has_loaded else ())
+            self._has_loaded = False
             self._refuse_sparse_momentum(self._kinds or ())
         except ConfigError as error:
             self.fail_in_step(error)
@@ -171,7 +172,7 @@ class Engine(EngineBase):
         self._exchanges.append(made.exchange)
         self._watch()
         self._group_of.update(dict.fromkeys(indices, made))
-        self._absorb_slots(made)
+        self._absorb_slots([made])
         return made
 
     def exchange(
@@ -255,7 +256,8 @@ class Engine(EngineBase):
         # Without groups the state comes from another framework or from resize, where everything was one group.
         whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
         self._choice.follow(saved["parameters"])
-        self._absorb_loaded()  # no later look at the slots shall replace what is loaded now
+        self._absorb_slots(self._groups if self._has_loaded else ())
+        self._has_loaded = False  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
             self._kinds = tuple(saved["kinds"])
         for entry in saved.get("groups", whole):
@@ -336,15 +338,10 @@ class Engine(EngineBase):
         groups = [{**g, "names": [now[n] for n in g["names"]]} for g in saved["groups"]]
         return {**saved, "parameters": {now[n]: e for n, e in saved["parameters"].items()}, "groups": groups}
 
-    def _absorb_loaded(self) -> None:
-        if self._has_loaded:
-            self._has_loaded = False
-            for group in self._groups:
-                self._absorb_slots(group)
-
-    def _absorb_slots(self, group: Group) -> None:
-        members = [self.variables[i] for i in group.indices]
-        self._has_slots |= self.adoption.absorb_slots(members, self.variables, group.absorb)
+    def _absorb_slots(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            members = [self.variables[i] for i in group.indices]
+            self._has_slots |= self.adoption.absorb_slots(members, self.variables, group.absorb)
 
     def _warn_of_loss(self) -> None:
         """Warn of what a model that was loaded without the compressor's state does not hold."""

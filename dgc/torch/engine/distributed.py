@@ -31,7 +31,7 @@ class ProcessGroup:
 
     process_set_id = None
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Take a group, or all ranks if None.
 
         Raises:
@@ -72,7 +72,7 @@ class ProcessGroup:
             raise ConfigError("process_set= is Horovod's; give a torch.distributed process group as group=")
         return self
 
-    def member_set(self, process_set: Any = None) -> ProcessGroup:
+    def member_set(self, process_set: object = None) -> ProcessGroup:
         """The group itself."""
         return self
 
@@ -112,7 +112,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object)
             )
 
 
-def ranks_of_job(group: Any = None) -> Ranks:
+def ranks_of_job(group: dist.ProcessGroup | None = None) -> Ranks:
     """Which ranks exchange: those of a process group; without one Horovod's if it is initialised, else torch's.
 
     Raises:
@@ -175,7 +175,7 @@ class DistributedTransport(HorovodTransportBase):
     name = "torch.distributed"
     shut_down = "torch.distributed is shut down: stop exchanging before destroy_process_group()"
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Make the group. Collective over the ranks of ``group``, all ranks if None."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         # Not dist.new_group(): it names a part of the ranks after the number of a rank's groups.
@@ -211,7 +211,9 @@ class DistributedTransport(HorovodTransportBase):
 
 
 def broadcast_parameters(
-    parameters: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0, group: Any = None
+    parameters: Mapping[str, object] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Overwrite tensors on all ranks with those of one rank, by torch.distributed. Collective over ``group``.
 

@@ -6,6 +6,7 @@ What hands over gradients is a :class:`~dgc.torch.engine.step.watch.Driver`: dgc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -266,10 +267,14 @@ class Engine(EngineBase):
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
         self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
-        self._exchanges[:] = [self._following(self.exchange)]
+        itself = weakref.ref(self)  # the exchange does not keep this engine alive
 
-    def _meet_joined(self, context: StepContext) -> None:
-        self.follows = self.watch.share_options(self.between, context, self.sparse.others)
+        def meet_joined(context: StepContext) -> None:
+            if (engine := itself()) is not None:
+                engine.follows = engine.watch.share_options(engine.between, context, members)
+
+        self.exchange.on_joined = meet_joined
+        self._exchanges[:] = [self.exchange]
 
     def _clear(self) -> None:
         self._leave_failure()

@@ -49,7 +49,7 @@ def steps_by_scaler() -> bool:
     return scaler is not None and scaler.is_enabled()
 
 
-def has_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch's scaler has divided the gradients of an optimizer since its latest ``update()``."""
     states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) else {}
     return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
