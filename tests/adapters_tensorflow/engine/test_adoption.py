@@ -43,6 +43,6 @@ def test_one_smoothing_is_not_told(kind):
 @pytest.mark.parametrize("kind", TWICE)
 def test_plain_error_feedback_before_adam_is_not_told(kind):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message=".*smooths what comes out")
         for options in ({}, {"momentum": 0.0}):
             Adoption(TWICE[kind](), make_config(options, algorithm="dgc"))

@@ -345,7 +345,7 @@ def bad_input():
     on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(compression=dgc.Compression.dgc(transport="mpi")))
     on_every_rank(dgc.ConfigError, "process group as group=", lambda: wrapped(process_set="all"))
     on_every_rank(dgc.ConfigError, '"average" and "sum"', lambda: wrapped(op="max"))
-    on_every_rank(dgc.ConfigError, "needs Horovod.*DistributedDataParallel", lambda: wrapped(compression=None))
+    on_every_rank(dgc.ConfigError, "DistributedDataParallel.*needs Horovod", lambda: wrapped(compression=None))
     on_every_rank(
         dgc.ConfigError,
         "needs Horovod.*FSDP2",
