@@ -22,6 +22,7 @@ _NAMES = {
 }
 
 _NATIVE = frozenset((torch.float32, torch.float64))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 """Types of NumPy's that the core writes results in."""
 
 _SPREAD = 1024
@@ -36,7 +37,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a ``DTensor`` on this rank, in the same memory; any other tensor itself."""
-    if not is_sharded(tensor):
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
