@@ -24,7 +24,7 @@ from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.distributed import ProcessGroup
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import require_free
+from dgc.torch.engine.step.watch import only_makes_state, require_free
 from dgc.torch.engine.tensors import scattered_values
 
 _LOCAL = (
@@ -226,7 +226,10 @@ class CompressionState(Joinable):
 
     def before_update(self, closure: bool) -> None:
         """See that gradients were exchanged; those of a closure are there when it returns."""
-        if not closure:
+        engine, optimizer = self.compression.engine, self._optimizer
+        assert engine is not None, "its parameters are watched"
+        assert optimizer is not None, "it steps"
+        if not closure and (self._begun or self._exchanged or not only_makes_state(optimizer, engine.parameters)):
             self.closure_returned()
 
     def closure_returned(self) -> None:
@@ -291,7 +294,11 @@ class CompressionState(Joinable):
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
-        if self._exchanged and self._optimizer is not None:
+        engine = self.compression.engine
+        if self._exchanged and self._optimizer is not None and engine is not None:
+            if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
+                for index, result in self._results.items():
+                    engine.parameters[index].grad = result.clone()
             self._optimizer.step()
             self._optimizer.zero_grad()
 

@@ -99,8 +99,8 @@ class TorchState(hvd.elastic.TorchState):
 
     def save(self) -> None:  # noqa: D102
         super().save()
-        if self.compression is not None and self.compression.engine is not None:
-            self._committed = self.compression.state_dict()
+        if self.compression is not None:  # one process has no residuals: what was committed before is of another moment
+            self._committed = None if self.compression.engine is None else self.compression.state_dict()
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from dgc.torch.engine.distributed import ProcessGroup
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.replicas import option_values, set_option_values
+from dgc.torch.engine.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
 from dgc.transport.agreement import gather_if_different
 
@@ -46,13 +47,16 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
         LayoutError: called between ``backward()`` and ``step()``.
         DGCError: this or another rank failed.
     """
-    if divide_by not in _DIVISORS:
-        raise ConfigError(f"divide_by={divide_by!r}; allowed: {', '.join(map(repr, _DIVISORS))}")
     if not (isinstance(compression, DGCCompressor) and compression.is_bound):
         raise ConfigError(f"join({compression!r}): give it the compressor of dgc.torch.DistributedOptimizer")
     engine = compression.engine
+    wrong = ConfigError(f"divide_by={divide_by!r}; allowed: {', '.join(map(repr, _DIVISORS))}")
     if engine is None:
+        if divide_by not in _DIVISORS:
+            raise wrong
         return 0
+    if divide_by not in _DIVISORS:
+        engine.fail(wrong)
     optimizer: Any = engine.watch.owner
     _require_able(engine, optimizer, divide_by)
     engine.joins = _DIVISORS[divide_by]
@@ -73,6 +77,8 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
         engine.fail(ConfigError('join() divides sparse gradients by all ranks: leave out divide_by="training"'))
     if engine.between.inside is not None:
         engine.fail(ConfigError("join() needs a message of each rank: leave out hierarchical=True"))
+    if any(is_sharded(p) for p in engine.parameters):
+        engine.fail(ConfigError("join() cannot step FSDP's shards: give every rank the same number of steps"))
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         engine.fail(ConfigError("join() cannot step a sharded optimizer: give every rank the same number of steps"))
 

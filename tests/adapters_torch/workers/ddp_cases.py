@@ -420,6 +420,25 @@ def join_with_the_state():
 
 
 @case
+def join_in_the_middle_of_an_accumulation():
+    """Rank 1 ends inside no_sync(): what it has accumulated is dropped, as by DDP, and replicas stay alike."""
+    model, optimizer, state = hooked(
+        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), {"sparsity": 0.9}
+    )
+    with Join([model, state]):
+        for step in range(10 - 5 * dist.get_rank()):
+            with contextlib.nullcontext() if step % 2 else model.no_sync():
+                loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_identical(model)
+    train(model, optimizer, 5, start=30)
+    assert_identical(model)
+    state.compression.close()
+
+
+@case
 def join_without_the_state():
     def uneven(**options):
         make = functools.partial(torch.optim.SGD, lr=0.1, **options)

@@ -111,4 +111,6 @@ def _as_tuple(value: object) -> tuple[object, ...]:
 def _of_type(own: object, came: float) -> object:
     if isinstance(own, torch.Tensor):
         return own.fill_(came)
-    return type(own)(came) if isinstance(own, (int, float)) else own
+    if not isinstance(own, (int, float)):
+        return own
+    return type(own)(came) if isinstance(own, bool) or came.is_integer() else came
