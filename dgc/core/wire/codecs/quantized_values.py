@@ -85,149 +85,112 @@ class Int8Values:
         return values
 
 
-class Int2Values:
-    """2 bits an entry: its sign, and which of its group's two magnitudes it gets.
+class _TwoMeans:
+    """``bits`` bits an entry, of which the last chooses between two means of its group.
 
-    The magnitudes are the mean of those above the group's mean magnitude, and the mean of the others; so the sum of a
-    group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
-
-    A block: (groups, 2) float32 smaller and larger magnitude, 0 without members; then two bits an entry, lowest bits
-    first, 1 = negative and 2 = larger magnitude, padded.
+    A block: (groups, 2) float32 means; then the bits of each entry, lowest bits first, padded.
     """
 
-    id = ValueCodecId.INT2
-    name = "int2"
+    bits: int
+    name: str
     dtype = np.dtype(np.float32)
     grouped = True
 
     def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
-        return 8 * groups + 8 * words_for(2 * k)
+        return 8 * groups + 8 * words_for(self.bits * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
+        codes, means, sizes = self._coded(values, bounds)
         block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
         table = 8 * sizes.size
-        codes, magnitudes = self._quantize(values, bounds, sizes)
-        block[:table].view("<f4")[...] = magnitudes.reshape(-1)
-        bits = np.packbits(codes, bitorder="little")
-        block[table : table + bits.size] = bits
-        block[table + bits.size :] = 0
+        block[:table].view("<f4")[...] = means.reshape(-1)
+        packed = np.packbits(codes, bitorder="little")
+        block[table : table + packed.size] = packed
+        block[table + packed.size :] = 0
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = 8 * sizes.size
-        magnitudes = block[:table].view("<f4").reshape(-1, 2)
-        codes = np.unpackbits(block[table:], count=2 * count, bitorder="little").reshape(-1, 2)
-        return self._restore(codes, magnitudes, sizes), block.size
+        codes = np.unpackbits(block[table:], count=self.bits * count, bitorder="little").reshape(-1, self.bits)
+        return self._restore(codes, block[:table].view("<f4").reshape(-1, 2), sizes), block.size
 
     def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
+        return self._restore(*self._coded(values, bounds))
+
+    def _coded(self, values: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (k, bits) uint8 or bool, (groups, 2) float32 means, 0 without members, and the groups' sizes."""
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
-        return self._restore(*self._quantize(values, bounds, sizes), sizes)
-
-    @staticmethod
-    def _quantize(values: np.ndarray, bounds: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (k, 2) uint8, whether an entry is negative and is large, and (groups, 2) float32 magnitudes."""
-        codes = np.empty((values.size, 2), np.uint8)
-        magnitudes = np.zeros((sizes.size, 2), np.float32)
+        codes, means = np.empty((values.size, self.bits), np.uint8), np.zeros((sizes.size, 2), np.float32)
         if values.size:
             filled = sizes > 0
-            starts, members = bounds[:-1][filled], sizes[filled]
-            size = np.abs(values)
-            # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
-            total = np.add.reduceat(size, starts, dtype=np.float64)
-            large = size > np.repeat((total / members).astype(np.float32), members)
-            above = np.add.reduceat(np.where(large, size, np.float32(0)), starts, dtype=np.float64)
-            below = np.add.reduceat(np.where(large, np.float32(0), size), starts, dtype=np.float64)
-            count = np.add.reduceat(large, starts, dtype=np.int64)
-            magnitudes[filled, 0] = below / np.maximum(members - count, np.int64(1))
-            magnitudes[filled, 1] = above / np.maximum(count, np.int64(1))
-            codes[:, 0] = values < 0
-            codes[:, 1] = large
-        return codes, magnitudes
+            means[filled] = self._fill(values, bounds[:-1][filled], sizes[filled], codes)
+        return codes, means, sizes
 
-    @staticmethod
-    def _restore(codes: np.ndarray, magnitudes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        # By arithmetic on the bits, as in the codec sign.
-        bits = magnitudes.view(np.uint32)
+    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """Write the codes, and return (groups, 2) means of groups that have entries."""
+        raise NotImplementedError
+
+    def _restore(self, codes: np.ndarray, means: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        # np.where on random signs is six times slower than choosing by arithmetic on the bits.
+        bits = means.view(np.uint32)
         chosen = np.repeat(bits[:, 0], sizes)
-        chosen ^= np.repeat(bits[:, 0] ^ bits[:, 1], sizes) * codes[:, 1]
-        chosen ^= codes[:, 0].astype(np.uint32) << np.uint32(31)
+        chosen ^= np.repeat(bits[:, 0] ^ bits[:, 1], sizes) * codes[:, -1]
         return chosen.view(np.float32)
 
 
-class SignValues:
-    """1 bit an entry: each value becomes the mean of its group's values of the same sign.
+def _means(values: np.ndarray, second: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(groups, 2) float64 means: of the values that are not among the ``second``, and of those that are."""
+    # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
+    zero = np.float32(0)
+    sums = [np.add.reduceat(np.where(mask, values, zero), starts, dtype=np.float64) for mask in (~second, second)]
+    members = np.add.reduceat(second, starts, dtype=np.int64)
+    return np.stack(sums, 1) / np.maximum(np.stack([sizes - members, members], 1), np.int64(1))
+
+
+class Int2Values(_TwoMeans):
+    """2 bits an entry: 1 = negative, and 2 = the larger of its group's two magnitudes.
+
+    The magnitudes are the mean of those not above the group's mean magnitude, and the mean of those above; so the sum
+    of a group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
+    """
+
+    id = ValueCodecId.INT2
+    name = "int2"
+    bits = 2
+
+    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        size = np.abs(values)
+        mean = np.add.reduceat(size, starts, dtype=np.float64) / sizes
+        large = size > np.repeat(mean.astype(np.float32), sizes)
+        codes[:, 0], codes[:, 1] = values < 0, large
+        return _means(size, large, starts, sizes)
+
+    def _restore(self, codes: np.ndarray, means: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        values = super()._restore(codes, means, sizes)
+        values.view(np.uint32)[...] |= codes[:, 0].astype(np.uint32) << np.uint32(31)
+        return values
+
+
+class SignValues(_TwoMeans):
+    """1 bit an entry, 1 = negative: each value becomes the mean of its group's values of the same sign.
 
     What a class of values loses, the residual keeps, and the sum over each class is kept exactly (in real numbers).
-    Zeros count as positive. A class without members has the mean 0.
-
-    A block: (groups, 2) float32 means of the non-negative and of the negative values; then one bit an entry, lowest
-    bit first, 1 = negative, padded.
+    Zeros count as positive. The first mean is that of the non-negative values.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Dryden et al. 2016, two means of sent entries.
     """
 
     id = ValueCodecId.SIGN
     name = "sign"
-    dtype = np.dtype(np.float32)
-    grouped = True
+    bits = 1
 
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
-        return 8 * groups + 8 * words_for(k)
-
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
-        block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
-        negative, means = self._split(values, bounds, sizes)
-        table = 8 * sizes.size
-        block[:table].view("<f4")[...] = means.reshape(-1)
-        bits = np.packbits(negative, bitorder="little")
-        block[table : table + bits.size] = bits
-        block[table + bits.size :] = 0
-        return block.size
-
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        sizes = _group_sizes(bounds, count, self.name)
-        block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
-        table = 8 * sizes.size
-        means = block[:table].view("<f4").reshape(-1, 2)
-        negative = np.unpackbits(block[table:], count=count, bitorder="little").view(np.bool_)
-        return self._restore(negative, means, sizes), block.size
-
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
-        negative, means = self._split(values, bounds, sizes)
-        return self._restore(negative, means, sizes)
-
-    @staticmethod
-    def _split(values: np.ndarray, bounds: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
         negative = values < 0
-        means = np.zeros((sizes.size, 2), np.float32)
-        if values.size:
-            filled = sizes > 0
-            starts = bounds[:-1][filled]
-            # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
-            zero = np.float32(0)
-            below = np.add.reduceat(np.minimum(values, zero), starts, dtype=np.float64)
-            above = np.add.reduceat(np.maximum(values, zero), starts, dtype=np.float64)
-            members = np.add.reduceat(negative, starts, dtype=np.int64)
-            means[filled, 0] = above / np.maximum(sizes[filled] - members, np.int64(1))
-            means[filled, 1] = below / np.maximum(members, np.int64(1))
-        return negative, means
-
-    @staticmethod
-    def _restore(negative: np.ndarray, means: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        # np.where on random signs is six times slower than choosing by arithmetic on the bits.
-        bits = means.view(np.uint32)
-        chosen = np.repeat(bits[:, 0], sizes)
-        chosen ^= np.repeat(bits[:, 0] ^ bits[:, 1], sizes) * negative
-        return chosen.view(np.float32)
+        codes[:, 0] = negative
+        return _means(values, negative, starts, sizes)
 
 
 def _group_sizes(bounds: np.ndarray, k: int, name: str) -> np.ndarray:
