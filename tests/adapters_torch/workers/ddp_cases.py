@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import re
 import sys
+import types
+import warnings
 
+import torch
+import torch.distributed as dist
+from adapters_torch.torchrun_tools import (
+    EXACT,
+    SGD,
+    assert_close,
+    assert_identical,
+    digest,
+    loss_of,
+    make_model,
+    on_every_rank,
+)
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import case, run_cases
 
-class Missing:
-    """Finds no module of these names."""
+import dgc.torch as dgc
 
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("horovod", "mpi4py"):
-            raise ImportError(f"{name} is not installed")
-
-
-sys.meta_path.insert(0, Missing())
-
-import contextlib  # noqa: E402
-import functools  # noqa: E402
-import hashlib  # noqa: E402
-import io  # noqa: E402
-import re  # noqa: E402
-import types  # noqa: E402
-import warnings  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.algorithms.join import Join  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from worker_tools import case, run_cases  # noqa: E402
-
-import dgc.torch as dgc  # noqa: E402
-
-EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
-SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 LEFT = {**EXACT, "momentum": 0.0, "weight_decay": 0.0}  # momentum and decay stay in the optimizer
-
-
-def make_model(seed=0, width=64):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 5))
 
 
 def sgd(model, **options):
     return torch.optim.SGD(model.parameters(), **{**SGD, **options})
-
-
-def loss_of(model, step, *arguments):
-    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-    return nn.functional.cross_entropy(model(x, *arguments), x[:, :5].argmax(1))
 
 
 def hooked(module, make_optimizer=sgd, options=None, **ddp):
@@ -70,34 +55,6 @@ def train(model, optimizer, steps=20, start=0):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-
-
-def gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def digest(model):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-
-
-def assert_identical(model):
-    assert len(set(gathered(digest(model)))) == 1, "replicas differ"
-
-
-def assert_close(model, expected):
-    for a, e in zip(model.parameters(), expected.parameters(), strict=True):
-        assert (a - e).abs().max() <= 1e-5 * e.abs().max()
-
-
-def on_every_rank(error, match, function):
-    try:
-        function()
-        outcome = "nothing was raised"
-    except error as raised:
-        outcome = None if re.search(match, str(raised)) else str(raised)
-    assert gathered(outcome) == [None] * dist.get_world_size(), outcome
 
 
 def warned(function, match):

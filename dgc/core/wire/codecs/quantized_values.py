@@ -96,10 +96,10 @@ class _TwoMeans:
     dtype = np.dtype(np.float32)
     grouped = True
 
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+    def max_bytes(self, k: int, groups: int) -> int:
         return 8 * groups + 8 * words_for(self.bits * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         codes, means, sizes = self._coded(values, bounds)
         block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
         table = 8 * sizes.size
@@ -109,14 +109,14 @@ class _TwoMeans:
         block[table + packed.size :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         sizes = _group_sizes(bounds, count, self.name)
         block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
         table = 8 * sizes.size
         codes = np.unpackbits(block[table:], count=self.bits * count, bitorder="little").reshape(-1, self.bits)
         return self._restore(codes, block[:table].view("<f4").reshape(-1, 2), sizes), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
+    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         return self._restore(*self._coded(values, bounds))
 
     def _coded(self, values: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -147,7 +147,8 @@ def _means(values: np.ndarray, second: np.ndarray, starts: np.ndarray, sizes: np
     zero = np.float32(0)
     sums = [np.add.reduceat(np.where(mask, values, zero), starts, dtype=np.float64) for mask in (~second, second)]
     members = np.add.reduceat(second, starts, dtype=np.int64)
-    return np.stack(sums, 1) / np.maximum(np.stack([sizes - members, members], 1), np.int64(1))
+    means: np.ndarray = np.stack(sums, 1) / np.maximum(np.stack([sizes - members, members], 1), np.int64(1))
+    return means
 
 
 class Int2Values(_TwoMeans):

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import sys
+import tempfile
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from adapters_torch.torchrun_tools import (
+    EXACT,
+    SGD,
+    assert_close,
+    assert_identical,
+    digest,
+    gathered,
+    loss_of,
+    make_model,
+    on_every_rank,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from worker_tools import case, run_cases
 
-class Missing:
-    """Finds no module of these names."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("horovod", "mpi4py"):
-            raise ImportError(f"{name} is not installed")
-
-
-sys.meta_path.insert(0, Missing())
-
-import copy  # noqa: E402
-import hashlib  # noqa: E402
-import io  # noqa: E402
-import re  # noqa: E402
-import tempfile  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-from worker_tools import case, run_cases  # noqa: E402
-
-import dgc.torch as dgc  # noqa: E402
-
-EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
-SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-
-
-def make_model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
-
-
-def loss_of(model, step):
-    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-    return nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
+import dgc.torch as dgc
 
 
 def wrap(model, optimizer=None, passes=1, group=None, **options):
@@ -82,34 +66,6 @@ def dense(steps, passes=1, schedule=None, decay=0.01):
         if scheduler:
             scheduler.step()
     return model
-
-
-def gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def digest(model):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-
-
-def assert_identical(model):
-    assert len(set(gathered(digest(model)))) == 1, "replicas differ"
-
-
-def assert_close(model, expected):
-    for a, e in zip(model.parameters(), expected.parameters(), strict=True):
-        assert (a - e).abs().max() <= 1e-5 * e.abs().max()
-
-
-def on_every_rank(error, match, function):
-    try:
-        function()
-        outcome = "nothing was raised"
-    except error as raised:
-        outcome = None if re.search(match, str(raised)) else str(raised)
-    assert gathered(outcome) == [None] * dist.get_world_size(), outcome
 
 
 @case
