@@ -90,12 +90,12 @@ class TorchState(hvd.elastic.TorchState):
         """Broadcast all but the compressor's state; :meth:`begin` follows."""
         # Horovod steps an optimizer that has no state, to make one: decay would move the parameters.
         groups = self.optimizer.param_groups
-        decays = [group.get("weight_decay") for group in groups]
+        decays = hvd.broadcast_object([group.get("weight_decay") for group in groups], name="dgc.elastic.decays")
         for group in groups:
             group["weight_decay"] = 0.0
         super().sync()
         for group, decay in zip(groups, decays, strict=True):
-            group["weight_decay"] = decay
+            group.pop("weight_decay") if decay is None else group.update(weight_decay=decay)
 
     def save(self) -> None:  # noqa: D102
         super().save()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from dgc.torch.compressor import DGCCompressor
 
@@ -32,7 +30,7 @@ class RankState:
             LayoutError: called in the middle of a step, or after one that failed.
         """
         buffer = io.BytesIO()
-        torch.save(tree_map_only(np.ndarray, torch.from_numpy, self._compression.state_dict()), buffer)
+        torch.save(self._compression.state_dict(), buffer)
         return {self._name: buffer.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -42,5 +40,4 @@ class RankState:
             KeyError: it is of another number of ranks; ``torch.distributed.checkpoint`` has looked for it before.
             LayoutError: it is of another rank or model.
         """
-        state = torch.load(io.BytesIO(state_dict[self._name]), weights_only=True)
-        self._compression.load_state_dict(tree_map_only(torch.Tensor, torch.Tensor.numpy, state))
+        self._compression.load_state_dict(torch.load(io.BytesIO(state_dict[self._name]), weights_only=True))
