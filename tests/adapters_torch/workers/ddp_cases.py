@@ -24,6 +24,7 @@ from adapters_torch.torchrun_tools import (
 )
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, run_cases
 
@@ -374,6 +375,19 @@ def join_with_the_state():
             train(model, optimizer, 5, start=30)
             assert_identical(model)
             state.compression.close()
+
+
+@case
+def the_state_that_a_checkpoint_asks_for_is_no_step():
+    model, optimizer, state = hooked(make_model(), options={"sparsity": 0.9})
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    before = digest(model)
+    get_state_dict(model, optimizer)
+    assert (digest(model), optimizer.param_groups[0]["lr"], state.compression.stats.steps) == (before, 0.1, 2)
+    train(model, optimizer, 2)
+    assert_identical(model)
+    state.compression.close()
 
 
 @case

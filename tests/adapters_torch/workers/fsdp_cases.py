@@ -250,6 +250,15 @@ def bad_input():
     compression.close()
 
 
+@case
+def join_is_refused():
+    model = make_model()
+    optimizer, compression = wrap(model, sparsity=0.9)
+    train(optimizer, model, 1)
+    on_every_rank(dgc.ConfigError, "join.* FSDP's shards", lambda: dgc.join(compression))
+    compression.close()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -316,6 +316,19 @@ def mistakes_are_errors_on_every_rank():
 
 
 @case
+def a_whole_number_takes_over_a_fraction():
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=1), sparsity=0.9)
+    if rank() > 0:
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(optimizer, model, 3)
+    dgc.join(compression)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert_identical(model)
+    compression.close()
+
+
+@case
 def an_error_of_a_training_rank_reaches_the_joined_ones():
     model = make_model()
     optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
