@@ -15,8 +15,7 @@ from dgc import errors
 from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
-from dgc.tensorflow.compression import Compression
-from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.optimizer import DistributedOptimizer
 from dgc.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 

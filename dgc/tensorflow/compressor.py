@@ -1,4 +1,4 @@
-"""The object behind ``compression=``: a Horovod ``Compressor`` that remembers what it has not sent yet."""
+"""What ``compression=`` takes: ``Compression.dgc(...)`` and the compressors that it makes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
 from dgc.adapter.compressor import CompressorBase
-from dgc.core.config.checks import no_compressor
+from dgc.core.config.checks import brief, no_compressor
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine, loss_scale_of
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, is_alone
-from dgc.tensorflow.engine.horovod.transport import make_transport
+from dgc.tensorflow.engine.horovod import HOROVOD, HorovodTransport, ProcessSet, is_alone
 from dgc.tensorflow.engine.horovod_shim import HorovodShim, Pending, refuse_horovods_keras3
-from dgc.tensorflow.engine.optimizers import Optimizer, clipping
+from dgc.tensorflow.engine.optimizers import Optimizer, clipping, family
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.summary import as_writer
 
@@ -107,7 +107,8 @@ class DGCCompressor(CompressorBase[Engine]):
 
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
-        keep_with(ours, self)
+        for variable in ours[:1]:  # a model holds the compressor that was bound to it last: no graph does
+            variable._dgc_compressor = self
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         self.adopt(optimizer, process_set)
@@ -130,7 +131,7 @@ class DGCCompressor(CompressorBase[Engine]):
             raise
 
     def _make_transport(self, choice: Any, members: Any) -> Transport:
-        return make_transport(choice, members)
+        return HOROVOD.make_transport(choice, members, HorovodTransport)
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None
@@ -201,14 +202,49 @@ class DGCCompressor(CompressorBase[Engine]):
         raise error
 
 
-def keep_with(variables: Sequence[Variable], compressor: DGCCompressor) -> None:
-    """Let a model hold the compressor that was bound to it last: no graph does, though a script may build it in one."""
-    for variable in variables[:1]:
-        variable._dgc_compressor = compressor
-
-
 def _refuse_sessions() -> None:
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise ConfigError(
             "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
         )
+
+
+class TensorFlowCompression(CompressionBase):
+    """Values of ``compression=``; ``none`` and ``fp16`` are Horovod's.
+
+    A compressor's first argument is ``variables``, those of a built model. Momentum and Nesterov are taken out of an
+    SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know its
+    optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer, too.
+    """
+
+    @refused_uncalled
+    def dgc(  # noqa: D102
+        self, variables: Sequence[Variable] | None = None, optimizer: Optimizer | None = None, **options: Any
+    ) -> DGCCompressor:
+        return self._make("dgc", variables, optimizer, **options)
+
+    def _make(
+        self,
+        algorithm: str,
+        variables: Sequence[Variable] | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        members: Any = None,
+        **options: Any,
+    ) -> DGCCompressor:
+        given = None
+        if variables is not None:
+            advice = "model.trainable_variables of a built model"
+            given = checked_tensors(variables, algorithm, "variables", advice)
+        if optimizer is not None and family(optimizer) is None:
+            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer, or one of tf.compat.v1.train")
+        compressor = DGCCompressor(options, algorithm, members)
+        if given is not None:
+            require_momentum_source(optimizer, compressor.config, "variables")
+            compressor.bind(given, optimizer)
+        elif optimizer is not None:
+            compressor.adopt(optimizer)
+        return compressor
+
+
+Compression = TensorFlowCompression(HOROVOD)

@@ -7,7 +7,7 @@ import functools
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod.horovod import ProcessSet, ReduceOp
+from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
 from dgc.tensorflow.engine.optimizers import V1, Optimizer, family
 from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.reduce.context import Gradient

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
+from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.reduce.context import Context, Gradient, GradientReducer, LocalVariables, ReduceOptions
 from dgc.tensorflow.reduce.dense import TapeReducer

@@ -20,7 +20,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import NO_STEP, Group
-from dgc.tensorflow.engine.horovod.names import CommonNames
+from dgc.tensorflow.engine.horovod import CommonNames
 from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names

@@ -15,7 +15,7 @@ from dgc.core.state.checks import require_sound
 from dgc.core.state.file import load_state, save_state
 from dgc.core.state.state import old_ranks_of
 from dgc.errors import ConfigError, LayoutError, TransportError
-from dgc.tensorflow.engine.horovod.horovod import import_horovod, is_alone
+from dgc.tensorflow.engine.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce.settings import distributed_in
 from dgc.transport.agreement import agree_or_raise
 

@@ -15,7 +15,7 @@ from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import momentum_config
-from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.engine.optimizers import Optimizer
 from dgc.tensorflow.engine.tensors import Variable

@@ -15,7 +15,7 @@ import tf_keras
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import momentum_config
-from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
 from dgc.tensorflow.engine.optimizers import LEGACY_V2, Optimizer, family
 from dgc.tensorflow.engine.tensors import Variable

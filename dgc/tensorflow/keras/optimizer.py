@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dgc.core.config.checks import brief
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod.horovod import ProcessSet, ReduceOp
+from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
 from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
 from dgc.tensorflow.reduce.settings import distributed_in, make_settings
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, ReduceOp, is_alone
+from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, is_alone
 from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import Optimizer
 from dgc.tensorflow.engine.tensors import Variable, raw_variable

@@ -11,8 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, import_horovod, is_alone
-from dgc.tensorflow.engine.horovod.names import CommonNames, gather_slices
+from dgc.tensorflow.engine.horovod import HOROVOD, CommonNames, gather_slices, import_horovod, is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, cross, verdict_of
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.reduce.context import (

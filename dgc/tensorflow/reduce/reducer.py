@@ -12,7 +12,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
 from dgc.tensorflow.engine.group import Group
-from dgc.tensorflow.engine.horovod.names import gather_slices
+from dgc.tensorflow.engine.horovod import gather_slices
 from dgc.tensorflow.engine.numpy_bridge import (
     ACCUMULATED,
     APPLY,

@@ -13,7 +13,7 @@ from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.horovod.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
 from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.reduce.context import DEFAULTS, RETURNED, Context, GradientReducer, LocalVariables, ReduceOptions

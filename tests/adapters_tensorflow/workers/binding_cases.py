@@ -15,7 +15,7 @@ from worker_tools import case, run_cases
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 from dgc.errors import LayoutError
-from dgc.tensorflow.engine.horovod.transport import HorovodTransport
+from dgc.tensorflow.engine.horovod import HorovodTransport
 
 keras = m.keras
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.engine.horovod.horovod import ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.engine.horovod import ProcessSet, import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.keras.callbacks.log import OURS

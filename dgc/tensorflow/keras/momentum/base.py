@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay, PaddleOptions, Regularizer
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod.horovod import import_horovod
+from dgc.tensorflow.engine.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
 from dgc.tensorflow.reduce.context import ReduceOptions
 from dgc.tensorflow.reduce.settings import Settings

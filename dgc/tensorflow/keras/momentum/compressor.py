@@ -30,7 +30,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
-from dgc.tensorflow.engine.horovod.horovod import is_alone
+from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import Variable, describe, raw_variable, unique_names

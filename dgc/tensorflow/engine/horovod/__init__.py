@@ -1,1 +1,0 @@
-"""Horovod's collectives and transport for TensorFlow."""
