@@ -45,6 +45,7 @@ def test_links_lead_somewhere(path):
         name, _, anchor = target.partition("#")
         page = path.parent / name if name else path
         assert page.is_file(), target
+        assert path not in PAGES or page.resolve().is_relative_to(DOCS), f"{target} is not on the site"
         assert not anchor or anchor in anchors(page), target
 
 
