@@ -9,14 +9,20 @@ import numpy as np
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
-from dgc.core.kernels.cpu import scatter, select_radix
+from dgc.core.kernels.cpu import scatter
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
-from dgc.core.kernels.cpu.select_candidates import BINS, UNFINISHED, Workspace, begin, compress_chunks, outcome, prepare
-from dgc.core.kernels.cpu.select_radix import COUNT, TALLY_ALL, TALLY_RANGE, WRITE
-from dgc.core.kernels.cpu.simd import bits_of
+from dgc.core.kernels.cpu.select_candidates import (
+    UNFINISHED,
+    Workspace,
+    begin,
+    compress_chunks,
+    outcome,
+    prepare,
+)
+from dgc.core.kernels.cpu.select_radix import select_whole
 from dgc.core.kernels.cpu.threads import Team, default_threads
-from dgc.core.kernels.cpu.work_table import ENTRIES, LENGTH, OFFSET, OUT, address_of, make_table, place_of
+from dgc.core.kernels.cpu.work_table import OUT, address_of, make_table, place_of
 from dgc.errors import LayoutError
 
 ALONE = 65536
@@ -25,14 +31,8 @@ ALONE = 65536
 PLACE = 32
 """A selected place takes as long as this many elements in a row: it misses the cache."""
 
-LARGE = 262144
-"""Segments from this length on are selected with all threads at once, shorter ones each by one thread."""
-
 MOST_ELEMENTS = 2**31
 """Candidates' positions are int32."""
-
-LARGEST_PARTS = 64
-"""Pieces that the selection of a large segment is shared out in; each has a histogram of its own."""
 
 
 class NumbaKernels(Kernels):
@@ -75,7 +75,7 @@ class NumbaKernels(Kernels):
     def warm_up(self, dtype: str = "float32") -> None:
         """Compile every kernel for buckets of ``dtype``, or load it from the cache, so that no step waits for it."""
         kind = np.dtype(dtype)
-        n = LARGE
+        n = 4 * ALONE
         g = np.ones(n, kind)
         u, v = np.zeros(n, kind), np.zeros(n, kind)
         thresholds = self.new_thresholds(2)
@@ -216,82 +216,21 @@ class NumbaKernels(Kernels):
 
         def finish() -> Selection:
             under_way.finish()
-            self._workspace.give_back(kind, scratch)
             unfinished, total, met = outcome(taken, nonfinite)
             if unfinished:
-                self._select_by_histogram(integers, thresholds, v, positions, values, taken)
+                which = np.flatnonzero(taken == UNFINISHED)
+                self._team.run(
+                    threads, select_whole, which.size, v, integers, thresholds, which, scratch.bins, scratch.likes,
+                    positions, values, taken,
+                )  # fmt: skip
                 total = int(taken.sum())
+            self._workspace.give_back(kind, scratch)
             if total < count:
                 given, picked = _without_gaps(integers, taken, positions, values)
                 return Selection(given, met, picked)
             return Selection(positions, met, values)
 
         return finish
-
-    def _select_by_histogram(
-        self,
-        integers: np.ndarray,
-        thresholds: np.ndarray,
-        v: np.ndarray,
-        positions: np.ndarray,
-        values: np.ndarray,
-        taken: np.ndarray,
-    ) -> None:
-        """Select the segments that are UNFINISHED, large ones with all threads at once, small ones side by side."""
-        unfinished = np.flatnonzero(taken == UNFINISHED)
-        lengths = integers[unfinished, LENGTH]
-        bits, found = bits_of(v), np.zeros((len(integers), 3), np.int64)
-        small = unfinished[lengths < LARGE]
-        threads = max(1, min(self._threads_for(int(lengths.sum())), small.size))
-        likes = np.empty((threads, 1), v.dtype)
-        if small.size:
-            bins = np.empty((threads, 2, BINS), np.int64)
-            self._team.run(
-                threads, select_radix.select_each, small.size, v, bits, integers, small, bins, likes, positions, values,
-                found,
-            )  # fmt: skip
-        for s in unfinished[lengths >= LARGE]:
-            found[s] = self._select_large(integers[s], v, bits, likes[0], positions, values)
-        taken[unfinished] = found[unfinished, 0]
-        magnitudes = found[:, 1].astype(bits.dtype).view(v.dtype)
-        for s in unfinished:
-            kth = float(magnitudes[s])
-            rules.learn(thresholds[s], int(integers[s, ENTRIES]), rules.WIDER * kth, int(found[s, 2]), kth)
-
-    def _select_large(
-        self,
-        row: np.ndarray,
-        v: np.ndarray,
-        bits: np.ndarray,
-        like: np.ndarray,
-        positions: np.ndarray,
-        values: np.ndarray,
-    ) -> tuple[int, int, int]:
-        """Select one segment; returns what :func:`dgc.core.kernels.cpu.select_radix.select_each` does."""
-        offset, length, k, place = (int(row[column]) for column in (OFFSET, LENGTH, ENTRIES, OUT))
-        parts = min(LARGEST_PARTS, length // LARGE * 2)
-        bins, tallies = np.empty((parts, 2, BINS), np.int64), np.empty((parts, 2), np.int64)
-
-        def sweep(task: int, low: int, high: int = 0, shift: int = 0, ties: int = 0) -> int:
-            self._team.run(
-                self._threads, select_radix.sweep_parts, parts, task, v, bits, offset, length, low, high, shift, bins,
-                tallies, ties, positions, values, place,
-            )  # fmt: skip
-            return int(tallies[:, 0].sum())
-
-        nonzero = sweep(COUNT, 1)
-        if nonzero <= k:
-            sweep(WRITE, 0)
-            return nonzero, 0, 0
-        low, high, shift = 0, np.iinfo(bits.dtype).max, select_radix.first_shift(v.itemsize)
-        sweep(TALLY_ALL, low, high, shift)
-        low, high, ties, shift = select_radix.descend(bins, low, high, shift, k)
-        while low < high:
-            sweep(TALLY_RANGE, low, high, shift)
-            low, high, ties, shift = select_radix.descend(bins, low, high, shift, ties)
-        sweep(COUNT, low)
-        sweep(WRITE, low, ties=ties)
-        return k, low, sweep(COUNT, select_radix.wider_key(low, like))
 
 
 def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
