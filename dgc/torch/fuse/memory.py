@@ -31,6 +31,16 @@ def alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]
     return out.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(stride))
 
 
+def places(tensors: Sequence[Tensor | None]) -> list[tuple[int, tuple[int, ...]]]:
+    """Where each lies: its address and strides.
+
+    Raises:
+        TypeError: there is None among them.
+        RuntimeError: a sparse tensor, which has no storage.
+    """
+    return list(zip(map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors), strict=True))  # type: ignore[arg-type]
+
+
 def mark_written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that ``tensors`` were written in place through an alias.
 
