@@ -54,7 +54,7 @@ from launch_tools import (
 
 SERVER = Path(__file__).with_name("rank_server.py")
 
-LIVING = 4
+LIVING = 6
 """Most jobs at a time. Ranks of TensorFlow take 0.7 GB each; the job that was not used for the longest time ends."""
 
 PATIENCE = 60.0
@@ -71,6 +71,7 @@ FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KE
 
 SIZES = {"2ranks": {"n": 2}, "4ranks": {"n": 4}}
 CARRIERS = {"mpirun": {"launcher": "mpirun"}, "gloo": {"launcher": "gloo"}}
+TORCHRUN = {"torchrun": {"launcher": "torchrun"}}
 KERAS = {flavour: {"env": env} for flavour, env in FLAVOURS.items()}
 """Kinds of ranks for :func:`each_case`."""
 
@@ -424,8 +425,8 @@ class Ranks:
 
 def once(values: Iterable[Any]) -> list[Any]:
     """Parameters of which the first one is in every run, and the others belong to the matrix."""
-    first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.matrix) for value in others)]
+    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*first), *(pytest.param(*value, marks=pytest.mark.matrix) for value in others)]
 
 
 def each_case(

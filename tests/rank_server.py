@@ -53,7 +53,7 @@ class Server:
             spec = importlib.util.spec_from_file_location(path.stem, path)
             module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            _initialise_horovod()
+            worker_tools.initialise_horovod()
         except Exception:
             text = f"importing {path.name} failed\n{traceback.format_exc()}"
             worker_tools.report({"case": case, "outcome": "failed", "traceback": text})
@@ -98,16 +98,6 @@ def _import_framework(name: str) -> None:
         tensorflow.config.threading.set_inter_op_parallelism_threads(1)
     elif name != "none":
         importlib.import_module(name)
-
-
-def _initialise_horovod() -> None:
-    """Once for each framework whose adapter the workers have asked for so far."""
-    for framework in ("torch", "tensorflow"):
-        if any(f"{package}.{framework}" in sys.modules for package in ("dgc", "horovod")):
-            horovod = importlib.import_module(f"horovod.{framework}")
-            # Not again: that would register Horovod's exit handler again, and move it before the package's own.
-            if not horovod.is_initialized():
-                horovod.init()
 
 
 def order_exit_handlers() -> None:

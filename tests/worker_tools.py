@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import sys
@@ -56,8 +57,21 @@ def case(function: Callable[[], None] | str, *kinds: str) -> Callable[..., Any]:
 
 def run_cases() -> None:
     """Run all cases, or those named on the command line, and report each one's outcome on this rank."""
+    initialise_horovod()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     for name in [name for name in sys.argv[1:] if name in _cases] or list(_cases):
         run_case(name)
+
+
+def initialise_horovod() -> None:
+    """Once for each framework whose adapter the workers have asked for so far; under torchrun, not at all."""
+    for framework in ("torch", "tensorflow") if "TORCHELASTIC_RUN_ID" not in os.environ else ():
+        if any(f"{package}.{framework}" in sys.modules for package in ("dgc", "horovod")):
+            horovod = importlib.import_module(f"horovod.{framework}")
+            # Not again: that would register Horovod's exit handler again, and move it before the package's own.
+            if not horovod.is_initialized():
+                horovod.init()
 
 
 def run_case(name: str) -> bool:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
-
-WORKER = Path(__file__).parent / "workers" / "ddp_cases.py"
+from launch_tools import run_mpi
+from rank_jobs import TORCHRUN, each_case
 
 DYING = """
 import os, signal
@@ -38,15 +37,7 @@ for step in range(1000):
 """
 
 
-@pytest.fixture(scope="module")
-def results():
-    return run_cases(2, WORKER, launcher="torchrun")
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_under_torchrun(results, name):
-    results.check(name)
+test_under_torchrun = each_case(Path(__file__).parent / "workers" / "ddp_cases.py", TORCHRUN)
 
 
 @pytest.mark.mpi

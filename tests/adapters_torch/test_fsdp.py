@@ -1,31 +1,14 @@
 """dgc's optimizer between the nodes of FSDP2, under torchrun without Horovod and mpi4py."""
 
-import re
 from pathlib import Path
 
 import pytest
-from launch_tools import REPOSITORY, case_names, run_cases, run_mpi
+from launch_tools import run_mpi
+from rank_jobs import each_case
 
-WORKER = Path(__file__).parent / "workers" / "fsdp_cases.py"
-
-
-@pytest.fixture(scope="module")
-def results():
-    return run_cases(4, WORKER, launcher="torchrun")
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", case_names(WORKER))
-def test_between_nodes(results, name):
-    results.check(name)
-
-
-@pytest.mark.mpi
-def test_the_example_trains():
-    output = run_mpi(4, REPOSITORY / "examples" / "fsdp_digits.py", "15", launcher="torchrun").stdout
-    accuracy, ratio = map(float, re.search(r"accuracy ([\d.]+) %, (\d+) times", output).groups())
-    assert accuracy > 85
-    assert ratio > 50
+test_between_nodes = each_case(
+    Path(__file__).parent / "workers" / "fsdp_cases.py", {"torchrun": {"n": 4, "launcher": "torchrun"}}
+)
 
 
 DYING = """
@@ -53,6 +36,7 @@ while True:
 
 
 @pytest.mark.mpi
+@pytest.mark.matrix
 def test_a_rank_that_dies_ends_the_job():
     result = run_mpi(4, DYING, launcher="torchrun", check=False)
     assert result.returncode > 0, result.explain()

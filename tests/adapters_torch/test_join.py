@@ -3,23 +3,18 @@
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_cases, run_mpi
-from rank_jobs import CARRIERS, SIZES, each_case
+from launch_tools import case_names, run_mpi
+from rank_jobs import CARRIERS, SIZES, each_case, once
 
 WORKER = Path(__file__).parent / "workers" / "join_cases.py"
 
 test_join = each_case(WORKER, {**SIZES, "gloo": CARRIERS["gloo"]})
 
 
-@pytest.fixture(scope="module")
-def under_torchrun():
-    return run_cases(2, WORKER, launcher="torchrun")
-
-
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", [name for name in case_names(WORKER) if "horovod" not in name])
-def test_under_torchrun(under_torchrun, name):
-    under_torchrun.check(name)
+@pytest.mark.parametrize("name", once(name for name in case_names(WORKER) if "horovod" not in name))
+def test_under_torchrun(ranks, name):
+    ranks(WORKER, 2, launcher="torchrun").check(name)
 
 
 ALONE = """
@@ -60,16 +55,21 @@ except Exception as error:
     raise SystemExit(3)
 report("no error")
 """
+MISTAKES = {"a joined rank trains on": ("True", "train(2)"), "a rank does not join": ("rank == 0", "pass")}
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["horovodrun", "gloo", "torchrun"])
 @pytest.mark.parametrize(
-    ("joins", "then"),
-    [("True", "train(2)"), ("rank == 0", "pass")],
-    ids=["a joined rank trains on", "a rank does not join"],
+    ("launcher", "mistake"),
+    [
+        *((launcher, "a joined rank trains on") for launcher in ("horovodrun", "torchrun")),
+        ("gloo", "a rank does not join"),
+        pytest.param("gloo", "a joined rank trains on", marks=pytest.mark.matrix),
+        *(pytest.param(each, "a rank does not join", marks=pytest.mark.matrix) for each in ("horovodrun", "torchrun")),
+    ],
 )
-def test_a_rank_alone_gets_an_error(launcher, joins, then):
+def test_a_rank_alone_gets_an_error(launcher, mistake):
+    joins, then = MISTAKES[mistake]
     source = ALONE.format(torchrun=launcher == "torchrun", joins=joins, then=then)
     result = run_mpi(2, source, launcher=launcher, check=False)
     assert not result.timed_out, result.explain()

@@ -1,7 +1,8 @@
-"""What cases under torchrun share; Horovod and mpi4py cannot be imported once this is."""
+"""What cases under torchrun share; this initialises torch.distributed, and blocks imports of Horovod and mpi4py."""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import re
 import sys
@@ -20,6 +21,10 @@ sys.meta_path.insert(0, Missing())
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
 SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}

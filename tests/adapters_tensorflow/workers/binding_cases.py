@@ -313,5 +313,4 @@ def a_model_is_copied_without_its_compressor():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

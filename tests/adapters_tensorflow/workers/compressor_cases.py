@@ -144,8 +144,4 @@ def a_saved_model_remembers_its_compressor():
 
 
 if __name__ == "__main__":
-    import horovod.torch
-
-    horovod.torch.init()
-    torch.set_num_threads(1)
     run_cases()

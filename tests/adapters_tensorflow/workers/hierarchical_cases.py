@@ -1,6 +1,5 @@
 """Ranks that send as one, in TensorFlow and Keras: on 4 ranks, in groups of 2 neighbours."""
 
-import horovod.tensorflow as hvd
 import models as m
 import tensorflow as tf
 from worker_tools import case, run_cases
@@ -48,5 +47,4 @@ def replicas_stay_alike_behind_fit_and_a_tape():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -67,7 +67,4 @@ def the_same_gradients_select_the_same_indices_and_leave_the_same_residuals():
 
 
 if __name__ == "__main__":
-    import horovod.torch
-
-    horovod.torch.init()
     run_cases()

@@ -458,6 +458,4 @@ def elastic_horovod():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

@@ -192,6 +192,4 @@ def a_compressor_can_be_copied_until_it_is_bound():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from models import assert_replicas_identical, batch, flat, sgd, wrap
@@ -217,5 +216,4 @@ def what_is_untraced_runs_as_it_is():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -182,6 +182,4 @@ def _misplaced():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

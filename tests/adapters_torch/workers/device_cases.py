@@ -143,5 +143,4 @@ def paddles_optimizer():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -508,6 +508,4 @@ def one_compressor_cannot_serve_two_models():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

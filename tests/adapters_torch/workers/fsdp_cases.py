@@ -18,6 +18,8 @@ from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
+MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
 
 class Net(nn.Module):
     """One shard of the last layer is empty on the second rank of each node."""
@@ -260,8 +262,4 @@ def join_is_refused():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     run_cases()
-    dist.destroy_process_group()

@@ -653,6 +653,4 @@ def the_groups_hold_the_users_options_except_during_an_update():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

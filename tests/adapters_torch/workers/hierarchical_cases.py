@@ -205,5 +205,4 @@ def other_compressors_and_auto_send_as_one_too():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -350,5 +350,4 @@ def a_step_that_is_refused_or_discarded():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

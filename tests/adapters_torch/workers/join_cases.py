@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 from torch import nn
-from worker_tools import SkipCase, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 if TORCHRUN:
     import torch.distributed as dist
+    from adapters_torch import torchrun_tools  # noqa: F401, initialises it
 else:
     import horovod.torch as hvd
 
@@ -115,7 +116,7 @@ def error_on_every_rank(function, error, match):
     assert all(re.search(match, each) for each in texts), texts
 
 
-@case("2ranks", "4ranks")
+@case
 def uneven_data_equal_zeros_by_hand_at_sparsity_0():
     for gap in (1, 5, 17):
         for options in SGD.values():
@@ -131,7 +132,7 @@ def uneven_data_equal_zeros_by_hand_at_sparsity_0():
             compression.close()
 
 
-@case("2ranks", "4ranks")
+@case
 def replicas_are_identical_at_sparsity_099():
     for gap in (1, 5, 17):
         model = make_model()
@@ -153,7 +154,7 @@ def replicas_are_identical_at_sparsity_099():
         compression.close()
 
 
-@case("2ranks", "4ranks")
+@case
 def nothing_is_lost():
     """What the ranks computed is in the parameters or in their residuals."""
     model = make_model()
@@ -346,10 +347,8 @@ def an_error_of_a_training_rank_reaches_the_joined_ones():
     compression.close()
 
 
-@case("2ranks", "4ranks")
+@case
 def uneven_data_equal_horovods_join_at_sparsity_0():
-    if TORCHRUN:
-        raise SkipCase("Horovod's")
     for gap in (1, 5, 17):
         for options in SGD.values():
             plain = make_model()
@@ -375,9 +374,4 @@ def uneven_data_equal_horovods_join_at_sparsity_0():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if TORCHRUN:
-        dist.init_process_group("gloo")
-    else:
-        hvd.init()
     run_cases()

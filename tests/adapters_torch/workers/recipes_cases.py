@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import torch
-import torch.distributed as dist
+from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
 STEPS = 28  # of an epoch
-EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
-
-
-def digest(model):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def check(train, **arguments):
@@ -32,15 +25,12 @@ def check(train, **arguments):
     torch.manual_seed(7)
     model = train(exact, epochs=1, **arguments)
     assert exact.stats.steps == steps
-    for p, expected in zip(model.parameters(), dense.parameters(), strict=True):
-        assert (p - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert_close(model, dense)
     exact.close()
     model = train(sparse, epochs=1, **arguments)
     assert sparse.stats.steps == steps
     assert sparse.stats.last.ratio > 20
-    digests = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(model))
-    assert len(set(digests)) == 1, "replicas differ"
+    assert_identical(model)
     sparse.close()
 
 
@@ -82,7 +72,4 @@ def fabric():
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     run_cases()

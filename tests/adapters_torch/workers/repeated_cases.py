@@ -159,5 +159,4 @@ def what_was_cleared_is_no_error():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -229,6 +229,4 @@ def a_checkpoint_of_other_ranks_is_redistributed():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

@@ -533,6 +533,4 @@ def a_sparse_embedding_in_the_first_dropped_step():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

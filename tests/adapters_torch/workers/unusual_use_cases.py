@@ -520,6 +520,4 @@ def a_dropped_compressor_leaves_no_thread():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

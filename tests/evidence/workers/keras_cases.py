@@ -50,5 +50,4 @@ def a_training_goes_on_bit_for_bit_from_its_first_checkpoint():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

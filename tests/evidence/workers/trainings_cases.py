@@ -107,5 +107,4 @@ def members_of_the_family_keep_momentum_and_clipping_in_the_optimizer():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -27,5 +27,4 @@ def a_rank_that_has_joined_delays_nobody_for_ever():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -32,5 +32,4 @@ def ranks_that_idle_ask_less_often():
 
 if __name__ == "__main__":
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    hvd.init()
     run_cases()

@@ -277,6 +277,4 @@ def a_rank_outside_the_process_set_saves_nothing_and_loads_the_model():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

@@ -228,6 +228,4 @@ def before_wrapping_and_after_closing_there_is_one_error():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()

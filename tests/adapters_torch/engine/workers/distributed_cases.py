@@ -335,7 +335,4 @@ def an_error_of_one_rank_is_raised_on_all():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     run_cases()
-    dist.destroy_process_group()

@@ -154,5 +154,4 @@ def fusing_it_changes_nothing():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -503,5 +503,4 @@ def minimize_returns_dense_gradients():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

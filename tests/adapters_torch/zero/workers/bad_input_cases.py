@@ -366,5 +366,4 @@ def unpicklable_state_fails_on_all_ranks():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

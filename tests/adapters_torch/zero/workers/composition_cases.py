@@ -391,5 +391,4 @@ def received_entries_update_all_shares_on_every_rank():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

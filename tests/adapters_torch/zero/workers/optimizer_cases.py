@@ -330,5 +330,4 @@ def process_sets():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

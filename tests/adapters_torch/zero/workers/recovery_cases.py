@@ -289,5 +289,4 @@ def what_horovod_holds_of_ours_has_another_reference():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

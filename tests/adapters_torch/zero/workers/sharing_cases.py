@@ -246,5 +246,4 @@ def a_state_loaded_on_some_ranks_only_is_an_error_everywhere():
 
 
 if __name__ == "__main__":
-    hvd.init()
     run_cases()

@@ -59,5 +59,4 @@ def the_same_gradients_give_the_same_parameters():
 
 
 if __name__ == "__main__":
-    horovod.torch.init()
     run_cases()

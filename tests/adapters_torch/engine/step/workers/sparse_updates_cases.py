@@ -471,6 +471,4 @@ def parameters_in_the_same_memory_get_both_updates():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()
