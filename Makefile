@@ -115,6 +115,7 @@ lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc
+	MYPYPATH=benchmarks:benchmarks/chaos $(BIN)/mypy --explicit-package-bases --follow-imports=silent benchmarks
 	$(BIN)/lint-imports
 
 format: setup ## let ruff rewrite the sources

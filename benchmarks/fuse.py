@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     side = round(options.elements**0.5)
-    shapes = [(side, side)] * options.tensors
+    shapes: list[tuple[int, ...]] = [(side, side)] * options.tensors
     figures = [figure for name in OPTIMIZERS for figure in compare(name, shapes, options.device, options.repeats)]
     print(f"{options.tensors} tensors of {side} x {side} on {options.device}")
     print(f"{'optimizer':<10} {'way':<28} {'ms':>9} {'times':>7}")

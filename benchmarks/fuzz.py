@@ -59,7 +59,7 @@ class Target:
             _Codec(algorithm.number, algorithm.codec_ids(spec)),
             algorithm.max_counts(spec),
             padded(algorithm.max_bytes(spec)),
-            dense=False,
+            density=0.1,
             ranks=1,
         )
         assert self.plan.mode is Mode.SPARSE

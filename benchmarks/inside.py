@@ -70,7 +70,8 @@ def measure(sparsity: float, rounds: int) -> dict[str, Any]:
             "off": make(transport, sparsity, None),
             "looking": make(transport, sparsity, Log(writer, 1, "", waits=True)),
         }
-        names, taken = list(ways), {name: [] for name in ways}
+        names = list(ways)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for number in range(rounds + 2):
             for name in names[number % 2 :] + names[: number % 2]:
                 found = seconds(ways[name], gradients, results)
@@ -81,7 +82,7 @@ def measure(sparsity: float, rounds: int) -> dict[str, Any]:
         return taken
 
     taken = run_ranks(1, alone, timeout=600)[0]
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, each in taken.items():
         rows[name] = {}
         for place, kind in enumerate(("clock", "cpu")):

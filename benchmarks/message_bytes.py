@@ -14,7 +14,7 @@ from dgc.core.compressors.build import make_config
 from dgc.core.state.layout import Parameter, make_layout
 from dgc.core.wire.plan import make_plan
 
-CHOICES = (
+CHOICES: tuple[dict[str, str], ...] = (
     {"small": "float32"},
     {"small": "float16"},
     {},

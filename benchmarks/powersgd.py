@@ -218,13 +218,14 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             lab = None if given.here else stack.enter_context(Lab(given.ranks, None, given.pin, "mpirun"))
+            hosts = [] if lab is None else [(lab, host) for host in lab.hosts]
             for rate in ["none"] if lab is None else given.rates:
-                for host in [] if lab is None else lab.hosts:
-                    lab.rate(host, rate)
+                for network, host in hosts:
+                    network.rate(host, rate)
                 rows += [{"rate": rate, **row} for row in run(lab, given, "--training-steps", "0")]
             if given.training_steps:
-                for host in [] if lab is None else lab.hosts:
-                    lab.rate(host, "none")
+                for network, host in hosts:
+                    network.rate(host, "none")
                 rows += run(lab, given, "--models")
     except LabError as error:
         print(f"error: {error}; --here does without the lab", file=sys.stderr)

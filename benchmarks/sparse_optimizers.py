@@ -186,7 +186,8 @@ def main() -> None:
             if options.only and name not in options.only:
                 continue
             rates = [usual / 10, usual, usual * 10]
-            rows[f"{library}: {name}"] = row = {"rates": [float(f"{rate:g}") for rate in rates]}
+            row: dict[str, list[float | None]] = {"rates": [float(f"{rate:g}") for rate in rates]}
+            rows[f"{library}: {name}"] = row
             for kind in ("dense", "sparse"):
                 row[kind] = [_share(train(rate, kind == "sparse")) for rate in rates]
             print(f"{library}: {name}", json.dumps(row), flush=True)

@@ -50,7 +50,8 @@ def main() -> None:
     def run(cell: Cell) -> dict[str, Any]:
         fault, way, launcher = cell
         tries = [run_cell(way, launcher, fault, stop, options.limit) for _ in range(options.repeat)]
-        return {**min(tries, key=_badness), "stop": stop, "runs": options.repeat}
+        worst: dict[str, Any] = min(tries, key=_badness)
+        return {**worst, "stop": stop, "runs": options.repeat}
 
     matrix = Matrix(options.json, FAULTS, run, lambda row: print(line(row), flush=True), clear_all)
     matrix.run_all(asked(options, FAULTS, WAYS, matrix.rows if options.missing else ()), options.jobs)

@@ -33,5 +33,5 @@ def _cell(row: dict[str, Any] | None) -> str:
         text = "rank 0 ends with a `StallError`, the launcher **HANGS**"
     if row is None or row["resumed"] is None:
         return text
-    ends = {True: "", False: ", **WRONG**"}.get(row.get("same"), ", not compared")
+    ends = {True: "", False: ", **WRONG**"}.get(row.get("same", ""), ", not compared")
     return f"{text}; resumes after step {row['resumed']}{ends}"

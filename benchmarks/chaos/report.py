@@ -88,7 +88,7 @@ def together(found: dict[str, dict[str, Any]]) -> str:
     ways: dict[str, list[str]] = {}
     for way, row in found.items():
         ways.setdefault(verdict(row), []).append(way)
-    parts = []
+    parts: list[str] = []
     for said, those in sorted(ways.items(), key=lambda item: -len(item[1])):
         seconds = [round(found[way]["seconds"]) for way in those]
         least, most = min(seconds), max(seconds)

@@ -17,7 +17,7 @@ from dgc import tensorflow as dgc
 def _tell(rank: Rank, place: str) -> Any:
     """Call the rank within a graph; the operation, for what must come later."""
 
-    def call() -> np.ndarray:
+    def call() -> np.float32:
         rank.at(place)
         return np.float32(0)
 

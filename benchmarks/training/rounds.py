@@ -101,7 +101,9 @@ class Rank:
 
     def _counts(self) -> dict[str, dict[str, float]]:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        wire = {f"{device}_{way}": n[way] for device, n in own_counters().items() for way in ("sent", "received")}
+        wire: dict[str, float] = {
+            f"{device}_{way}": n[way] for device, n in own_counters().items() for way in ("sent", "received")
+        }
         return {
             "bytes": wire,
             "cpu": self.threads.seconds(),
