@@ -88,14 +88,18 @@ class TorchState(hvd.elastic.TorchState):
 
     def sync(self) -> None:
         """Broadcast all but the compressor's state; :meth:`begin` follows."""
-        # Horovod steps an optimizer that has no state, to make one: decay would move the parameters.
+        # Horovod sends no options of an optimizer without state, and others in float32. It steps an optimizer that has
+        # no state, to make one: decay would move the parameters.
         groups = self.optimizer.param_groups
-        decays = hvd.broadcast_object([group.get("weight_decay") for group in groups], name="dgc.elastic.decays")
+        own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        options = hvd.broadcast_object(own, name="dgc.elastic.options")
         for group in groups:
             group["weight_decay"] = 0.0
         super().sync()
-        for group, decay in zip(groups, decays, strict=True):
-            group.pop("weight_decay") if decay is None else group.update(weight_decay=decay)
+        for group, came in zip(groups, options, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(came, params=params)
 
     def save(self) -> None:  # noqa: D102
         super().save()

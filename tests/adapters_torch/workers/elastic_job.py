@@ -1,4 +1,7 @@
-"""An elastic job: a rank kills itself, and the discovery script brings another; run by test_elastic.py."""
+"""An elastic job that loses a rank and gets another one; run by test_elastic.py.
+
+Arguments: a folder with the file of hosts, the number of ranks, and how one is lost: "killed" or "discovery".
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from worker_tools import report
 import dgc.torch as dgc
 import dgc.torch.elastic as elastic
 
-folder, full = Path(sys.argv[1]), int(sys.argv[2])
-STEPS, DIES, MOST = 30, 12, 2000
+folder, full, way = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+hosts, lost = folder / "hosts", folder / "lost"
+STEPS, LOST_AT, MOST = 30, 12, 2000
 
 hvd.init()
 torch.set_num_threads(1)
@@ -33,14 +37,31 @@ def residuals():
     return sum(hvd.allgather_object(float(sum(entry["v"].sum() for entry in own if "v" in entry))))
 
 
+def offer(lines):
+    """What the discovery script reads is there as a whole at each moment."""
+    draft = folder / "draft"
+    draft.write_text("".join(lines))
+    draft.replace(hosts)
+
+
+def lose_a_rank():
+    if way == "killed" and hvd.rank() == full - 1:
+        lost.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "discovery" and hvd.rank() == 0:
+        lost.write_text(hosts.read_text())
+        offer(lost.read_text().splitlines(keepends=True)[:-1])
+
+
 @elastic.run
 def train(state):
-    with_all = state.batch + STEPS if hvd.size() == full and (folder / "killed").exists() else MOST
+    with_all = state.batch + STEPS if hvd.size() == full and lost.exists() else MOST
     report({"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch, "residuals": residuals()})
     while state.batch < with_all:
-        if state.batch == DIES and hvd.rank() == full - 1 and not (folder / "killed").exists():
-            (folder / "killed").write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if state.batch == LOST_AT and not lost.exists():
+            lose_a_rank()
+        if hvd.size() < full and way == "discovery" and hvd.rank() == 0:
+            offer(lost.read_text())
         optimizer.zero_grad()
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * state.batch + hvd.rank()))
         model(x).sub(x).pow(2).mean().backward()
