@@ -16,6 +16,7 @@ from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
+from dgc.tensorflow.join import join
 from dgc.tensorflow.optimizer import DistributedOptimizer
 from dgc.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
+    "join",
 ]
 __all__ += errors.__all__
 __all__ += regularizers.__all__

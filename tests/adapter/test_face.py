@@ -56,7 +56,6 @@ ONLY = {
         "fuse_optimizer",
         "fuse_step",
         "is_fused_optimizer",
-        "join",
         "load_checkpoint",
         "save_checkpoint",
     },

@@ -41,6 +41,11 @@ test_under_torchrun = each_case(Path(__file__).parent / "workers" / "ddp_cases.p
 
 
 @pytest.mark.mpi
+def test_join_on_4_ranks():
+    run_cases(4, WORKER, "join_with_the_state", launcher="torchrun").check("join_with_the_state")
+
+
+@pytest.mark.mpi
 def test_another_default_group_and_a_rank_that_dies():
     result = run_mpi(2, DYING, launcher="torchrun", check=False, timeout=120)
     assert result.values == pytest.approx([0.5, 0.5]), result.explain()

@@ -18,7 +18,7 @@ def test_under_torchrun(ranks, name):
 
 
 ALONE = """
-import sys
+import os, signal
 import torch
 from worker_tools import report
 import dgc.torch as dgc
@@ -76,3 +76,14 @@ def test_a_rank_alone_gets_an_error(launcher, mistake):
     assert result.returncode != 0
     name, text = result.values[0]
     assert name in ("TransportError", "StallError", "RemoteError", "HorovodInternalError"), text
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", once(["horovodrun", "gloo", "torchrun"]))
+def test_a_rank_that_is_killed_ends_the_job(launcher):
+    killed = "rank == 0 or os.kill(os.getpid(), signal.SIGKILL)"
+    source = ALONE.format(torchrun=launcher == "torchrun", joins=killed, then="pass")
+    result = run_mpi(2, source, launcher=launcher, check=False)
+    assert not result.timed_out, result.explain()
+    assert result.returncode != 0, result.explain()
+    assert "no error" not in result.values

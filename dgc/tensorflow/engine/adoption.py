@@ -96,7 +96,7 @@ class Adoption:
             )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
-        self.taken = self._beside_local = False
+        self.taken = self.beside_local = False
         self.take()
         warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum, "beta_1=0.0")
 
@@ -171,7 +171,7 @@ class Adoption:
         Raises:
             ConfigError: the compressor applies a momentum or a weight decay, which would not act on them.
         """
-        self._beside_local = True
+        self.beside_local = True
         self.refuse_local()
 
     def undo(self) -> None:
@@ -236,7 +236,7 @@ class Adoption:
         Raises:
             ConfigError: some are local.
         """
-        if not self._beside_local:
+        if not self.beside_local:
             return
         if self.applies_momentum:
             raise ConfigError(self._refusal_of_local)

@@ -148,6 +148,11 @@ class Engine(EngineBase):
         except ConfigError as error:
             self.fail_in_step(error)
 
+    @property
+    def only_group(self) -> Group | None:
+        """The group of all gradients; None if there are several or none, or sparse gradients beside it."""
+        return self._groups[0] if len(self._groups) == 1 and SPARSE not in (self._kinds or ()) else None
+
     def group(self, indices: Sequence[int]) -> Group:
         """The group of exactly these variables; the first call makes it.
 

@@ -111,12 +111,12 @@ class Group:
         self.exchange.latest.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
-            self._follow(learning_rate)
+            self.follow(learning_rate)
         # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
         # moves then, so what is sent stays.
         still = learning_rate == 0.0 and follows
         returns = still and not self.exchange.config.discardable
-        self.exchange.awaits_update = returns
+        self.exchange.awaits_update = returns or bool(self.exchange.joins)  # without data it may be no step at all
         if still:
             self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
             gradients = [np.zeros_like(gradient) for gradient in gradients]
@@ -240,7 +240,7 @@ class Group:
             "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
         )
 
-    def _follow(self, learning_rate: float) -> None:
+    def follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
         if self.rate is not None and learning_rate not in (0.0, self.rate):
             for bucket in self.exchange.state.buckets:

@@ -74,6 +74,14 @@ def without_loss_scale(optimizer: Optimizer) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
+    """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
+    listed = getattr(optimizer, "variables", [])
+    listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
+    rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
+    return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
+
+
 def clipping(optimizer: Optimizer) -> str | None:
     """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
     for name in _CLIPPING:

@@ -16,6 +16,7 @@ from dgc.adapter.paddle import regularizers
 from dgc.adapter.paddle.regularizers import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
+from dgc.tensorflow.join import join
 from dgc.tensorflow.keras import callbacks
 from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
@@ -34,6 +35,7 @@ __all__ = [
     "DGCMomentum",
     "DistributedOptimizer",
     "callbacks",
+    "join",
     "load_model",
 ]
 __all__ += errors.__all__

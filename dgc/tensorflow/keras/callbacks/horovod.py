@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.horovod import ProcessSet, import_horovod, is_alone
-from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
+from dgc.tensorflow.engine.optimizers import Optimizer, optimizer_variables
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.keras.callbacks.log import OURS
 from dgc.tensorflow.reduce.settings import distributed_in
@@ -110,7 +110,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if members is None or members.included():
             # Outside the process set an optimizer keeps its momentum, and its slots.
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
-            _broadcast_in_order(list(self._to_send(_optimizer_variables(optimizer), of_model).values()), root, members)
+            _broadcast_in_order(list(self._to_send(optimizer_variables(optimizer), of_model).values()), root, members)
         self.broadcast_done = True
         engine = _engine_of(optimizer)
         if engine is not None:
@@ -119,14 +119,6 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def _to_send(self, variables: Sequence[Variable], known: dict[int, Any]) -> dict[int, Any]:
         chosen = {id(raw_variable(v)): raw_variable(v) for v in variables}
         return {k: v for k, v in chosen.items() if k not in self._local and k not in known}
-
-
-def _optimizer_variables(optimizer: Optimizer) -> list[Any]:
-    """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
-    listed = optimizer.variables
-    listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
-    rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
-    return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
 
 
 def _engine_of(optimizer: Optimizer) -> Any:

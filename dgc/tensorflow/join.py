@@ -1,0 +1,108 @@
+"""``dgc.tensorflow.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
+
+A joined rank hands over zeros, so its momentum and residual go on being sent; it updates nothing. Once all ranks have
+joined, that exchange is dropped, and all take over what the last one has trained.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from dgc.core.wire.header import Flags
+from dgc.errors import ConfigError
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.engine.engine import Engine
+from dgc.tensorflow.engine.group import Group
+from dgc.tensorflow.engine.horovod import import_horovod
+from dgc.tensorflow.engine.optimizers import optimizer_variables
+from dgc.tensorflow.engine.tensors import raw_variable
+
+
+def join(compression: DGCCompressor) -> int:
+    """Take part in the steps of ranks that still train, without data, until all ranks have joined. Collective.
+
+    Afterwards the trained variables and those of the compressor's optimizer are those of the last rank on all ranks;
+    residuals stay each rank's own. Other variables of the model (moving means) are not broadcast.
+
+    Args:
+        compression: with which each rank has made a step of a tape or an optimizer of this package.
+
+    Returns:
+        The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
+
+    Raises:
+        ConfigError: no such step, Horovod's own classes, sparse gradients, local variables, a LossScaleOptimizer, or
+            nodes that send as one.
+        DGCError: this or another rank failed.
+
+    Warns:
+        RuntimeWarning: the learning rate has changed since this rank joined.
+    """
+    if not (isinstance(compression, DGCCompressor) and compression.is_bound):
+        raise ConfigError("join() needs a compressor that has exchanged: train one batch or more on every rank before")
+    engine = compression.engine
+    if engine is None:
+        return 0
+    group = None if compression._shim or engine.adoption.beside_local else engine.only_group
+    if group is None or callable(group.exchange.loss_scale) or engine.between.inside is not None:
+        engine.fail(
+            ConfigError(
+                "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no sparse "
+                "gradients, local variables, LossScaleOptimizer or hierarchical=True; give every rank the same number "
+                "of batches"
+            )
+        )
+    last = _follow_until_all_joined(engine, group)
+    compression.generation += 1  # what an accumulation that has not ended has added up
+    members = compression.process_set()
+    _take_over(engine, group, members, int(members.ranks[last]))
+    return int(members.ranks[last])
+
+
+def _follow_until_all_joined(engine: Engine, group: Group) -> int:
+    """Returns the rank, within the exchange, that joined last."""
+    exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
+    kinds = [np.float64 if p.dtype == "float64" else np.float32 for p in exchange.layout.parameters]
+    zeros = [np.zeros(p.shape, kind) for p, kind in zip(exchange.layout.parameters, kinds, strict=True)]
+    exchange.joins = Flags.JOINED
+    try:
+        while True:
+            values: list[np.ndarray | None] = [None] * len(zeros)
+            if engine.needs_parameters():
+                values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
+            group.run(zeros, values, engine.adoption.hyper, None)
+            joined = set(exchange.joined)
+            if len(joined) == ranks:
+                break
+            exchange.applied()
+            before = joined
+        exchange.drop()
+    finally:
+        exchange.joins, exchange.joined = 0, {}
+    return max(set(range(ranks)) - before)
+
+
+def _take_over(engine: Engine, group: Group, members: object, root: int) -> None:
+    """Overwrite what all ranks share with that of one rank."""
+    exchange = group.exchange
+    entries = exchange.state.to_dict()["parameters"].values()
+    replicated = exchange.state.step <= exchange.schedule.begin
+    momentum = {i: entry["u"] for i, entry in enumerate(entries) if replicated or "v" not in entry}
+    shared = [*engine.variables, *map(raw_variable, optimizer_variables(engine.adoption.optimizer))]
+    own = [np.asarray(v) for v in shared], momentum, group.rate
+    values, momentum, rate = import_horovod().broadcast_object(own, root, name="dgc.join", process_set=members)
+    for variable, value in zip(shared, values, strict=True):
+        variable.assign(value)
+    if rate is not None and rate != group.rate:
+        warnings.warn(
+            f"the learning rate went from {group.rate:g} to {rate:g} after this rank had joined, whose momentum was "
+            "sent at the former one: change it between join() and the next step",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        group.follow(rate)
+    for i, u in momentum.items():
+        exchange.state.set_momentum_buffer(i, u)
+    engine.remember()

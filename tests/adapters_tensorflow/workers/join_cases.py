@@ -1,0 +1,158 @@
+"""dgc.tensorflow.join with uneven numbers of batches, behind a tape and in Keras' fit()."""
+
+from __future__ import annotations
+
+import warnings
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+MOST = hvd.size() - 2
+"""The rank with the most batches, so that the last one is not the highest."""
+
+
+def batches(gap, of=None):
+    order = [*range(hvd.size() - 2), hvd.size() - 1, hvd.size() - 2]
+    return 3 + gap * order.index(hvd.rank() if of is None else of)
+
+
+def tape_run(gap, options=None, momentum=0.9):
+    """Dense, by Horovod's tape, without options; returns the model, its optimizer, the compressor and one step."""
+    model = m.make_model()
+    inner = m.keras.optimizers.SGD(0.05, momentum=momentum)
+    compression = None if options is None else dgc.Compression.dgc(optimizer=inner, **options)
+    library = hvd if options is None else dgc
+    variables = m.raw(model.trainable_variables)
+
+    @tf.function
+    def one_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = m.loss_function(y, model(x))
+        given = dgc.Compression.none if compression is None else compression
+        tape = library.DistributedGradientTape(tape, compression=given)
+        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+
+    def train(steps, start=0):
+        for step in range(start, start + steps):
+            one_step(*map(tf.constant, m.batch(step)))
+
+    train(batches(gap))
+    return model, inner, compression, train
+
+
+def joined_dense(gap):
+    model, inner, _, train = tape_run(gap)
+    hvd.join()
+    hvd.broadcast_variables(m.raw([*model.trainable_variables, *variables_of(inner)]), root_rank=MOST)
+    return model, train
+
+
+def variables_of(optimizer):
+    listed = optimizer.variables
+    return list(listed() if callable(listed) and not isinstance(listed, list) else listed)
+
+
+@case("2ranks", "4ranks")
+def a_tape_equals_horovods_join_at_sparsity_0():
+    for gap in (1, 5, 17):
+        dense, train_dense = joined_dense(gap)
+        model, _, compression, train = tape_run(gap, m.SPARSITY_0)
+        assert dgc.join(compression) == MOST
+        m.assert_close(m.values(model), m.values(dense), 1e-5)
+        assert not m.replicas_differ(m.values(model))
+        train_dense(3, start=90)
+        train(3, start=90)
+        m.assert_close(m.values(model), m.values(dense), 1e-5)
+        compression.close()
+
+
+@case("2ranks", "4ranks")
+def replicas_are_identical_at_sparsity_099():
+    for gap in (1, 5, 17):
+        model, inner, compression, train = tape_run(gap, m.SPARSE)
+        for _ in range(2):
+            dgc.join(compression)
+            assert not m.replicas_differ([*m.values(model), *map(np.asarray, variables_of(inner))])
+            assert compression.residual_norm > 0
+            train(batches(gap), start=40)
+        dgc.join(compression)
+        assert compression.state_dict()["step"] == 3 * batches(gap, MOST)
+        compression.close()
+
+
+@case
+def fit_goes_on_after_a_join():
+    for make in (lambda: m.keras.optimizers.SGD(0.05, momentum=0.9), lambda: m.keras.optimizers.Adam(0.01)):
+        model = m.make_model()
+        compression = dgck.Compression.dgc(**m.SPARSE)
+        model.compile(dgck.DistributedOptimizer(make(), compression=compression), loss=m.loss_function)
+        root = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+        for epoch in range(2):
+            m.fit(model, batches(5), first=30 * epoch, callbacks=[root])
+            assert dgck.join(compression) == MOST
+            assert not m.replicas_differ(m.values(model))
+            assert int(model.optimizer.iterations) == (epoch + 1) * batches(5, MOST)
+            left = compression.residual_norm
+            root.on_train_begin()
+            assert compression.residual_norm == left > 0, "the callback has taken the variables for a loaded model's"
+        m.fit(model, 2, first=90, callbacks=[root])
+        assert not m.replicas_differ(m.values(model))
+        compression.close()
+
+
+@case
+def a_changed_learning_rate_is_a_warning():
+    model, inner, compression, train = tape_run(1, m.SPARSE)
+    dgc.join(compression)
+    if hvd.rank() == MOST:
+        inner.learning_rate = 0.01
+        train(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dgc.join(compression)
+    assert any("after this rank had joined" in str(w.message) for w in caught) == (hvd.rank() != MOST)
+    assert np.isclose(float(inner.learning_rate), 0.01)
+    train(2, start=90)
+    assert not m.replicas_differ(m.values(model))
+    compression.close()
+
+
+@case
+def mistakes_are_errors_on_every_rank():
+    m.assert_raises(lambda: dgc.join(None), "train one batch")
+    m.assert_raises(lambda: dgc.join(dgc.Compression.dgc(momentum=0.0)), "train one batch")
+    _, compression = m.train_loop("stock", m.SPARSE, steps=2)
+    m.assert_raises(lambda: dgc.join(compression), "dgc's own tape or optimizer")
+    compression.close()
+    table = tf.Variable(tf.ones([50, 4]))
+    compression = dgc.Compression.dgc(momentum=0.0)
+    variables = [table, tf.Variable(tf.ones([70, 4]))]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [1, 2])) + tf.reduce_sum(variables[1])
+    dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+    m.assert_raises(lambda: dgc.join(compression), "no sparse ")
+    compression.close()
+
+
+@case
+def an_error_of_a_training_rank_reaches_the_joined_ones():
+    _, _, compression, _ = tape_run(0, m.SPARSE)
+
+    def act():
+        if hvd.rank() == 0:
+            dgc.join(compression)
+        else:
+            compression.engine.fail(dgc.LayoutError("a broken batch"))
+
+    m.assert_raises(act, "a broken batch")
+    compression.close()
+
+
+if __name__ == "__main__":
+    run_cases()
