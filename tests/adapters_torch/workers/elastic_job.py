@@ -44,13 +44,13 @@ def offer(lines):
     draft.replace(hosts)
 
 
-def lose_a_rank():
-    if way == "killed" and hvd.rank() == full - 1:
-        lost.touch()
+def lose_the_last_rank():
+    if hvd.rank() < full - 1:
+        return
+    lost.write_text(hosts.read_text())
+    if way == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if way == "discovery" and hvd.rank() == 0:
-        lost.write_text(hosts.read_text())
-        offer(lost.read_text().splitlines(keepends=True)[:-1])
+    offer(line for line in lost.read_text().splitlines(keepends=True) if os.environ["HOROVOD_HOSTNAME"] not in line)
 
 
 @elastic.run
@@ -59,7 +59,7 @@ def train(state):
     report({"rank": hvd.rank(), "size": hvd.size(), "batch": state.batch, "residuals": residuals()})
     while state.batch < with_all:
         if state.batch == LOST_AT and not lost.exists():
-            lose_a_rank()
+            lose_the_last_rank()
         if hvd.size() < full and way == "discovery" and hvd.rank() == 0:
             offer(lost.read_text())
         optimizer.zero_grad()
