@@ -37,12 +37,15 @@ for step in range(1000):
 """
 
 
-test_under_torchrun = each_case(Path(__file__).parent / "workers" / "ddp_cases.py", TORCHRUN)
+WORKER = Path(__file__).parent / "workers" / "ddp_cases.py"
+
+test_under_torchrun = each_case(WORKER, TORCHRUN)
 
 
 @pytest.mark.mpi
-def test_join_on_4_ranks():
-    run_cases(4, WORKER, "join_with_the_state", launcher="torchrun").check("join_with_the_state")
+@pytest.mark.matrix
+def test_join_on_4_ranks(ranks):
+    ranks(WORKER, 4, launcher="torchrun").check("join_with_the_state")
 
 
 @pytest.mark.mpi

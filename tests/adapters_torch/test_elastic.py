@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_tools import BIN, environment_for, read_reports, require
-from rank_jobs import each_case
+from rank_jobs import each_case, once
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -16,7 +16,7 @@ test_elastic = each_case(WORKERS / "elastic_cases.py")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("way", ["killed", "discovery"])
+@pytest.mark.parametrize("way", once(["killed", "discovery"]))
 def test_a_rank_is_lost_and_another_one_comes(tmp_path, way):
     require("gloo")
     # Four names of one machine: the host of a rank that died is left alone for some seconds.

@@ -58,7 +58,7 @@ def variables_of(optimizer):
     return list(listed() if callable(listed) and not isinstance(listed, list) else listed)
 
 
-@case("2ranks", "4ranks")
+@case
 def a_tape_equals_horovods_join_at_sparsity_0():
     for gap in (1, 5, 17):
         dense, train_dense = joined_dense(gap)
@@ -72,7 +72,7 @@ def a_tape_equals_horovods_join_at_sparsity_0():
         compression.close()
 
 
-@case("2ranks", "4ranks")
+@case
 def replicas_are_identical_at_sparsity_099():
     for gap in (1, 5, 17):
         model, inner, compression, train = tape_run(gap, m.SPARSE)

@@ -44,6 +44,4 @@ def ranks_take_the_options_of_rank_0():
 
 
 if __name__ == "__main__":
-    hvd.init()
-    torch.set_num_threads(1)
     run_cases()
