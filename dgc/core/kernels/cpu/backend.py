@@ -11,7 +11,7 @@ from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.cpu import scatter
 from dgc.core.kernels.cpu.accumulate import STRIP
-from dgc.core.kernels.cpu.dense import GROUP, SUM_LANES, TILE, add_tiles, share_out, tile_sums, update
+from dgc.core.kernels.cpu.dense import SUM_LANES, TILE, add_tiles, tile_sums, update
 from dgc.core.kernels.cpu.select_candidates import (
     UNFINISHED,
     Workspace,
@@ -93,15 +93,15 @@ class NumbaKernels(Kernels):
             self.dense_update(u[:size].copy(), g[:size], v[:size], None, MomentumRule(momentum=0.9))
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
-        rows = [(*place_of(g, g.size, "gradient"), g.size) for g in gradients]
-        table = np.array(rows, np.int64).reshape(-1, 3)
-        out, shares = np.empty(len(rows)), np.empty((2, len(rows) + 1), np.int64)
-        tiles, groups = share_out(table, shares)
+        table = np.array([(*place_of(g, g.size, "gradient"), g.size) for g in gradients], np.int64).reshape(-1, 3)
+        firsts = np.zeros(len(table) + 1, np.int64)
+        np.cumsum(-(-table[:, 2] // TILE), out=firsts[1:])
+        tiles = int(firsts[-1])
         threads = self._threads_for(tiles * TILE)
-        strips, sums = np.empty((threads, STRIP), np.float32), np.empty((threads, GROUP, SUM_LANES))
-        partial = np.empty(tiles)
-        self._team.run(threads, tile_sums, groups, table, shares, strips, sums, partial)
-        add_tiles(shares[0], partial, out)
+        strips, sums = np.empty((threads, STRIP), np.float32), np.empty((threads, SUM_LANES))
+        partial, out = np.empty(tiles), np.empty(len(table))
+        self._team.run(threads, tile_sums, tiles, table, firsts, strips, sums, partial)
+        add_tiles(firsts, partial, out)
         return out
 
     def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102

@@ -244,30 +244,6 @@ def reaching(typing_context: Compiled, vector: Compiled, limit: Compiled) -> Com
 
 
 @intrinsic
-def finite_part(typing_context: Compiled, vector: Compiled, infinity: Compiled) -> Compiled:
-    """The vector with 0 in place of what is not finite."""
-
-    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
-        x, limit = args
-        return builder.select(builder.icmp_signed("<", _magnitude(builder, x), limit), x, ir.Constant(x.type, None))
-
-    return vector(vector, infinity), code
-
-
-@intrinsic
-def add_squares(typing_context: Compiled, sums: Compiled, vector: Compiled) -> Compiled:
-    """``sums + vector**2`` in float64, lane by lane."""
-
-    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
-        total, x = args
-        if x.type.element != total.type.element:
-            x = builder.fpext(x, total.type)
-        return builder.fadd(total, builder.fmul(x, x))
-
-    return sums(sums, vector), code
-
-
-@intrinsic
 def lowest_bit(typing_context: Compiled, mask: Compiled) -> Compiled:
     """Index of the lowest bit that is set in a mask other than 0."""
     return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))

@@ -102,9 +102,8 @@ class Team:
         Raises:
             Exception: what the kernel raised, on whichever thread.
         """
-        work = Work(kernel, pieces, arguments, None)
+        work = self.start(min(threads, pieces) - 1, kernel, pieces, *arguments)
         try:
-            work.share(self._jobs, self._hire(min(threads, pieces) - 1))
             work.finish()
         except BaseException:
             work.give_up()

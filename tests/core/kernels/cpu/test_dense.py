@@ -10,7 +10,7 @@ from kernel_tools import KINDS, as_type, bits, entries
 
 from dgc.core.kernels.base import MomentumRule
 from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.dense import GROUP, TILE
+from dgc.core.kernels.cpu.dense import TILE
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 
@@ -69,7 +69,7 @@ def test_dense_update_refuses_other_lengths(kernels):
 def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
     kernels = [NumbaKernels(threads) for threads in (1, 2, 3)]
     rng = np.random.default_rng(2)
-    lengths = [2 * GROUP * TILE, GROUP * TILE + TILE + 17, GROUP * TILE - 1, TILE, 5, 0, 3 * GROUP * TILE + 1]
+    lengths = [8 * TILE, 5 * TILE + 17, 4 * TILE - 1, TILE, 5, 0, 12 * TILE + 1]
     gradients = [rng.standard_normal(n).astype(dtype) for n in lengths]
     exact = [float(np.sum(g.astype(np.float64) ** 2)) for g in gradients]
     np.testing.assert_allclose(kernels[0].sums_of_squares(gradients), exact, rtol=1e-12)
