@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
 _GROUPS_SHOWN = 8
 _VALUE_CHARACTERS = 200
-_MISSING = "(missing)"
 
 
 def require_agreement(
@@ -125,18 +125,11 @@ def tell_error(transport: Transport, error: Exception) -> None:
 def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
     for rank, description in enumerate(descriptions):
         if ERROR_KEY in description:
-            class_name, message = _error_parts(description[ERROR_KEY])
-            own_class = getattr(errors, class_name, None)
+            name, message = json.loads(description[ERROR_KEY])
+            own_class = getattr(errors, name, None)
             if isinstance(own_class, type) and issubclass(own_class, DGCError):
                 raise own_class(f"rank {rank}: {message}")
-            raise RemoteError(f"rank {rank} failed: {class_name}: {message}")
-
-
-def _error_parts(text: str) -> tuple[str, str]:
-    value = json.loads(text)
-    if isinstance(value, list) and len(value) == 2:
-        return str(value[0]), str(value[1])
-    return "error", str(value)
+            raise RemoteError(f"rank {rank} failed: {name}: {message}")
 
 
 def _encode(description: Mapping[str, Any]) -> bytes:
@@ -152,7 +145,7 @@ def _value_text(value: object) -> str:
 
 
 def _decode(text: bytes) -> dict[str, str]:
-    return {key: value for key, value in json.loads(text.decode())}
+    return dict(json.loads(text))
 
 
 def gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
@@ -180,44 +173,31 @@ def _allgather(transport: Transport, message: np.ndarray) -> np.ndarray:
 
 
 def _first_difference(descriptions: Sequence[Mapping[str, str]]) -> str | None:
-    first = descriptions[0]
-    for key in first:
-        if any(other.get(key) != first[key] for other in descriptions):
-            return f"{key!r} is {_by_value(other.get(key, _MISSING) for other in descriptions)}"
-    for description in descriptions:
-        for key in description:
-            if key not in first:
-                return f"{key!r} is {_by_value(other.get(key, _MISSING) for other in descriptions)}"
-    for position, key in enumerate(first):
-        names = [list(other)[position] for other in descriptions]
-        if any(name != key for name in names):
-            return f"the order differs, number {position} is {_by_value(json.dumps(name) for name in names)}"
+    for key in {key: None for description in descriptions for key in description}:
+        values = [description.get(key, "(missing)") for description in descriptions]
+        if len(set(values)) > 1:
+            return f"{key!r} is {_by_value(values)}"
+    for position, names in enumerate(zip(*descriptions, strict=True)):
+        if len(set(names)) > 1:
+            return f"the order differs, number {position} is {_by_value([json.dumps(name) for name in names])}"
     return None
 
 
-def _by_value(values: Iterable[Hashable]) -> str:
+def _by_value(values: Sequence[str]) -> str:
     """One entry per distinct value with its ranks: "0.9 on ranks 0-2 and 0.5 on rank 3"."""
-    ranks_of: dict[Hashable, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
-    shown = [f"{_shorten(str(value))} on {_rank_list(ranks)}" for value, ranks in ranks_of.items()]
+    shown = []
+    for value in dict.fromkeys(values):
+        text = value if len(value) <= _VALUE_CHARACTERS else value[: _VALUE_CHARACTERS - 3] + "..."
+        shown.append(f"{text} on {_rank_list([rank for rank, own in enumerate(values) if own == value])}")
     if len(shown) > _GROUPS_SHOWN:
         shown[_GROUPS_SHOWN:] = [f"{len(shown) - _GROUPS_SHOWN} more values on other ranks"]
-    return ", ".join(shown[:-1]) + " and " + shown[-1] if len(shown) > 1 else shown[0]
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = [str(start) if start == end else f"{start}-{end}" for start, end in runs]
+    # Neighbours have the same distance to their place in the list.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(names)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,34 +24,26 @@ class PeerFailedError(TransportError):
     """This rank was stopped because another rank failed, left or never came."""
 
 
-class _Round:
-    """One collective: what each rank brought so far, and whether it is over."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, tuple[str, Any]] = {}
-        self.done = False
-        self.failure: TransportError | None = None
-
-
 class _World:
     """The meeting point of P threads.
 
     The last rank to arrive does the work of the collective for all of them while the others sleep, so no rank can
-    change its arrays before everybody has read them, and one round can never be mistaken for the next.
+    change its arrays before everybody has read them.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
-        self.timeout = timeout
+        self._timeout = timeout
         self._changed = threading.Condition()
-        self._round = _Round()
+        self._calls: dict[int, tuple[str, Any]] = {}
+        self._done = 0  # collectives that are over
         self._left: set[int] = set()
-        self._failure: str | None = None
+        self._error: TransportError | None = None
         self._parts: list[_World] = []
 
     def part(self, size: int) -> _World:
         """The meeting point of some of the threads, which fails with this one."""
-        made = _World(size, self.timeout)
+        made = _World(size, self._timeout)
         self._parts.append(made)
         return made
 
@@ -69,75 +61,57 @@ class _World:
             PeerFailedError: a rank failed, left, or did not come in time.
         """
         with self._changed:
-            if self._failure is not None:
-                raise PeerFailedError(self._failure)
+            if self._error is not None:
+                raise PeerFailedError(str(self._error))
             if rank in self._left:
                 raise TransportError(f"rank {rank}: this transport is closed")
-            current = self._round
-            if rank in current.calls:
+            if rank in self._calls:
                 raise TransportError(f"rank {rank}: two threads called a collective of the same rank at once")
-            current.calls[rank] = (signature, arrays)
+            self._calls[rank] = (signature, arrays)
+            number = self._done
             if self._left:
-                self._fail_locked(f"{_describe_ranks(self._left)} left before {signature} (called on rank {rank})")
-            elif len(current.calls) == self.size:
-                self._finish_locked(current, work)
-            else:
-                self._wait_locked(current, rank, signature)
-            if current.failure is not None:
-                raise current.failure.__class__(str(current.failure))
+                self._fail(f"{_describe_ranks(self._left)} left before {signature} (called on rank {rank})")
+            elif len(self._calls) == self.size:
+                self._finish(work)
+            elif not self._changed.wait_for(lambda: self._done > number or self._error, self._timeout):
+                missing = _describe_ranks(set(range(self.size)) - set(self._calls))
+                self._fail(f"rank {rank} waited {self._timeout:g} s in {signature} for {missing}")
+            if self._error is not None and self._done == number:
+                raise type(self._error)(str(self._error))
 
     def leave(self, rank: int) -> None:
         """Rank ``rank`` makes no further collective; who waits for it fails now instead of waiting on."""
         with self._changed:
             self._left.add(rank)
-            if self._round.calls:
-                signature = next(iter(self._round.calls.values()))[0]
-                waiting = _describe_ranks(self._round.calls)
-                self._fail_locked(f"{_describe_ranks(self._left)} left before {signature} (called on {waiting})")
+            if self._calls:
+                signature, _ = next(iter(self._calls.values()))
+                waiting = _describe_ranks(self._calls)
+                self._fail(f"{_describe_ranks(self._left)} left before {signature} (called on {waiting})")
 
     def fail(self, reason: str) -> None:
         """Stop every rank: those that wait now and those that come later."""
         with self._changed:
-            self._fail_locked(reason)
+            self._fail(reason)
         for part in self._parts:
             part.fail(reason)
 
-    def _fail_locked(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = reason
-        self._close_round_locked(self._round, PeerFailedError(self._failure))
-
-    def _close_round_locked(self, current: _Round, failure: TransportError | None) -> None:
-        current.failure = failure
-        current.done = True
-        self._round = _Round()
+    def _fail(self, reason: str, error: type[TransportError] = PeerFailedError) -> None:
+        if self._error is None:
+            self._error = error(reason)
         self._changed.notify_all()
 
-    def _finish_locked(self, current: _Round, work: Callable[[list[Any]], None]) -> None:
-        calls = [current.calls[rank] for rank in range(self.size)]
-        failure = None
+    def _finish(self, work: Callable[[list[Any]], None]) -> None:
+        """Do the work. Where it fails the ranks are out of step, so no later collective can be trusted."""
+        calls = [self._calls[rank] for rank in range(self.size)]
         if any(signature != calls[0][0] for signature, _ in calls):
             listed = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in enumerate(calls))
-            failure = TransportError(f"the ranks called different collectives: {listed}")
-        else:
-            try:
-                work([arrays for _, arrays in calls])
-            except Exception as error:
-                failure = TransportError(f"{calls[0][0]} failed: {type(error).__name__}: {error}")
-        if failure is not None:
-            # The ranks are out of step from here on, so no later collective can be trusted.
-            self._failure = str(failure)
-        self._close_round_locked(current, failure)
-
-    def _wait_locked(self, current: _Round, rank: int, signature: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while not current.done:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                missing = _describe_ranks(set(range(self.size)) - set(current.calls))
-                self._fail_locked(f"rank {rank} waited {self.timeout:g} s in {signature} for {missing}")
-                return
-            self._changed.wait(remaining)
+            return self._fail(f"the ranks called different collectives: {listed}", TransportError)
+        try:
+            work([arrays for _, arrays in calls])
+        except Exception as error:
+            return self._fail(f"{calls[0][0]} failed: {type(error).__name__}: {error}", TransportError)
+        self._calls, self._done = {}, self._done + 1
+        self._changed.notify_all()
 
 
 class LocalTransport(Divisible):
@@ -255,38 +229,27 @@ def run_ranks(
             transports[rank].close()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"dgc-rank-{rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    _join(threads, world, timeout)
-    if return_errors:
-        return [result if error is None else error for result, error in zip(results, errors, strict=True)]
-    _raise_first(errors)
-    return results
-
-
-def _join(threads: Sequence[threading.Thread], world: _World, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for thread in threads:
+        thread.start()
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    if not late:
-        return
-    reason = f"{_describe_ranks(late)} did not finish within {timeout:g} s"
-    world.fail(reason)
-    # Ranks that wait in a collective end now; one that is stuck in code of its own cannot be stopped.
-    for rank in late:
-        threads[rank].join(1.0)
-    raise TransportError(reason)
-
-
-def _raise_first(errors: Sequence[BaseException | None]) -> None:
+    if late := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+        reason = f"{_describe_ranks(late)} did not finish within {timeout:g} s"
+        world.fail(reason)
+        # Ranks that wait in a collective end now; one that is stuck in code of its own cannot be stopped.
+        for rank in late:
+            threads[rank].join(1.0)
+        raise TransportError(reason)
+    if return_errors:
+        return [result if error is None else error for result, error in zip(results, errors, strict=True)]
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return
-    rank, error = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
-    # What add_note does, which Python 3.10 lacks.
-    error.__notes__ = [*getattr(error, "__notes__", []), f"raised on rank {rank} of {len(errors)}"]
-    raise error
+    if failed:
+        rank, own = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
+        # What add_note does, which Python 3.10 lacks.
+        own.__notes__ = [*getattr(own, "__notes__", []), f"raised on rank {rank} of {size}"]
+        raise own
+    return results
 
 
 def _describe_ranks(ranks: Iterable[int]) -> str:

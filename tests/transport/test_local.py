@@ -178,7 +178,7 @@ def test_two_threads_of_one_rank_are_refused():
 
     waiting = threading.Thread(target=wait_alone)
     waiting.start()
-    while waiting.is_alive() and first.rank not in first._world._round.calls:
+    while waiting.is_alive() and first.rank not in first._world._calls:
         time.sleep(0.001)
     with pytest.raises(TransportError, match="two threads"):
         first.allreduce(np.ones(1, np.float32))
