@@ -17,7 +17,7 @@ import numba
 from llvmlite import binding
 
 _OF_THE_CPU = "accumulate dense scatter select_candidates select_radix simd threads work_table".split()
-SOURCES = ("compile", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
+SOURCES = ("compile", "entries", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
 """Modules whose functions or constants are compiled into kernels."""
 
 

@@ -10,19 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.core.kernels.compile import entry
+from dgc.core.kernels.cpu.simd import lowest_bit
 
 BLOCK = 1 << 15
 """Positions that are added up at a time: their sums stay in the cache."""
 
 WORD = 64
 """Positions whose presence one integer holds."""
-
-DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-"""A sequence of 64 bits in which every number of 6 bits stands once."""
-
-_NUMBERS = np.empty(WORD, np.int64)
-for _bit in range(WORD):
-    _NUMBERS[((int(DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
 
 
 def add_up(
@@ -50,12 +44,12 @@ def add_up(
             return positions, kind.type(0) + values * kind.type(factor)
     out, sums = np.empty(total, np.int64), np.empty(total, kind)
     here, present = np.zeros(BLOCK, kind), np.zeros(BLOCK // WORD, np.uint64)
-    count = _add_up(positions, values, bounds, np.array([factor], kind), here, present, _NUMBERS, out, sums)
+    count = _add_up(positions, values, bounds, np.array([factor], kind), here, present, out, sums)
     return out[:count], sums[:count]
 
 
-@entry(__file__)
-def _add_up(positions, values, bounds, factor, here, present, numbers, out, sums):
+@entry()
+def _add_up(positions, values, bounds, factor, here, present, out, sums):
     ranks = len(bounds) - 1
     at = bounds[:-1].copy()
     count, last = 0, np.int64(-1)
@@ -82,10 +76,8 @@ def _add_up(positions, values, bounds, factor, here, present, numbers, out, sums
                 continue
             present[w] = 0
             while word:
-                # The lowest bit by itself; multiplied by it, a de Bruijn sequence has its number in the top 6 bits.
-                lowest = word & (~word + np.uint64(1))
-                word ^= lowest
-                place = w * WORD + numbers[(lowest * DE_BRUIJN) >> np.uint64(58)]
+                place = w * WORD + lowest_bit(word)
+                word &= word - np.uint64(1)
                 out[count] = start + place
                 sums[count] = here[place]
                 here[place] = 0
