@@ -206,7 +206,8 @@ class Horovod(abc.ABC):
         """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
         Args:
-            choice: "auto", "mpi", "horovod" or a transport: see :func:`dgc.transport.choice.choose_transport`.
+            choice: "auto", "mpi", "horovod": see :func:`dgc.transport.choice.choose_transport`. Or a transport, to be
+                used as it is (then on every rank).
             process_set: a ``hvd.ProcessSet``, or None for all ranks.
             make_own: makes a transport of Horovod's own collectives from a process set.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
-from dgc.core.transport import Collectives, Transport, as_transport
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
@@ -32,7 +32,7 @@ GatherValues = Callable[[Any, str, ProcessSet], list[Any]]
 
 
 def choose_transport(
-    choice: str | Collectives,
+    choice: str,
     hvd: ModuleType,
     members: ProcessSet,
     gather_values: GatherValues,
@@ -45,8 +45,7 @@ def choose_transport(
 
     Args:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
-            every rank can use it, else horovod, with one warning if Horovod itself does run on MPI. Or a transport,
-            which is used as it is (then on every rank).
+            every rank can use it, else horovod, with one warning if Horovod itself does run on MPI.
         hvd: the framework's Horovod module, initialised.
         members: the process set, this rank in it.
         gather_values: asks all members for a small value: (value, question, members) -> list in rank order.
@@ -56,10 +55,6 @@ def choose_transport(
         ConfigError: unknown or differing choices.
         TransportError: "mpi" was asked for and some rank cannot use it.
     """
-    if not isinstance(choice, str):
-        if isinstance(choice, Collectives):
-            return as_transport(choice)
-        raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
     answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, members, gather_values)

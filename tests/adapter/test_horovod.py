@@ -7,6 +7,7 @@ import pytest
 from fakes import FakeHorovod, FakeSet
 
 from dgc.adapter.horovod import check_placeholder
+from dgc.adapter.speed.work import Echo
 from dgc.errors import ConfigError
 
 
@@ -28,6 +29,17 @@ def test_elastic_is_refused(monkeypatch):
     monkeypatch.setitem(os.environ, "HOROVOD_ELASTIC", "1")
     with pytest.raises(ConfigError, match="elastic"):
         horovod.require_ready()
+
+
+@pytest.mark.parametrize("choice", [None, 3, b"mpi"])
+def test_what_is_no_name_and_no_transport_is_refused(choice):
+    with pytest.raises(ConfigError, match="must be one of auto, mpi, horovod or a Transport, got"):
+        FakeHorovod().make_transport(choice, None, pytest.fail)
+
+
+def test_a_transport_is_returned_as_it_is_without_asking_anybody():
+    given = Echo(1)
+    assert FakeHorovod(initialized=False).make_transport(given, None, pytest.fail) is given
 
 
 def test_the_process_set_of_two_is_the_one_that_is_named():

@@ -7,7 +7,6 @@ import pytest
 from dgc.errors import ConfigError, TransportError
 from dgc.transport import choice as module
 from dgc.transport.choice import choose_transport, require_no_choice
-from dgc.transport.local import run_ranks
 
 MEMBERS = SimpleNamespace(rank=lambda: 0)
 
@@ -114,17 +113,6 @@ def test_another_mpi_than_horovods_is_refused_with_the_command(mpi):
     mpi.running.Is_initialized = lambda: False
     with pytest.raises(TransportError, match="pip install --no-binary mpi4py mpi4py"):
         chosen("mpi")
-
-
-@pytest.mark.parametrize("choice", [None, 3, b"mpi"])
-def test_what_is_no_name_and_no_transport_is_refused(choice):
-    with pytest.raises(ConfigError, match="must be one of auto, mpi, horovod or a Transport, got"):
-        chosen(choice)
-
-
-def test_a_transport_is_returned_as_it_is_without_asking_anybody():
-    (same,) = run_ranks(1, lambda t: choose_transport(t, None, None, pytest.fail, pytest.fail) is t)
-    assert same
 
 
 def test_an_unknown_name_on_any_rank_is_named(mpi):

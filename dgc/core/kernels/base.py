@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from dgc.core.kernels.threshold import new_thresholds
+from dgc.errors import LayoutError
 
 Array: TypeAlias = Any
 """An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
@@ -65,6 +66,16 @@ class Selection:
     positions: np.ndarray
     nonfinite: bool
     values: np.ndarray
+
+
+def check_positions(positions: np.ndarray, size: int) -> None:
+    """Refuse ascending positions beyond ``size`` elements; their ends tell whether all are inside.
+
+    Raises:
+        LayoutError: one is outside.
+    """
+    if positions.size and not (0 <= positions[0] and positions[-1] < size):
+        raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
 
 
 class Memory(Protocol):

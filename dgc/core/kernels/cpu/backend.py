@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
 from dgc.core.kernels.cpu import scatter
 from dgc.core.kernels.cpu.accumulate import STRIP
 from dgc.core.kernels.cpu.dense import SUM_LANES, TILE, add_tiles, tile_sums, update
@@ -122,7 +122,7 @@ class NumbaKernels(Kernels):
         return self._begin(work, u, v, thresholds, at_once=False)
 
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
-        _check_positions(positions, min(u.size, v.size))
+        check_positions(positions, min(u.size, v.size))
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != positions.shape:
             raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
@@ -244,12 +244,6 @@ def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
         )
     return kind
-
-
-def _check_positions(positions: np.ndarray, size: int) -> None:
-    """Positions are ascending, so that the ends tell whether all are inside."""
-    if positions.size and not (0 <= positions[0] and positions[-1] < size):
-        raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
 
 
 def _without_gaps(

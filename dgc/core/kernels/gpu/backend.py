@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
 from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
@@ -155,7 +155,7 @@ class DeviceKernels(CodeKernels, Kernels):
         k = positions.size
         if decoded.shape != (k,):
             raise LayoutError(f"{decoded.size} decoded values were given for {k} positions")
-        _check_positions(positions, min(u.size, v.size))
+        check_positions(positions, min(u.size, v.size))
         if k:
             with self.lock:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
@@ -178,7 +178,7 @@ class DeviceKernels(CodeKernels, Kernels):
         k = positions.size
         if k == 0 or not results:
             return
-        _check_positions(positions, int(offsets[-1]))
+        check_positions(positions, int(offsets[-1]))
         kind = np.dtype(results[0].dtype)
         with self.lock:
             targets, places, numbers = self._tables.send(
@@ -205,9 +205,3 @@ class DeviceKernels(CodeKernels, Kernels):
         """Launch a kernel that walks over k entries of a state of ``state``'s type."""
         if k:
             self._launch(name, 8 * np.dtype(state.dtype).itemsize, min(BLOCKS, -(-k // THREADS)), *arguments)
-
-
-def _check_positions(positions: np.ndarray, size: int) -> None:
-    """Positions are ascending, so that the ends tell whether all are inside."""
-    if positions.size and not (0 <= positions[0] and positions[-1] < size):
-        raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
