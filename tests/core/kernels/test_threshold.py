@@ -11,6 +11,8 @@ from kernel_tools import Trainee
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu.select_radix import select_whole
+from dgc.core.kernels.cpu.threads import Team
 
 N = 100_000
 
@@ -33,16 +35,17 @@ class Gradients:
         return self.scale * (self.mean + noise) * np.float32(factor)
 
 
-def histogram_steps(monkeypatch, kernels):
-    """Count the selections that needed a histogram after the pass."""
+def histogram_steps(monkeypatch):
+    """Count the selections that needed all entries of a segment after the pass."""
     calls = []
-    original = NumbaKernels._select_by_histogram
+    original = Team.run
 
-    def counted(self, integers, thresholds, unfinished, *rest):
-        calls.append(len(unfinished))
-        return original(self, integers, thresholds, unfinished, *rest)
+    def counted(self, threads, kernel, pieces, *rest):
+        if kernel is select_whole:
+            calls.append(pieces)
+        original(self, threads, kernel, pieces, *rest)
 
-    monkeypatch.setattr(NumbaKernels, "_select_by_histogram", counted)
+    monkeypatch.setattr(Team, "run", counted)
     return calls
 
 
@@ -50,7 +53,7 @@ def histogram_steps(monkeypatch, kernels):
 @pytest.mark.parametrize("flags", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}])
 @pytest.mark.parametrize("tail", [0.5, 1.0, 2.0])
 def test_200_drifting_steps_are_exact(kernels, monkeypatch, density, flags, tail):
-    calls = histogram_steps(monkeypatch, kernels)
+    calls = histogram_steps(monkeypatch)
     trainee = Trainee(kernels, N, int(N * density), **flags)
     gradients = Gradients(N, 1, tail)
     for t in range(200):
@@ -149,7 +152,7 @@ def test_equal_entries_go_by_position(kernels, n, value):
 
 @pytest.mark.parametrize("n", [1, 64, 5000, 300_000])
 def test_zeros_are_never_selected_and_cost_no_histogram(kernels, monkeypatch, n):
-    calls = histogram_steps(monkeypatch, kernels)
+    calls = histogram_steps(monkeypatch)
     trainee = Trainee(kernels, n, max(1, n // 100), momentum=0.9)
     for _ in range(5):
         assert len(trainee.step(np.zeros(n, np.float32))) == 0
@@ -164,7 +167,7 @@ def test_fewer_entries_than_k_are_all_sent_without_a_histogram(kernels, monkeypa
     trainee = Trainee(kernels, N, 500)
     rng = np.random.default_rng(7)
     trainee.step(np.zeros(N, np.float32))
-    calls = histogram_steps(monkeypatch, kernels)
+    calls = histogram_steps(monkeypatch)
     for _ in range(5):
         g = np.zeros(N, np.float32)
         where = rng.choice(N, 300, replace=False)
@@ -185,7 +188,7 @@ def test_a_tensor_that_wakes_up(kernels):
 @pytest.mark.parametrize("cycle", [1, 4, 60], ids=["the same batch", "four batches", "new batches"])
 def test_residuals_that_pile_up_are_foreseen(kernels, monkeypatch, cycle):
     """At the start and after each change of density all residuals grow, for hundreds of steps, ever more slowly."""
-    calls = histogram_steps(monkeypatch, kernels)
+    calls = histogram_steps(monkeypatch)
     n, k = 500_000, 500
     rng = np.random.default_rng(9)
     gradients = [rng.standard_normal(n, dtype=np.float32) for _ in range(cycle)]
