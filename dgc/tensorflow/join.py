@@ -13,7 +13,7 @@ import numpy as np
 from dgc.core.wire.header import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.engine import Engine
+from dgc.tensorflow.engine.engine import SPARSE, Engine
 from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod import import_horovod
 from dgc.tensorflow.engine.optimizers import optimizer_variables
@@ -45,8 +45,13 @@ def join(compression: DGCCompressor) -> int:
     engine = compression.engine
     if engine is None:
         return 0
-    group = None if compression._shim or engine.adoption.beside_local else engine.only_group
-    if group is None or callable(group.exchange.loss_scale) or engine.between.inside is not None:
+    foreign = compression._shim or engine.adoption.beside_local or SPARSE in (engine.kinds or ())
+    if (
+        foreign
+        or len(engine.groups) != 1
+        or callable(engine.groups[0].exchange.loss_scale)
+        or engine.between.inside is not None
+    ):
         engine.fail(
             ConfigError(
                 "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no sparse "
@@ -54,6 +59,7 @@ def join(compression: DGCCompressor) -> int:
                 "of batches"
             )
         )
+    group = engine.groups[0]
     last = _follow_until_all_joined(engine, group)
     compression.generation += 1  # what an accumulation that has not ended has added up
     members = compression.process_set()

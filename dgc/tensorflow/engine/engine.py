@@ -39,6 +39,8 @@ class Engine(EngineBase):
         sparse_names: of the collectives that send sparse gradients.
         transport: moves the bytes.
         adoption: momentum, and the optimizer that it was taken from.
+        groups: of variables that are exchanged together.
+        kinds: of each variable's gradient: DENSE, SPARSE or NONE; None before the first step.
     """
 
     what = "variables"
@@ -76,9 +78,9 @@ class Engine(EngineBase):
         self._loss_scale = loss_scale
         self._lacks_residuals = lacks_residuals
         self._index = {id(v): i for i, v in enumerate(self.variables)}
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
-        self._kinds: tuple[str, ...] | None = None
+        self.kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._has_loaded = self._has_slots = False
         self._left_at = 0
@@ -110,7 +112,7 @@ class Engine(EngineBase):
             ConfigError: there are sparse gradients, to which the compressor's momentum or decay would not be applied.
         """
         kinds = tuple(kinds)
-        if self._kinds is None:
+        if self.kinds is None:
             require_agreement(
                 self.transport,
                 dict(zip(self.names, kinds, strict=True)),
@@ -119,11 +121,11 @@ class Engine(EngineBase):
                 "Every rank must compute the same loss from the same variables.",
             )
             self._refuse_sparse_momentum(kinds)
-            self._kinds = kinds
+            self.kinds = kinds
             # Now: a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
             return
-        for name, before, now in zip(self.names, self._kinds, kinds, strict=True):
+        for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
             if before == now:
                 continue
             self.fail(
@@ -142,16 +144,11 @@ class Engine(EngineBase):
         try:
             self.adoption.take()
             self.adoption.refuse_local()
-            self._absorb_slots(self._groups if self._has_loaded else ())
+            self._absorb_slots(self.groups if self._has_loaded else ())
             self._has_loaded = False
-            self._refuse_sparse_momentum(self._kinds or ())
+            self._refuse_sparse_momentum(self.kinds or ())
         except ConfigError as error:
             self.fail_in_step(error)
-
-    @property
-    def only_group(self) -> Group | None:
-        """The group of all gradients; None if there are several or none, or sparse gradients beside it."""
-        return self._groups[0] if len(self._groups) == 1 and SPARSE not in (self._kinds or ()) else None
 
     def group(self, indices: Sequence[int]) -> Group:
         """The group of exactly these variables; the first call makes it.
@@ -173,7 +170,7 @@ class Engine(EngineBase):
             )
         variables = [self.variables[i] for i in indices]
         made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
-        self._groups.append(made)
+        self.groups.append(made)
         self._exchanges.append(made.exchange)
         self._watch()
         self._group_of.update(dict.fromkeys(indices, made))
@@ -210,7 +207,7 @@ class Engine(EngineBase):
 
     @property
     def how_updated(self) -> str:  # noqa: D102
-        reason = self._groups[-1].dense_for if self._groups else NO_STEP
+        reason = self.groups[-1].dense_for if self.groups else NO_STEP
         return "sparse" if reason is None else f"dense: {reason}"
 
     def needs_parameters(self) -> bool:
@@ -224,8 +221,8 @@ class Engine(EngineBase):
             DGCError: always.
         """
         # With several groups it is unknown which one the others are in; a rank that raises ends the job anyway.
-        if len(self._groups) == 1:
-            self._groups[0].fail(error)
+        if len(self.groups) == 1:
+            self.groups[0].fail(error)
         raise error
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
@@ -234,7 +231,7 @@ class Engine(EngineBase):
         Raises:
             DGCError: always.
         """
-        if self._kinds is None:
+        if self.kinds is None:
             tell_error(self.transport, error)  # they are in :meth:`fix_kinds`
             raise error
         self.fail(error)
@@ -243,9 +240,9 @@ class Engine(EngineBase):
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         groups = [
-            {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self._groups, states, strict=True)
+            {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self.groups, states, strict=True)
         ]
-        return {"groups": groups, "kinds": list(self._kinds or ()), "names": self.names}
+        return {"groups": groups, "kinds": list(self.kinds or ()), "names": self.names}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
         self._left_at = 0
@@ -261,10 +258,10 @@ class Engine(EngineBase):
         # Without groups the state comes from another framework or from resize, where everything was one group.
         whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
         self._choice.follow(saved["parameters"])
-        self._absorb_slots(self._groups if self._has_loaded else ())
+        self._absorb_slots(self.groups if self._has_loaded else ())
         self._has_loaded = False  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
-            self._kinds = tuple(saved["kinds"])
+            self.kinds = tuple(saved["kinds"])
         for entry in saved.get("groups", whole):
             if not entry["names"]:
                 continue
@@ -273,13 +270,13 @@ class Engine(EngineBase):
             own = {name: saved["parameters"][name] for name in entry["names"]}
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
-        self._exchanges[:] = [group.exchange for group in self._groups]
+        self._exchanges[:] = [group.exchange for group in self.groups]
         self._watch()
         self.layout = self._layout_of(range(len(self.variables)))
 
     def discard_step(self) -> bool:
         """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return any([group.discard_step() for group in self._groups])
+        return any([group.discard_step() for group in self.groups])
 
     def remember(self) -> None:
         """Note a few values of every variable, for :meth:`was_changed`."""
@@ -296,7 +293,7 @@ class Engine(EngineBase):
         Args:
             forget: residuals and momentum belong to a run that was left, by loading another one.
         """
-        for group in self._groups:
+        for group in self.groups:
             if forget:
                 group.forget()
                 self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
@@ -306,7 +303,7 @@ class Engine(EngineBase):
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and give the memory back; what is still known are options and statistics."""
         super().close(keep_transport)
-        for group in self._groups:
+        for group in self.groups:
             group.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,7 +318,7 @@ class Engine(EngineBase):
 
     def _clear(self) -> None:
         self._left_at = 0
-        for group in self._groups:
+        for group in self.groups:
             group.rate = None
         # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
         self._has_loaded = True
