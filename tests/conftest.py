@@ -22,10 +22,7 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Fill Numba's cache; after a change to a kernel, compiling would otherwise count against some job's time limit.
-
-    In a process of its own, because tests look at what importing does. If it fails, tests of kernels will say so.
-    """
+    """Fill Numba's cache; after a change to a kernel, compiling would otherwise count against some job's time limit."""
     if not session.items or session.config.option.collectonly or "DGC_KERNELS_COMPILED" in os.environ:
         return
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

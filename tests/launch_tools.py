@@ -1,23 +1,4 @@
-"""Start real multi-rank jobs from tests, and read back what each rank found.
-
-A worker is a script of its own, by convention in ``tests/**/workers/``. It imports ``worker_tools`` and either calls
-``report(value)``, or holds many small cases. Starting ranks takes seconds, so the fixture ``ranks`` (``rank_jobs``)
-hands them to ranks that live as long as the session::
-
-    # workers/sums.py                                   # test_sums.py
-    from worker_tools import case, run_cases            from pathlib import Path
-
-    @case                                               from rank_jobs import SIZES, each_case
-    def two_and_two():
-        assert ...                                      workers = Path(__file__).parent / "workers"
-                                                        test_sums = each_case(workers / "sums.py", SIZES)
-    if __name__ == "__main__":
-        run_cases()
-
-What ends a rank, or needs one that nothing has touched, is launched by itself: :func:`run_cases` for a worker,
-:func:`run_mpi` for any script. Ranks report through files, not through stdout: launchers cut and mix the lines of
-several ranks.
-"""
+"""Start real multi-rank jobs from tests, and read back what each rank found."""
 
 from __future__ import annotations
 
@@ -108,22 +89,7 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Result:
-    """Run a script on ``np`` ranks of this machine.
-
-    Args:
-        np: number of ranks.
-        script: path of a script, or its source.
-        args: command line of the script.
-        launcher: "mpirun", "horovodrun" (MPI), "gloo" (horovodrun --gloo), "torchrun" or "single" (one process).
-        timeout: seconds until the job is killed with everything it started.
-        env: added to the environment.
-        check: raise unless the job ended with status 0.
-
-    Where the launcher is not installed, the calling test is skipped.
-
-    Raises:
-        LaunchError: the job failed or took too long, and ``check`` is set.
-    """
+    """Run a script on ``np`` ranks of this machine."""
     require(launcher)
     with tempfile.TemporaryDirectory(prefix="dgc-launch-") as folder:
         path = script_path(script, Path(folder))
@@ -161,15 +127,7 @@ class CaseResults:
 
 
 def run_cases(np: int, script: Path, *args: Any, launcher: str = "mpirun", **options: Any) -> CaseResults:
-    """Run a worker full of cases; see the module's example. Never raises for a failed case, only ``check`` does.
-
-    Args:
-        np: number of ranks.
-        script: a worker that ends in ``worker_tools.run_cases()``.
-        args: command line of the script; ``worker_tools.run_cases`` runs only the cases named there, if any.
-        launcher: as for :func:`run_mpi`.
-        options: ``timeout`` and ``env`` of :func:`run_mpi`.
-    """
+    """Run a worker full of cases; see the module's example. Never raises for a failed case, only ``check`` does."""
     return results_of(run_mpi(np, script, *args, launcher=launcher, check=False, **options))
 
 

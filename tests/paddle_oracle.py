@@ -11,10 +11,7 @@ F = np.float32
 
 @dataclass
 class PaddleOracle:
-    """Gradients come unscaled, as Horovod has them; Paddle's are divided by the number of ranks.
-
-    With Nesterov, u is m times the velocity once compression has begun, and is converted at that step.
-    """
+    """Gradients come unscaled, as Horovod has them; Paddle's are divided by the number of ranks."""
 
     parameters: list
     ranks: int

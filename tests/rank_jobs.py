@@ -1,16 +1,4 @@
-"""Ranks that live as long as the test session: the fixture ``ranks`` hands them cases and scripts.
-
-Starting processes, importing frameworks and initialising MPI is what multi-rank tests would spend their time on. So
-there is one job for each framework, number of ranks, launcher and environment, started when a test first asks for it::
-
-    ranks(WORKER, 4).check("name of a case")              a case of a worker, on 4 ranks started by mpirun
-    ranks(WORKER, 2, launcher="gloo")                     ... on ranks without MPI
-    ranks.run(SOURCE, 2).values                           a script, with what it reports
-
-Between workers, and around each script, the ranks are put back into their first state (``rank_reset``). A worker for
-which that is not enough declares why, as in ``FRESH = "shuts Horovod down"``; it then gets a launch of its own, with
-the same results. A case that fails, hangs or ends a rank takes its job with it, and the next case gets a new one.
-"""
+"""Ranks that live as long as the test session: the fixture ``ranks`` hands them cases and scripts."""
 
 from __future__ import annotations
 
@@ -185,11 +173,7 @@ class Job:
             connection.sendall(b"{}\n")
 
     def end(self) -> None:
-        """Wait for ranks that leave.
-
-        Raises:
-            LaunchError: they did not end well.
-        """
+        """Wait for ranks that leave."""
         if not self.alive:
             return
         try:
@@ -341,17 +325,7 @@ class Ranks:
         timeout: float | None = None,
         fresh: bool = False,
     ) -> Cases:
-        """The cases of a worker on ``n`` ranks.
-
-        Args:
-            worker: a file of cases; with a constant ``FRESH`` it gets a launch of its own.
-            n: number of ranks.
-            args: ``sys.argv[1:]`` of a fresh worker.
-            launcher: "mpirun", "gloo", "horovodrun" or "single", see ``launch_tools.run_mpi``.
-            env: added to the environment; jobs with different ones are different jobs.
-            timeout: seconds for each case; for a fresh worker, for all of them.
-            fresh: launch it by itself, and all cases at once, when the first result is asked for.
-        """
+        """The cases of a worker on ``n`` ranks."""
         require(launcher)
         fresh = fresh or bool(args) or _wants_fresh(worker.read_text())
         return Cases(
@@ -374,11 +348,7 @@ class Ranks:
         timeout: float = DEFAULT_TIMEOUT,
         check: bool = True,
     ) -> Result:
-        """Run a script, or its source, on living ranks; otherwise as ``launch_tools.run_mpi``.
-
-        Raises:
-            LaunchError: a rank failed, ended or hung, and ``check`` is set.
-        """
+        """Run a script, or its source, on living ranks; otherwise as ``launch_tools.run_mpi``."""
         require(launcher)
         source = script.read_text() if isinstance(script, Path) else script
         if _wants_fresh(source):
@@ -399,11 +369,7 @@ class Ranks:
         return job
 
     def close(self) -> None:
-        """End all jobs.
-
-        Raises:
-            LaunchError: now or earlier, a job did not end well.
-        """
+        """End all jobs."""
         self._end_all_but(0)
         if self._errors:
             raise LaunchError("\n".join(self._errors))
@@ -432,16 +398,7 @@ def once(values: Iterable[Any]) -> list[Any]:
 def each_case(
     worker: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None, more: Iterable[str] = ()
 ) -> Callable[..., None]:
-    """A test of each case of a worker, on 2 ranks if nothing else is said.
-
-    Every case runs on each kind of ranks, or on those that it names, as ``@case("4ranks")`` does. What a case names is
-    in every run; of a case that names none, only the first kind is, and the others belong to the matrix.
-
-    Args:
-        worker: the file of cases.
-        kinds: name -> what the fixture ``ranks`` is given beside the worker.
-        more: names of cases that the source does not show.
-    """
+    """A test of each case of a worker, on 2 ranks if nothing else is said."""
     kinds = kinds or {"2ranks": {}}
     found: dict[str, Cases] = {}
 

@@ -1,8 +1,4 @@
-"""What one worker may leave behind on a living rank, and how the next one finds it as on a fresh rank.
-
-Kept on purpose: compiled kernels, imported libraries, Horovod and MPI. A worker that needs one of these fresh, or that
-changes what cannot be put back, says so (``FRESH``, see ``rank_jobs``).
-"""
+"""What one worker may leave behind on a living rank, and how the next one finds it as on a fresh rank."""
 
 from __future__ import annotations
 
@@ -29,11 +25,7 @@ class Beginning:
         self._warnings = list(warnings.filters)
 
     def restore(self, folder: Path) -> None:
-        """Put everything back. Collective where a worker has added process sets, so to be called on all ranks.
-
-        Args:
-            folder: of the worker that ran; it and the modules beside it are forgotten.
-        """
+        """Put everything back. Collective where a worker has added process sets, so to be called on all ranks."""
         reports = os.environ["DGC_TEST_REPORTS"]
         os.environ.clear()
         os.environ.update(self._environment, DGC_TEST_REPORTS=reports)

@@ -1,9 +1,4 @@
-"""What a rank runs that lives as long as the test session: it takes cases from ``rank_jobs`` until told to end.
-
-Each request is one line of JSON from a socket: a worker and one of its cases, or a script; the folder for what this
-rank reports and writes; a number, which is given back when it is done. A worker is imported under its own name, once,
-and stays until another one comes; then all that a test might have left behind is put back (``rank_reset``).
-"""
+"""What a rank runs that lives as long as the test session: it takes cases from ``rank_jobs`` until told to end."""
 
 from __future__ import annotations
 
@@ -101,11 +96,7 @@ def _import_framework(name: str) -> None:
 
 
 def order_exit_handlers() -> None:
-    """The Horovod that was initialised first, TensorFlow's if both were, shuts down last: it finalizes MPI.
-
-    Exit handlers run last in, first out, and every ``hvd.init()`` of a worker has added Horovod's once more. The
-    package's own is first.
-    """
+    """The Horovod that was initialised first, TensorFlow's if both were, shuts down last: it finalizes MPI."""
     for framework in ("tensorflow", "torch"):
         if f"horovod.{framework}.mpi_ops" in sys.modules:
             _move_to_front(sys.modules[f"horovod.{framework}.mpi_ops"]._basics.shutdown)

@@ -17,6 +17,8 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "WORLD_SIZE")
 
 _cases: dict[str, Callable[[], None]] = {}
+OPENED: list[Any] = []
+"""What is closed when the case has passed."""
 
 
 class SkipCase(Exception):
@@ -45,14 +47,17 @@ def report(value: Any) -> None:
 
 
 def case(function: Callable[[], None] | str, *kinds: str) -> Callable[..., Any]:
-    """Register a function as a case; it runs on every rank, in the order of the file.
-
-    ``@case`` runs on every kind of ranks of its test, ``@case("4ranks")`` on those alone (``rank_jobs.each_case``).
-    """
+    """Register a function as a case; it runs on every rank, in the order of the file."""
     if isinstance(function, str):
         return case
     _cases[function.__name__] = function
     return function
+
+
+def close_later(opened: Any) -> Any:
+    """Close it when the case has passed; returns it."""
+    OPENED.append(opened)
+    return opened
 
 
 def run_cases() -> None:
@@ -77,8 +82,11 @@ def initialise_horovod() -> None:
 def run_case(name: str) -> bool:
     """Run one case, report its outcome on this rank, and return whether it passed or was skipped."""
     report({"case": name, "outcome": "started"})
+    OPENED.clear()
     try:
         _cases[name]()
+        for opened in OPENED:
+            opened.close()
     except SkipCase as reason:
         report({"case": name, "outcome": "skipped", "reason": str(reason)})
     except Exception:
@@ -92,13 +100,11 @@ def run_case(name: str) -> bool:
 def forget_cases() -> None:
     """Before another worker is imported into this process."""
     _cases.clear()
+    OPENED.clear()
 
 
 def _dump_where_it_hangs() -> None:
-    """Write all threads' stacks to stderr shortly before the test will kill this job.
-
-    Without ending it: the launcher would then end the other ranks before they have written theirs.
-    """
+    """Write all threads' stacks to stderr shortly before the test will kill this job."""
     moment = os.environ.get("DGC_TEST_DUMP_AT")
     if moment is not None:
         faulthandler.dump_traceback_later(max(0.1, float(moment) - time.monotonic()))

@@ -1,8 +1,4 @@
-"""How a process ends that was forked from a rank: as it would have, but without what belongs to its parent.
-
-C++ destructors of objects that live as long as the process run in a child, too. Gloo's take the parent's sockets out of
-the set of those that the kernel watches, which both processes share.
-"""
+"""How a process ends that was forked from a rank: as it would have, but without what belongs to its parent."""
 
 import ctypes
 import subprocess

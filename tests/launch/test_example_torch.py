@@ -1,7 +1,4 @@
-"""``examples/torch_digits.py``: unchanged under each launcher, and learning what it should.
-
-``horovodrun`` and one process start it as a user does; what is left runs on living ranks.
-"""
+"""``examples/torch_digits.py``: unchanged under each launcher, and learning what it should."""
 
 import json
 from pathlib import Path

@@ -217,10 +217,7 @@ def test_a_dense_bucket_is_dense_training(options):
 @pytest.mark.parametrize("op", ["average", "sum"])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_compressed_run_goes_on_from_a_dense_one_as_after_a_dense_warm_up(op, nesterov):
-    """Nothing is lost or sent twice: the same as with as many dense steps before the ramp-up.
-
-    Bit for bit, but for thirds of a sum, which the warm-up takes before it adds up and a loaded state afterwards.
-    """
+    """Nothing is lost or sent twice: the same as with as many dense steps before the ramp-up."""
     options = {"op": op, "nesterov": nesterov}
     whole = on_ranks(lambda e: steps(e, 0, 9), ranks=3, rampup_begin_step=4, **options)
 

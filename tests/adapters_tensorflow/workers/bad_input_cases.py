@@ -126,7 +126,7 @@ def one_compressor_for_two_models():
     m.assert_raises(lambda: m.compile_model(compression), "one compressor for each model")
 
 
-@case("keras3", "legacy")
+@case
 def a_larger_model_with_the_former_one_s_optimizer():
     for others_too in (True, False):
         former = m.compile_model(dgc.Compression.dgc(**m.SPARSITY_0))
@@ -142,7 +142,7 @@ def a_larger_model_with_the_former_one_s_optimizer():
         m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), advice)  # noqa: B023
 
 
-@case("keras3", "legacy")
+@case
 def optimizers_that_do_not_fit_gradients_of_which_most_is_zero():
     C = dgc.Compression
     strom = C.strom(threshold=0.1)
@@ -285,7 +285,7 @@ def a_restored_model_on_one_rank_and_the_callbacks_in_the_wrong_order():
     m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), "have made [2, 0] steps", "after Broadcast")
 
 
-@case("keras3", "legacy")
+@case
 def xla():
     model = m.make_model()
     compression = dgc.Compression.dgc(momentum=0.0)

@@ -370,10 +370,7 @@ def gradients_of_our_tape_in_our_optimizer_are_refused():
 
 
 def equal_to_dense_when(change, **options):
-    """Train 5 steps, let ``change`` do something to the optimizer, train 5 more; compare with a dense run.
-
-    The dense one is eager: Keras reads an optimizer's options only when it builds a graph.
-    """
+    """Train 5 steps, let ``change`` do something to the optimizer, train 5 more; compare with a dense run."""
     results = []
     for compression in (None, dgc.Compression.dgc(**m.SPARSITY_0)):
         model = compiled(keras.optimizers.SGD(0.05, **options), compression, graph=compression is not None)
@@ -434,7 +431,7 @@ def own_config(optimizer):
     return config["inner"] if m.LEGACY else config["inner_optimizer"]["config"]
 
 
-@case("keras3", "legacy")
+@case
 def a_configuration_holds_the_user_s_own_momentum():
     makers = [keras.optimizers.SGD]
     if m.LEGACY:

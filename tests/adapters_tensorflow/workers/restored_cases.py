@@ -122,7 +122,7 @@ def step_behind_a_tape(model, optimizer):
     return step
 
 
-@case("keras3", "legacy")
+@case
 def no_update_is_left_in_slots_behind_a_tape():
     kinds = [sgd(), tf.compat.v1.train.MomentumOptimizer(0.05, 0.9)]
     if m.LEGACY:

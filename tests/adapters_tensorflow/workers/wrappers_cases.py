@@ -220,7 +220,7 @@ def a_partial_tape_leaves_layers_on_their_rank():
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-@case("keras3", "legacy")
+@case
 def load_model_makes_a_dense_model_distributed():
     model = m.make_model()
     model.compile(optimizer=keras.optimizers.SGD(m.schedule(), momentum=0.9), loss=m.loss_function)

@@ -6,7 +6,7 @@ import os
 
 import horovod.torch as hvd
 import torch
-from models import loss_of, make_model, on_every_rank, sgd, train, wrap
+from models import each_way, loss_of, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -17,9 +17,8 @@ def adasum():
     model = make_model()
     on_every_rank(dgc.ConfigError, "Adasum", lambda: wrap("b", model, sgd(model), hvd_options={"op": hvd.Adasum}))
     on_every_rank(dgc.ConfigError, "Adasum", lambda: dgc.Compression.dgc(op=hvd.Adasum), "option")
-    optimizer, compression = wrap("a", model, sgd(model), hvd_options={"op": hvd.Adasum})
+    optimizer, _ = wrap("a", model, sgd(model), hvd_options={"op": hvd.Adasum})
     on_every_rank(dgc.ConfigError, "Adasum", lambda: train(optimizer, model, 1), "a")
-    compression.close()
 
 
 @case
@@ -83,9 +82,8 @@ def no_backward_passes():
 @case
 def sparse_as_dense_with_way_a():
     model = make_model()
-    optimizer, compression = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})
+    optimizer, _ = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})
     on_every_rank(dgc.ConfigError, "sparse_as_dense", lambda: train(optimizer, model, 1))
-    compression.close()
 
 
 @case
@@ -115,14 +113,13 @@ def sparse_gradients_with_adopted_momentum():
         model = torch.nn.Sequential(
             torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
         )
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
 
         def one_step(model=model, optimizer=optimizer):
             model(torch.randint(0, 50, (8, 4))).square().mean().backward()
             optimizer.step()
 
         on_every_rank(dgc.ConfigError, "0.weight.*group of its own", one_step, way)
-        compression.close()
 
 
 @case
@@ -156,7 +153,7 @@ def one_compressor_shared_by_two_models_in_way_a():
 def a_changed_shape():
     for way in "ab":
         model = torch.nn.Linear(40, 60)
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
 
         def one_step(model=model, optimizer=optimizer):
             if hvd.rank() == 1:
@@ -165,7 +162,6 @@ def a_changed_shape():
             optimizer.step()
 
         on_every_rank(dgc.LayoutError, "weight.*2340 elements.*2400", one_step, way)
-        compression.close()
 
 
 @case
@@ -235,13 +231,10 @@ def compressors_that_differ_between_ranks():
 
 @case
 def momentum_that_differs_between_ranks_in_a_step():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for way, model, optimizer, _ in each_way(sparsity=0.9):
         train(optimizer, model, 2)
         optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * hvd.rank()
         on_every_rank(dgc.ConfigError, "disagree in step 2", lambda o=optimizer, m=model: train(o, m, 1), way)
-        compression.close()
 
 
 @case
@@ -294,16 +287,12 @@ def a_checkpoint_of_another_layout_or_number_of_ranks():
         dgc.LayoutError, "sparsified when the state was saved|another model", lambda: another.load_state_dict(state)
     )
     train(optimizer, model, 1)
-    compression.close()
-    another.close()
 
 
 @case
 def one_rank_failing_inside_compress():
     """Rank 1's gradient has another device's or type's shape, or its kernel fails: both ranks hear of it."""
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, bucket_bytes=8192)
+    for way, model, optimizer, compression in each_way(sparsity=0.9, bucket_bytes=8192):
         train(optimizer, model, 2)
         if hvd.rank() == 1:
 
@@ -400,13 +389,12 @@ def models_that_were_never_broadcast():
     for way in "ab":
         model = make_model(seed=1 + hvd.rank())
         before = [p.detach().clone() for p in model.parameters()]
-        optimizer, compression = wrap(way, model, sgd(model))
+        optimizer, _ = wrap(way, model, sgd(model))
         error = on_every_rank(
             dgc.ConfigError, "do not train the same", lambda o=optimizer, m=model: train(o, m, 1), way
         )
         assert "hvd.broadcast_parameters" in str(error)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "nothing was applied"
-        compression.close()
 
 
 @case
@@ -414,7 +402,7 @@ def learning_rates_that_differ_from_the_beginning_or_drift_apart():
     for way in "ab":
         for momentum in (0.9, 0.0):
             model = make_model()
-            optimizer, compression = wrap(way, model, sgd(model, lr=0.1, momentum=momentum))
+            optimizer, _ = wrap(way, model, sgd(model, lr=0.1, momentum=momentum))
             train(optimizer, model, 2)
             before = [p.detach().clone() for p in model.parameters()]
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + hvd.rank())
@@ -423,12 +411,10 @@ def learning_rates_that_differ_from_the_beginning_or_drift_apart():
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), (
                 "nothing was applied"
             )
-            compression.close()
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model, lr=torch.tensor(0.1 + hvd.rank())))
+        optimizer, _ = wrap(way, model, sgd(model, lr=torch.tensor(0.1 + hvd.rank())))
         text = "disagree in step 0 about the learning rate"
         on_every_rank(dgc.ConfigError, text, lambda o=optimizer, m=model: train(o, m, 1), f"{way} tensor")
-        compression.close()
 
 
 @case
@@ -443,7 +429,6 @@ def a_state_that_only_one_rank_can_load():
     on_every_rank(dgc.LayoutError, "states differ", lambda: compression.load_state_dict(earlier), "steps")
     compression.load_state_dict(state)
     train(optimizer, model, 1)
-    compression.close()
 
 
 @case

@@ -79,7 +79,6 @@ def an_empty_state_resets():
     text = "states differ" if hvd.size() > 1 else ""
     mine = compression.state_dict() if hvd.rank() else empty
     on_every_rank(dgc.LayoutError, text, lambda: compression.load_state_dict(mine))
-    compression.close()
 
 
 @case
@@ -120,7 +119,6 @@ def a_process_set_or_an_op_that_the_compressor_alone_was_given():
         optimizer, compression = wrap("b", model, sgd(model, lr=0.1 / factor), op=op, rampup_begin_step=99)
         train(optimizer, model, 2)
         results[op] = model.last.weight.detach().clone()
-        compression.close()
     for found in results.values():
         torch.testing.assert_close(found, results[hvd.Average], rtol=1e-4, atol=1e-6)
 
@@ -146,7 +144,6 @@ def arguments_of_the_wrapper():
     refused("distributed already", optimizer=optimizer)
     refused("distributed already", optimizer=optimizer, compression=None)
     assert optimizer.compression is compression
-    compression.close()
 
 
 @case

@@ -24,11 +24,7 @@ def device():
 
 
 def both(train):
-    """``train(device)`` here and on the CPU: replicas agree bit for bit, and the two end where rounding allows.
-
-    Matrix products round otherwise on a device, so another entry may be selected now and then; a wrong gradient, stream
-    or momentum would end elsewhere.
-    """
+    """``train(device)`` here and on the CPU: replicas agree bit for bit, and the two end where rounding allows."""
     here = device()
     model, kernels = train(here)
     assert here.type != "cuda" or kernels in ("cupy", None), f"gradients passed through the host ({kernels})"

@@ -11,6 +11,7 @@ from models import (
     assert_replicas_identical,
     batch,
     dense_reference,
+    each_way,
     loss_of,
     make_model,
     raises,
@@ -39,7 +40,6 @@ def dense_equality(bound, **options):
         if options.get("exchange") == "dense":
             assert compression.describe()["updates"].startswith("dense")
         assert_replicas_identical(model, f"{way} {name}")
-        compression.close()
 
 
 def dense_backward(model, step):
@@ -74,11 +74,10 @@ def op_sum_equals_sgd_on_summed_gradients():
         own = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
         expected = dense_reference(model, 10, op="sum", **own)
         options = {**EXACT, "rampup_begin_step": begin, "exchange": exchange, **({"op": hvd.Sum} if way == "a" else {})}
-        optimizer, compression = wrap(way, model, sgd(model, **own), hvd_options={"op": hvd.Sum}, **options)
+        optimizer, _ = wrap(way, model, sgd(model, **own), hvd_options={"op": hvd.Sum}, **options)
         train(optimizer, model, 10)
         difference = worst_difference(model, expected)
         assert difference <= 1e-5, f"way {way}, {exchange}, compressed from step {begin} on: {difference:.2e}"
-        compression.close()
 
 
 @case
@@ -92,7 +91,6 @@ def replicas_identical_after_50_steps_with_unused_parameters():
         assert_replicas_identical(model, f"{way}{begin}")
         assert len(compression.engine.exchange.layout.buckets) > 1
         assert 0.005 < compression.stats.last.density < 0.011
-        compression.close()
 
 
 @case
@@ -100,10 +98,9 @@ def unused_parameters_count_as_zero_gradients():
     model = make_model()
     branch = lambda rank, step: "left" if rank == 0 else "right"  # noqa: E731
     expected = dense_reference(model, 8, branch=branch, momentum=0.9)
-    optimizer, compression = wrap("b", model, sgd(model), **EXACT)
+    optimizer, _ = wrap("b", model, sgd(model), **EXACT)
     train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
     assert worst_difference(model, expected) <= 1e-5
-    compression.close()
 
 
 @case
@@ -117,11 +114,10 @@ def one_cycle_momentum_is_not_doubled():
         model = make_model()
         own = dict(momentum=0.9, nesterov=nesterov)
         expected = dense_reference(model, 20, schedule=schedule, **own)
-        optimizer, compression = wrap(way, model, sgd(model, **own), **EXACT, rampup_begin_step=rampup)
+        optimizer, _ = wrap(way, model, sgd(model, **own), **EXACT, rampup_begin_step=rampup)
         scheduler = schedule(optimizer)
         train(optimizer, model, 20, after=lambda step, scheduler=scheduler: scheduler.step())
         assert worst_difference(model, expected) <= 1e-5, worst_difference(model, expected)
-        compression.close()
 
 
 @case
@@ -138,7 +134,7 @@ def dense_checkpoint_is_adopted():
         # The old optimizer's hooks stay on the old parameters: continue with a copy of the model.
         resumed = make_model(seed=5)
         resumed.load_state_dict(model.state_dict())
-        optimizer, compression = wrap(way, resumed, sgd(resumed, **own), **EXACT)
+        optimizer, _ = wrap(way, resumed, sgd(resumed, **own), **EXACT)
         if hvd.rank() == 0 or not rank_0_only:
             optimizer.load_state_dict(checkpoint)
         if rank_0_only:
@@ -148,7 +144,6 @@ def dense_checkpoint_is_adopted():
         difference = worst_difference(resumed, expected)
         assert difference <= 1e-5, f"{way} rank_0_only={rank_0_only}: {difference:.2e}"
         assert not optimizer.state_dict()["state"], "momentum is the compressor's"
-        compression.close()
 
 
 @case
@@ -158,7 +153,7 @@ def backward_passes_per_step_and_early_step():
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
         passes = {"backward_passes_per_step": 2}
-        optimizer, compression = wrap(way, model, sgd(model, lr=0.05), hvd_options=passes, **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model, lr=0.05), hvd_options=passes, **EXACT)
         step = 0
         for passes in (2, 2, 1, 2):  # the third step comes early
             optimizer.zero_grad()
@@ -170,7 +165,6 @@ def backward_passes_per_step_and_early_step():
             optimizer.step()
             plain.step()
         assert worst_difference(model, reference) <= 1e-5
-        compression.close()
 
 
 @case
@@ -179,7 +173,7 @@ def synchronize_then_clip_then_step():
         model = make_model()
         reference = make_model()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-        optimizer, compression = wrap(way, model, sgd(model, momentum=0), **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model, momentum=0), **EXACT)
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -192,7 +186,6 @@ def synchronize_then_clip_then_step():
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             plain.step()
         assert worst_difference(model, reference) <= 1e-5
-        compression.close()
 
 
 @case
@@ -209,14 +202,13 @@ def groups_keep_their_own_options():
 
         reference = make_model()
         plain = torch.optim.SGD(groups(reference), lr=0.1)
-        optimizer, compression = wrap(way, model, torch.optim.SGD(groups(model), lr=0.1), **EXACT)
+        optimizer, _ = wrap(way, model, torch.optim.SGD(groups(model), lr=0.1), **EXACT)
         train(optimizer, model, 8)
         for step in range(8):
             plain.zero_grad()
             dense_backward(reference, step)
             plain.step()
         assert worst_difference(model, reference) <= 1e-5
-        compression.close()
 
 
 @case
@@ -236,7 +228,6 @@ def another_optimizer_keeps_its_own_state():
         assert worst_difference(model, reference) <= 1e-3  # Adam divides by small numbers
         assert optimizer.param_groups[0]["weight_decay"] == 0.01
         assert max(compression.engine.adoption.hyper.momentum) == 0
-        compression.close()
 
 
 @case
@@ -244,10 +235,9 @@ def stock_groups_work_in_way_a():
     for groups in (2, None):
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
-        optimizer, compression = wrap("a", model, sgd(model), **EXACT, hvd_options={"groups": groups})
+        optimizer, _ = wrap("a", model, sgd(model), **EXACT, hvd_options={"groups": groups})
         train(optimizer, model, 6)
         assert worst_difference(model, expected) <= 1e-5
-        compression.close()
 
 
 @case
@@ -306,7 +296,6 @@ def sparse_embeddings_go_horovods_own_way():
         assert not torch.equal(before, model[0].weight)
         names = [p.name for p in compression.engine.exchange.layout.parameters]
         assert names == ["2.weight", "2.bias"], names
-        compression.close()
 
 
 @case
@@ -323,13 +312,10 @@ def gradient_types():
             model(torch.randn(8, 40, generator=generator).to(dtype)).square().mean().backward()
             optimizer.step()
             assert model.weight.grad.dtype == dtype
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).to(torch.float64)
-        gathered = hvd.allgather(flat.unsqueeze(0), name=f"types {way} {dtype}")
-        assert torch.equal(gathered[0], gathered[-1])
+        assert_replicas_identical(model, f"types {way} {dtype}")
         assert not torch.equal(before, model.weight)
         state = compression.engine.exchange.state.buckets[0].u.dtype
         assert state == ("float64" if dtype is torch.float64 else "float32")
-        compression.close()
 
 
 @case
@@ -341,7 +327,7 @@ def non_contiguous_gradients():
         )
         reference = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3))
         reference.load_state_dict(model.state_dict())
-        optimizer, compression = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
         plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for step in range(4):
             data = [
@@ -356,7 +342,6 @@ def non_contiguous_gradients():
                 (reference(x).square().mean() / hvd.size()).backward()
             plain.step()
         assert worst_difference(model, reference) <= 1e-4
-        compression.close()
 
 
 @case
@@ -387,7 +372,6 @@ def a_grad_scaler_skips_the_same_steps_on_all_ranks():
         assert compression.engine.exchange.state.step == 11
         assert all(torch.isfinite(p).all() for p in model.parameters())
         assert_replicas_identical(model, f"scaler {way}")
-        compression.close()
 
 
 @case
@@ -398,7 +382,7 @@ def float16_overflow_refuses_the_step_everywhere():
         model = torch.nn.Linear(40, 60).half()
         scale = {"now": 1024.0}
         now = lambda scale=scale: scale["now"]  # noqa: E731
-        optimizer, compression = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9, loss_scale=now)
+        optimizer, _ = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9, loss_scale=now)
         refused = []
         for step in range(6):
             optimizer.zero_grad()
@@ -414,17 +398,12 @@ def float16_overflow_refuses_the_step_everywhere():
                 with optimizer.skip_synchronize():
                     optimizer.step()
         assert refused == [False, False, True, False, False, False], refused
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).float()
-        gathered = hvd.allgather(flat.unsqueeze(0), name=f"overflow {way}")
-        assert torch.equal(gathered[0], gathered[-1])
-        compression.close()
+        assert_replicas_identical(model, f"overflow {way}")
 
 
 @case
 def residuals_survive_broadcast_optimizer_state():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.99)
+    for way, model, optimizer, compression in each_way(sparsity=0.99):
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert compression.engine.exchange.state.step == 0
@@ -443,7 +422,6 @@ def residuals_survive_broadcast_optimizer_state():
         optimizer.zero_grad()
         train(optimizer, model, 3, start=3)
         assert_replicas_identical(model, f"broadcast {way}")
-        compression.close()
 
 
 @case("4ranks")
@@ -463,7 +441,6 @@ def process_sets():
         gathered = hvd.allgather(flat.unsqueeze(0), name=f"sets {way}")
         assert torch.equal(gathered[0], gathered[2])
         assert not torch.equal(gathered[0], gathered[1])
-        compression.close()
     hvd.remove_process_set(evens)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from models import (
     assert_replicas_identical,
+    each_way,
     flat,
     loss_of,
     make_model,
@@ -161,8 +162,6 @@ def a_second_synchronize_hands_back_the_same_results():
             times = {clip_then_step: 1, synchronize_three_times: 3, mixed: None}[update]
             if times and "scale" not in kind:
                 assert placeholders == (8 * times * 8 * 4 if way == "a" else 0), placeholders
-            second.close()
-        first.close()
 
 
 @case
@@ -173,10 +172,9 @@ def synchronize_clip_and_step_equal_dense_training():
     ):
         expected, _ = run_steps("dense", make_optimizer, clip_then_step, **kind)
         for update in (clip_then_step, synchronize_three_times):
-            model, compression = run_steps(way, make_optimizer, update, **kind, **EXACT)
+            model, _ = run_steps(way, make_optimizer, update, **kind, **EXACT)
             bound = 1e-3 if make_optimizer is adam else 1e-5  # Adam divides by small numbers
             assert worst_difference(model, expected) <= bound, (way, kind, worst_difference(model, expected))
-            compression.close()
 
 
 @case
@@ -190,9 +188,8 @@ def a_limit_that_is_not_reached_equals_dense_training_with_momentum():
 
     expected, _ = run_steps("dense", sgd, update)
     for way in "ab":
-        model, compression = run_steps(way, sgd, update, **EXACT)
+        model, _ = run_steps(way, sgd, update, **EXACT)
         assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        compression.close()
 
 
 @case
@@ -259,7 +256,7 @@ def changing_averaged_gradients_on_one_rank_alone_is_an_error():
 
     for way, change in itertools.product("ab", (scale, remove)):
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.99)
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.99)
         loss_of(model, 0).backward()
         optimizer.synchronize()
         if hvd.rank() == 1:
@@ -269,7 +266,6 @@ def changing_averaged_gradients_on_one_rank_alone_is_an_error():
             dgc.ConfigError, "in different ways", lambda o=optimizer: quiet(o.step), f"{way} {change.__name__}"
         )
         assert torch.equal(flat(model), before)
-        compression.close()
 
 
 @case
@@ -305,7 +301,7 @@ def sparse_gradients_and_a_second_synchronize():
         for update in (clip_then_skip, clip_then_step):
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=True), torch.nn.Linear(30, 60))
-            optimizer, compression = wrap(
+            optimizer, _ = wrap(
                 way,
                 model,
                 torch.optim.SGD(model.parameters(), lr=0.1),
@@ -322,7 +318,6 @@ def sparse_gradients_and_a_second_synchronize():
                 else:
                     quiet(optimizer.step)
             results.append(flat(model))
-            compression.close()
         assert torch.allclose(*results, atol=1e-6), (way, as_dense, (results[0] - results[1]).abs().max())
 
 
@@ -372,7 +367,7 @@ def without_buffers(saved):
 def a_state_dict_holds_the_users_own_options_and_no_empty_entries():
     for way, broadcasts in itertools.product("ab", (False, True)):
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
         if broadcasts:
             broadcast(model, optimizer)
         seen = []
@@ -387,7 +382,6 @@ def a_state_dict_holds_the_users_own_options_and_no_empty_entries():
         plain = sgd(make_model())
         plain.load_state_dict(saved)
         assert plain.param_groups[0]["momentum"] == 0.9
-        compression.close()
 
 
 @case
@@ -402,7 +396,6 @@ def a_state_dict_loads_before_or_after_wrapping_on_one_rank_or_all():
         saved = quiet(first_run, way, sparsity=0.99)
         model, _, compression = quiet(restored_run, way, saved, load, sparsity=0.99)
         assert_replicas_identical(model, f"{way} {load}")
-        compression.close()
 
 
 @case
@@ -415,7 +408,6 @@ def adams_state_loads_on_one_rank_or_all():
         compression.close()
         model, _, compression = restored_run(way, saved, load, make_optimizer=adam, sparsity=0.99)
         assert_replicas_identical(model, f"adam {way} {load}")
-        compression.close()
 
 
 @case
@@ -424,9 +416,8 @@ def a_dense_runs_state_brings_its_momentum():
     saved = first_run("dense")
     for way, load in itertools.product("ab", ("root after", "all after")):
         expected, _, _ = restored_run("dense", saved, "all after")
-        model, _, compression = restored_run(way, saved, load, **EXACT)
+        model, _, _ = restored_run(way, saved, load, **EXACT)
         assert worst_difference(model, expected) <= 1e-5, (way, load, worst_difference(model, expected))
-        compression.close()
 
 
 @case
@@ -485,35 +476,28 @@ def nothing_of_the_run_that_was_left_survives():
         assert torch.equal(flat(model), before)
         assert compression.residual_norm == 0
         assert compression.describe()["step"] == 6, "the schedule goes on"
-        compression.close()
 
 
 @case("mpirun", "gloo")
 def a_state_loaded_on_one_rank_and_never_broadcast_is_an_error():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for way, model, optimizer, _ in each_way(sgd, sparsity=0.9):
         saved = copied(optimizer.state_dict())
         train(optimizer, model, 2)
         if hvd.rank() == 0:
             optimizer.load_state_dict(saved)
         match = "broadcast the optimizer's state"
         quiet(on_every_rank, dgc.ConfigError, match, lambda: train(optimizer, model, 1), way)  # noqa: B023
-        compression.close()
 
 
 @case
 def a_model_that_was_restored_on_one_rank_alone_is_an_error():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for way, model, optimizer, _ in each_way(sgd, sparsity=0.9):
         train(optimizer, model, 2)
         if hvd.rank() == 0:
             model.load_state_dict(make_model(seed=3).state_dict())
             optimizer.load_state_dict(copied(optimizer.state_dict()))
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         quiet(on_every_rank, dgc.ConfigError, "broadcast_parameters", lambda: train(optimizer, model, 1), way)  # noqa: B023
-        compression.close()
 
 
 @case
@@ -540,7 +524,6 @@ def a_state_loaded_before_the_first_step_is_a_warning_only_where_momentum_is_los
                     train(optimizer, model, 2)
                 told = [str(w.message) for w in caught if "momentum begins at 0" in str(w.message)]
                 assert len(told) == (lost and hvd.rank() == 0), (way, lost, everywhere, told)
-                compression.close()
 
 
 @case
@@ -563,7 +546,6 @@ def the_compressors_own_state_may_be_loaded_before_or_after_the_optimizers():
             warnings.simplefilter("error")
             train(optimizer, model, 4, start=4)
         assert torch.equal(flat(model), flat(straight)), (way, first)
-        compression.close()
 
 
 @case
@@ -572,12 +554,11 @@ def a_state_that_is_cleared_by_hand():
     for way in "ab":
         straight, model = make_model(), make_model()
         for m in (straight, model):
-            optimizer, compression = wrap(way, m, sgd(m), sparsity=0.9)
+            optimizer, _ = wrap(way, m, sgd(m), sparsity=0.9)
             for step in range(6):
                 if m is model:
                     optimizer.state.clear()
                 train(optimizer, m, 1, start=step)
-            compression.close()
         assert torch.equal(flat(model), flat(straight))
 
 
@@ -634,9 +615,7 @@ def schedulers_made_before_or_after_wrapping():
 
 @case
 def the_groups_hold_the_users_options_except_during_an_update():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for _, model, optimizer, _ in each_way(sgd, sparsity=0.9):
         seen = []
         optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["momentum"]))
         train(optimizer, model, 2)
@@ -649,7 +628,6 @@ def the_groups_hold_the_users_options_except_during_an_update():
         raises(ZeroDivisionError, "", optimizer.step)
         bad.remove()
         assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
-        compression.close()
 
 
 if __name__ == "__main__":

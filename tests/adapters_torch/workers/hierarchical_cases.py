@@ -35,11 +35,10 @@ def sparsity_0_equals_dense_sgd():
             model = make_model()
             expected = dense_reference(model, 20, **OPTIMIZERS[name])
             inner = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIMIZERS[name])
-            optimizer, compression = wrap(way, model, inner, hierarchical=2, **EXACT)
+            optimizer, _ = wrap(way, model, inner, hierarchical=2, **EXACT)
             train(optimizer, model, 20)
             assert worst_difference(model, expected) <= 1e-5, (way, name)
             assert_replicas_identical(model, f"{way} {name}")
-            compression.close()
 
 
 @case
@@ -138,7 +137,6 @@ def a_group_that_gives_a_step_up_alone_is_an_error_and_a_reset_of_all_goes_on():
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     train(optimizer, model, 3, start=5)
     assert_replicas_identical(model, "after all were reset")
-    compression.close()
 
 
 @case
@@ -150,10 +148,9 @@ def a_construction_that_fails_can_be_repeated():
         if attempt < 2:
             raises(LayoutError, "momentum", functools.partial(wrap, "a", model, inner, hierarchical=2, **SPARSE))
             continue
-        optimizer, compression = wrap("a", model, inner, hierarchical=2, **SPARSE)
+        optimizer, _ = wrap("a", model, inner, hierarchical=2, **SPARSE)
         train(optimizer, model, 2)
         assert_replicas_identical(model, "the third attempt")
-        compression.close()
 
 
 @case
@@ -173,7 +170,6 @@ def all_ranks_of_one_machine_are_one_node():
         train(optimizer, model, 3)
         assert compression.describe()["nodes"] == nodes
         assert_replicas_identical(model, f"{asked}")
-        compression.close()
 
 
 @case

@@ -144,7 +144,6 @@ def several_passes_sparse_updates_and_none():
                     loss_of(model, passes * step + part).backward()
                 optimizer.step()
             found.append(flat(model))
-            compression.close()
         assert torch.equal(*found), options
         assert writer.steps == [2, 3, 4, 5]
 
@@ -191,7 +190,6 @@ def where_warnings_are_errors_the_step_is_whole():
                     raised.append((step, str(warning)))
         assert [step for step, _ in raised] == [3] * (hvd.rank() == 1), (way, raised)
         assert torch.equal(flat(model), expected), way
-        compression.close()
 
 
 @case
@@ -215,7 +213,6 @@ def who_never_calls_step_is_told_all_the_same():
                         p -= 0.05 * p.grad
     assert len([text for text in shown if "disk full" in text]) == 1, shown
     assert_replicas_identical(model, "by hand")
-    compression.close()
 
 
 @case
@@ -346,7 +343,6 @@ def a_step_that_is_refused_or_discarded():
         train(optimizer, model, 1, start=2)
         assert compression.inside.step == 2
         assert writer.steps == [0, 1, 2] if refused else writer.steps[-1] == 2, writer.steps
-        compression.close()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import warnings
 import horovod.torch as hvd
 import torch
 from horovod_holds import every_tensor_is_held
-from models import dense_reference, loss_of, make_model, on_every_rank, sgd, train, worst_difference, wrap
+from models import dense_reference, each_way, loss_of, make_model, on_every_rank, sgd, train, worst_difference, wrap
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import OPENED, case, run_cases
 
 import dgc.torch as dgc
 
@@ -61,7 +61,7 @@ def gradients_that_share_memory_are_exchanged_apart():
         plain.step()
     for way in "ab":
         model = Embeddings()
-        optimizer, compression = wrap(
+        optimizer, _ = wrap(
             way,
             model,
             torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
@@ -76,7 +76,6 @@ def gradients_that_share_memory_are_exchanged_apart():
             optimizer.step()
         difference = worst_difference(model, dense)
         assert difference <= 1e-5, f"way {way}: {difference:.2e}"
-        compression.close()
 
 
 @case
@@ -84,7 +83,7 @@ def forked_data_loader_workers_come_and_go():
     for way in "ab":
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd(model), **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model), **EXACT)
         done = 0
         for _ in range(2):  # epochs: workers are forked while the communication thread lives, and end
             loader = torch.utils.data.DataLoader(
@@ -99,7 +98,6 @@ def forked_data_loader_workers_come_and_go():
                 done += 1
         assert done == 6
         assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        compression.close()
 
 
 @case
@@ -111,6 +109,7 @@ def a_dozen_optimizers_that_nobody_closes():
             optimizer, _ = wrap(way, model, sgd(model), **EXACT)
             train(optimizer, model, 2)
             assert worst_difference(model, expected) <= 1e-5, (way, seed)
+    OPENED.clear()
     del optimizer, model, _
     gc.collect()
     deadline = time.monotonic() + 300
@@ -125,7 +124,7 @@ def averaged_and_copied_models_beside_the_trained_one():
     for way in "ab":
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd(model), **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model), **EXACT)
         ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda a, p, n: 0.5 * a + 0.5 * p)
         copies = []
 
@@ -140,7 +139,6 @@ def averaged_and_copied_models_beside_the_trained_one():
         again = copy.deepcopy(copies[2])
         loss_of(again, 9).backward()  # a copy's gradients are nobody's business
         train(optimizer, model, 1, start=6)
-        compression.close()
 
 
 @case
@@ -152,13 +150,12 @@ def gradients_in_one_buffer_stay_there():
         buffer = torch.zeros(sum(p.numel() for p in trained))
         for p, part in zip(trained, buffer.split([p.numel() for p in trained]), strict=True):
             p.grad = part.view_as(p)
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
         for step in range(3):
             buffer.zero_()
             assert not any(p.grad.any() for p in trained)
             loss_of(model, step).backward()
             optimizer.step()
-        compression.close()
 
 
 @case
@@ -177,11 +174,10 @@ def tied_weights():
         torch.manual_seed(3)
         model = Tied()
         expected = dense_reference(model, 5, momentum=0.9, weight_decay=0.01)
-        optimizer, compression = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
         train(optimizer, model, 5)
         assert worst_difference(model, expected) <= 1e-5, way
         assert model.out.weight is model.first.weight
-        compression.close()
 
 
 @case
@@ -275,7 +271,7 @@ def a_gradient_of_another_type_names_its_parameter_and_the_remedy():
     for way in "ab":
         for before, after in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
             model = make_model().to(before)
-            optimizer, compression = wrap(way, model, sgd(model))
+            optimizer, _ = wrap(way, model, sgd(model))
             model.to(after)
 
             def step(model=model, optimizer=optimizer, after=after):
@@ -284,14 +280,11 @@ def a_gradient_of_another_type_names_its_parameter_and_the_remedy():
                 optimizer.step()
 
             on_every_rank(dgc.LayoutError, r"the gradient of '.*' is float.*before the optimizer is wrapped", step, way)
-            compression.close()
 
 
 @case
 def a_gradient_that_is_not_finite_is_told_with_rank_parameter_and_step():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for _, model, optimizer, _ in each_way(sparsity=0.9):
         train(optimizer, model, 2)
         hook = model.left.weight.register_hook(lambda grad: grad * (float("nan") if hvd.rank() == 1 else 1.0))
         with warnings.catch_warnings(record=True) as caught:
@@ -302,7 +295,6 @@ def a_gradient_that_is_not_finite_is_told_with_rank_parameter_and_step():
         assert len(texts) == (1 if hvd.rank() < 2 else 0), texts
         assert all("in step 2" in text and "rank 1" in text for text in texts)
         assert hvd.rank() != 1 or "'left.weight'" in texts[0]
-        compression.close()
 
 
 @case
@@ -313,9 +305,8 @@ def what_horovod_holds_of_ours_has_another_reference():
     with every_tensor_is_held(held, heartbeat, horovod, transport, at_least=60):
         for way, chosen in itertools.product("ab", ("auto", "horovod")):
             model = make_model()
-            optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, transport=chosen)
+            optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9, transport=chosen)
             train(optimizer, model, 3)
-            compression.close()
 
 
 if __name__ == "__main__":

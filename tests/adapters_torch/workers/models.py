@@ -10,6 +10,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 from torch import nn
+from worker_tools import close_later
 
 import dgc.torch as dgc
 
@@ -55,7 +56,7 @@ def batch(step: int, rank: int | None = None, size: int = 8) -> tuple[torch.Tens
 
 
 def wrap(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, hvd_options=None, **options):
-    """Turn on compression the way the user does; returns (optimizer, compressor)."""
+    """Turn on compression the way the user does; returns (optimizer, compressor), which is closed after the case."""
     hvd_options = hvd_options or {}
     if way == "a":
         compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **options)
@@ -67,7 +68,14 @@ def wrap(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, hvd_op
         wrapped = dgc.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression, **hvd_options
         )
-    return wrapped, compression
+    return wrapped, close_later(compression)
+
+
+def each_way(make=None, **options):
+    """Yield (way, model, optimizer, compressor) with Horovod's and dgc's optimizer; of SGD, or what ``make`` gives."""
+    for way in "ab":
+        model = make_model()
+        yield way, model, *wrap(way, model, (make or sgd)(model), **options)
 
 
 def loss_of(model: nn.Module, step: int, branch: str = "both", rank: int | None = None) -> torch.Tensor:
@@ -118,7 +126,7 @@ def worst_difference(actual: nn.Module, expected: nn.Module) -> float:
 
 
 def assert_replicas_identical(model: nn.Module, name: str) -> None:
-    flat = torch.cat([p.detach().reshape(-1).view(torch.int32) for p in model.parameters()])
+    flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     gathered = hvd.allgather(flat.unsqueeze(0), name=f"replicas.{name}")
     for rank in range(1, hvd.size()):
         assert torch.equal(gathered[0], gathered[rank]), f"rank {rank} differs from rank 0"

@@ -103,7 +103,6 @@ def require_error(way, match, again, steps=1, **options):
     compression.reset()
     plain(model, optimizer, steps)
     assert not torch.equal(flat(model), before)
-    compression.close()
 
 
 def step_again(model, optimizer):
@@ -128,7 +127,7 @@ def a_velocity_is_never_taken_for_a_gradient():
 @case
 def gradients_added_to_a_velocity_are_told_once_they_are_applied():
     for way in "ab":
-        model, optimizer, compression = wrapped(way, discardable=True, **EXACT)
+        model, optimizer, _ = wrapped(way, discardable=True, **EXACT)
         plain(model, optimizer, 0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -140,7 +139,6 @@ def gradients_added_to_a_velocity_are_told_once_they_are_applied():
             never_cleared(model, optimizer, 3)
             never_cleared(model, optimizer, 4)
         assert len([w for w in caught if re.search(VELOCITY, str(w.message))]) == 1
-        compression.close()
 
 
 @case

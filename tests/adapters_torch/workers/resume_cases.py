@@ -61,7 +61,6 @@ def a_dense_run_is_resumed_dense_by_auto_and_compressed_where_that_is_asked_for(
                 folder = shared_folder(f"choice {way}")
                 dgc.save_checkpoint(folder, model=runs[kind], optimizer=optimizer, compression=compression)
             train(optimizer, runs[kind], 5, start=4)
-            compression.close()
         for exchange, kind in {"auto": "dense", "dense": "dense", "sparse": "warmed up"}.items():
             model = make_model(seed=9)
             optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, exchange=exchange)
@@ -73,7 +72,6 @@ def a_dense_run_is_resumed_dense_by_auto_and_compressed_where_that_is_asked_for(
             assert torch.equal(flat(model), flat(runs[kind])), (way, exchange)
             kinds = {row["exchange"] for row in compression.describe()["exchange"]["buckets"]}
             assert kinds == {"sparse" if exchange == "sparse" else "dense"}
-            compression.close()
         hvd.barrier()
         if hvd.rank() == 0:
             shutil.rmtree(folder)
@@ -95,7 +93,6 @@ def the_checkpoint_is_also_a_dense_one():
     plain.load_state_dict(saved["model"])
     plain_optimizer.load_state_dict(saved["optimizer"])
     assert torch.equal(flat(plain), flat(model))
-    compression.close()
 
 
 @case
@@ -119,7 +116,6 @@ def saving_twice_keeps_only_the_newest_files_and_a_lost_file_is_named():
         lambda: dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression),
     )
     assert isinstance(error, FileNotFoundError) == (hvd.rank() == 1)
-    compression.close()
 
 
 @case
@@ -225,7 +221,6 @@ def a_checkpoint_of_other_ranks_is_redistributed():
             assert torch.allclose(before, after, atol=1e-6), name
     train(optimizer, model, 3, start=6)
     assert_replicas_identical(model, "redistributed")
-    compression.close()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections import OrderedDict
+from functools import partial
 
 import horovod.torch as hvd
 import numpy as np
@@ -14,6 +15,7 @@ from models import (
     assert_replicas_identical,
     batch,
     dense_reference,
+    each_way,
     flat,
     loss_of,
     make_model,
@@ -78,7 +80,6 @@ def equals_dense(drop, momentum=0.9):
         assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
         assert_replicas_identical(model, f"{way} {drop.__name__} {momentum}")
         assert compression.describe()["step"] == 8
-        compression.close()
 
 
 @case
@@ -113,7 +114,6 @@ def the_optimizers_own_discard_step():
     optimizer, compression = wrap("b", model, sgd(model), discardable=True, **EXACT)
     loop(optimizer, model, compression, 8, drop=lambda o, m, c: (o.discard_step(), m.zero_grad()))
     assert worst_difference(model, expected) <= 1e-5
-    compression.close()
 
 
 def gradients_of(model, loss):
@@ -130,11 +130,9 @@ def arrays(compression):
 
 @case
 def a_discarded_step_leaves_the_state_bit_for_bit():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(
-            way, model, sgd(model), discardable=True, sparsity=[0.9, 0.99], rampup_step=6, rampup_begin_step=1
-        )
+    for way, model, optimizer, compression in each_way(
+        discardable=True, sparsity=[0.9, 0.99], rampup_step=6, rampup_begin_step=1
+    ):
         for _ in range(5):
             loop(optimizer, model, compression, 1, skipped=())
             before, step = arrays(compression)
@@ -146,15 +144,12 @@ def a_discarded_step_leaves_the_state_bit_for_bit():
             assert now == step
             for key, values in before.items():
                 torch.testing.assert_close(after[key], values, rtol=0, atol=0, equal_nan=True, msg=f"{way} {key}")
-        compression.close()
 
 
 @case
 def without_the_option_nothing_is_lost_and_replicas_are_identical():
     """What all ranks' gradients sum to is in the weights and in the residuals of all ranks."""
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), sparsity=0.99, values="float32")
+    for way, model, optimizer, compression in each_way(partial(sgd, momentum=0.0), sparsity=0.99, values="float32"):
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
         given = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         with warnings.catch_warnings(record=True) as caught:
@@ -184,30 +179,23 @@ def without_the_option_nothing_is_lost_and_replicas_are_identical():
             checked += 1
         assert checked
         assert compression.describe()["step"] == 12
-        compression.close()
 
 
 @case
 def discard_step_without_the_option_says_what_to_do():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for way, model, optimizer, compression in each_way(sparsity=0.9):
         loss_of(model, 0).backward()
         optimizer.synchronize()
         on_every_rank(dgc.ConfigError, "discardable=True", compression.discard_step, way)
-        compression.close()
 
 
 @case
 def discard_step_in_the_middle_of_a_step():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, discardable=True)
+    for way, model, optimizer, compression in each_way(sparsity=0.9, discardable=True):
         loss_of(model, 0).backward()
         on_every_rank(dgc.LayoutError, "while a step is under way", compression.discard_step, way)
         optimizer.step()
         assert not compression.discard_step()
-        compression.close()
 
 
 @case
@@ -246,7 +234,6 @@ def what_was_applied_is_never_taken_back():
                     optimizer.zero_grad()
             results.append(flat(model).clone())
             assert compression.describe()["step"] == 5
-            compression.close()
         assert all(torch.equal(r, results[0]) for r in results), way
 
 
@@ -271,14 +258,11 @@ def what_a_closure_exchanged_is_applied():
                 optimizer.zero_grad()
             assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
             assert compression.describe()["step"] == 5
-            compression.close()
 
 
 @case
 def a_closure_that_runs_twice_counts_twice():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), discardable=True, sparsity=0.9)
+    for _, model, optimizer, compression in each_way(discardable=True, sparsity=0.9):
 
         def closure(model=model, optimizer=optimizer):
             for step in range(2):
@@ -291,7 +275,6 @@ def a_closure_that_runs_twice_counts_twice():
             optimizer.step(closure)
         optimizer.zero_grad()
         assert compression.describe()["step"] == 2
-        compression.close()
 
 
 @case
@@ -311,7 +294,6 @@ def gradients_that_stay_are_not_taken_back():
             assert compression.residual_norm < 1e-5
             assert compression.describe()["step"] == 3
             flats.append(flat(model).clone())
-            compression.close()
         assert torch.equal(*flats), way
 
 
@@ -320,7 +302,7 @@ def gradients_are_not_added_to_a_velocity():
     """With adopted momentum or decay ``.grad`` is no gradient after synchronize(): an error before anything moves."""
     for way, options in itertools.product("ab", ({"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.01})):
         model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model, **options), sparsity=0.99)
+        optimizer, _ = wrap(way, model, sgd(model, **options), sparsity=0.99)
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -337,7 +319,6 @@ def gradients_are_not_added_to_a_velocity():
 
         on_every_rank(dgc.DGCError, "cannot take in another gradient", again, f"{way} {options}")
         assert torch.equal(flat(model), before)
-        compression.close()
 
 
 @case
@@ -346,7 +327,7 @@ def where_gradients_may_have_been_zeroed_in_place_a_warning_says_what_would_be_w
     for way, passes in itertools.product("ab", (1, 2)):
         torch.manual_seed(0)
         model = torch.nn.Linear(20, 10, bias=False) if passes == 1 else torch.nn.Sequential(torch.nn.Linear(20, 10))
-        optimizer, compression = wrap(way, model, sgd(model), hvd_options={"backward_passes_per_step": passes})
+        optimizer, _ = wrap(way, model, sgd(model), hvd_options={"backward_passes_per_step": passes})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(2):
@@ -357,7 +338,6 @@ def where_gradients_may_have_been_zeroed_in_place_a_warning_says_what_would_be_w
                 model.zero_grad(set_to_none=False)
         # The second step finds what the first one left, and gradients in it.
         assert sum("set to 0 in place" in str(w.message) for w in caught) == 1, [str(w.message) for w in caught]
-        compression.close()
 
 
 @case("mpirun", "gloo")
@@ -391,7 +371,6 @@ def a_rank_that_discards_alone():
             optimizer.zero_grad()
             loop(optimizer, model, compression, 2)
             assert_replicas_identical(model, f"after {way} {how.__name__}")
-            compression.close()
 
 
 @case("mpirun", "gloo")
@@ -400,7 +379,7 @@ def interrupted_between_synchronize_and_step():
     for way in "ab":
         model = make_model()
         expected = dense_reference(model, 6, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd(model), discardable=True, **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model), discardable=True, **EXACT)
 
         def cell(steps, interrupted=None, model=model, optimizer=optimizer):
             for step in steps:
@@ -416,7 +395,6 @@ def interrupted_between_synchronize_and_step():
             cell(range(6), interrupted=3)
         cell(range(3, 6))
         assert worst_difference(model, expected) <= 1e-5, worst_difference(model, expected)
-        compression.close()
 
 
 def gan(wrapping):
@@ -462,7 +440,7 @@ def a_scaler_that_skips_a_step_the_compressor_knows_nothing_of():
     for way in "ab":
         model = make_model()
         expected = dense_reference(model, 5, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd(model), discardable=True, **EXACT)
+        optimizer, _ = wrap(way, model, sgd(model), discardable=True, **EXACT)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000, backoff_factor=1.0 / 2)
         step = 0
         for call in range(7):
@@ -481,7 +459,6 @@ def a_scaler_that_skips_a_step_the_compressor_knows_nothing_of():
             optimizer.zero_grad()
             step += not skipped
         assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        compression.close()
 
 
 @case
@@ -500,7 +477,6 @@ def a_refused_step_is_returned_once():
             assert compression.residual_norm == before
             loop(optimizer, model, compression, 2, skipped=())
             assert_replicas_identical(model, f"refused {way} {discardable}")
-            compression.close()
 
 
 @case
@@ -529,7 +505,6 @@ def a_sparse_embedding_in_the_first_dropped_step():
         np.testing.assert_allclose(saved["v"], wanted, rtol=1e-6)
         np.testing.assert_allclose(saved["u"], wanted, rtol=1e-6)
         assert compression.describe()["step"] == (0 if discardable else 1)
-        compression.close()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from models import (
     assert_replicas_identical,
     dense_reference,
+    each_way,
     flat,
     loss_of,
     make_model,
@@ -26,7 +27,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import OPENED, case, run_cases
 
 import dgc.torch as dgc
 
@@ -51,7 +52,6 @@ def a_broadcast_after_loading_changes_nothing():
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(optimizer, resumed, 4, start=4)
         assert torch.equal(flat(resumed), flat(straight)), way
-        compression.close()
 
 
 @case
@@ -65,7 +65,7 @@ def a_dense_checkpoint_loaded_mid_run_on_rank_0():
         train(dense, model, 6)
         weights, state = model.state_dict(), dense.state_dict()
         other = make_model(seed=8)
-        optimizer, compression = wrap(way, other, sgd(other, **options), **EXACT)
+        optimizer, _ = wrap(way, other, sgd(other, **options), **EXACT)
         train(optimizer, other, 2)
         other.load_state_dict(weights)
         if hvd.rank() == 0:
@@ -74,19 +74,15 @@ def a_dense_checkpoint_loaded_mid_run_on_rank_0():
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(optimizer, other, 6, start=6)
         assert worst_difference(other, expected) <= 1e-5, (way, worst_difference(other, expected))
-        compression.close()
 
 
 @case
 def another_optimizer_over_the_same_parameters_is_left_alone():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for _, model, optimizer, _ in each_way(sparsity=0.9):
         train(optimizer, model, 2)
         other = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8, weight_decay=0.1)
         other.step()
         assert (other.param_groups[0]["momentum"], other.param_groups[0]["weight_decay"]) == (0.8, 0.1)
-        compression.close()
 
 
 @case
@@ -103,10 +99,9 @@ def explicit_momentum_takes_the_decay_along():
         model = make_model()
         expected = dense_reference(model, 10, momentum=0.9, weight_decay=0.05)
         plain = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.05)
-        optimizer, compression = wrap(way, model, plain, momentum=0.9, **EXACT)
+        optimizer, _ = wrap(way, model, plain, momentum=0.9, **EXACT)
         train(optimizer, model, 10)
         assert worst_difference(model, expected) <= 1e-5
-        compression.close()
 
 
 class Normalised(torch.optim.SGD):
@@ -129,11 +124,10 @@ def a_step_of_the_users_own_keeps_its_momentum_and_decay():
     for way in "ab":
         model = make_model()
         with pytest.warns(RuntimeWarning, match=r"Normalised has a step\(\) of its own: its momentum stays in it"):
-            optimizer, compression = wrap(way, model, Normalised(model.parameters(), lr=0.02, **options), **EXACT)
+            optimizer, _ = wrap(way, model, Normalised(model.parameters(), lr=0.02, **options), **EXACT)
         train(optimizer, model, 10)
         assert worst_difference(model, dense) <= 1e-5, (way, worst_difference(model, dense))
         assert all(optimizer.state[p]["momentum_buffer"].any() for p in model.parameters() if p.requires_grad)
-        compression.close()
 
 
 class Counting(torch.optim.SGD):
@@ -171,7 +165,6 @@ def the_advice_about_a_step_of_the_users_own_is_momentum_sgd_with_decay():
             optimizer, compression = wrap(way, model, plain, momentum=0.9, **EXACT)
         train(optimizer, model, 2)
         assert optimizer.decays == [0.05], "it is the step's"
-        compression.close()
 
 
 @case
@@ -181,18 +174,16 @@ def adams_first_moment_behind_the_compressors_momentum_is_told():
             model = make_model()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                _, compression = wrap("b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
+                _, _ = wrap("b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
             said = [str(w.message) for w in caught if "smooths what comes out of it once more" in str(w.message)]
             assert len(said) == (told and momentum == 0.9), (kind, momentum, said)
             assert all("set betas=(0.0, 0.999)" in text for text in said)
-            compression.close()
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adam = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
-        optimizer, compression = wrap("b", model, adam, momentum=0.9, sparsity=0.9)
+        optimizer, _ = wrap("b", model, adam, momentum=0.9, sparsity=0.9)
         train(optimizer, model, 4)
-    compression.close()
 
 
 @case
@@ -204,21 +195,17 @@ def gradients_that_change_where_sgd_collects_them_are_gradients():
     for way in "ab":
         model = make_model()
         with pytest.warns(RuntimeWarning, match="its momentum stays in it"):
-            optimizer, compression = wrap(way, model, Collecting(model.parameters(), lr=0.02, **options), **EXACT)
+            optimizer, _ = wrap(way, model, Collecting(model.parameters(), lr=0.02, **options), **EXACT)
         train(optimizer, model, 10)
         assert worst_difference(model, dense) <= 1e-5, (way, worst_difference(model, dense))
-        compression.close()
 
 
 @case
 def a_layer_unfrozen_after_wrapping():
-    for way in "ab":
-        model = make_model()
-        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+    for way, model, optimizer, _ in each_way(sparsity=0.9):
         train(optimizer, model, 1)
         model.frozen.requires_grad_(True)
         on_every_rank(dgc.LayoutError, "unfreezing", lambda o=optimizer, m=model: train(o, m, 1), way)
-        compression.close()
 
 
 @case
@@ -246,10 +233,9 @@ def a_refused_wrapping_leaves_the_next_ones_gradients_alone():
             if mistake:
                 refused = sgd(model, dampening=0.5)
                 on_every_rank(dgc.ConfigError, "dampening", lambda m=model, o=refused: wrap("b", m, o), way)
-            optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
+            optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
             train(optimizer, model, 5)
             runs.append(flat(model))
-            compression.close()
         assert torch.equal(*runs), way
 
 
@@ -268,14 +254,13 @@ def a_sparse_embedding_that_goes_unused_later():
             {"table": torch.nn.Embedding(50, 40, sparse=True), "linear": torch.nn.Linear(40, 64)}
         )
         groups = [{"params": model["table"].parameters()}, {"params": model["linear"].parameters(), "momentum": 0.9}]
-        optimizer, compression = wrap(way, model, torch.optim.SGD(groups, lr=0.1), sparsity=0.9)
+        optimizer, _ = wrap(way, model, torch.optim.SGD(groups, lr=0.1), sparsity=0.9)
         for step in range(4):
             optimizer.zero_grad()
             x = model["table"](torch.arange(8) + hvd.rank()) if step < 2 else torch.ones(8, 40)
             model["linear"](x).square().mean().backward()
             optimizer.step()
         assert_replicas_identical(model, f"unused {way}")
-        compression.close()
 
 
 def embedding_model():
@@ -287,24 +272,22 @@ def embedding_model():
 def an_embedding_that_is_first_used_in_the_second_step():
     for way in "ab":
         model = embedding_model()
-        optimizer, compression = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+        optimizer, _ = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
         model["linear"](torch.ones(8, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
         on_every_rank(dgc.LayoutError, "'table.weight' has a sparse gradient, but", optimizer.step, way)
-        compression.close()
 
 
 @case
 def an_optimizer_of_sparse_gradients_alone():
     model = embedding_model()
     before = flat(model).clone()
-    optimizer, compression = wrap("b", model, torch.optim.SparseAdam(model["table"].parameters()), sparsity=0.9)
+    optimizer, _ = wrap("b", model, torch.optim.SparseAdam(model["table"].parameters()), sparsity=0.9)
     model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
     on_every_rank(dgc.LayoutError, "all gradients of this optimizer are sparse", optimizer.step)
     assert torch.equal(flat(model), before)
-    compression.close()
 
 
 @case
@@ -335,15 +318,12 @@ def gradients_that_are_changed_while_they_are_exchanged():
     for change in (clip, replace, scale, skip, unscale):
         model = make_model()
         known = torch.amp.GradScaler("cpu", init_scale=256.0)
-        optimizer, compression = wrap(
-            "b", model, sgd(model), sparsity=0.9, loss_scale=known if change is unscale else 1
-        )
+        optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9, loss_scale=known if change is unscale else 1)
         known.scale(loss_of(model, 0)).backward()
         before = flat(model).clone()
         run = partial(change, model, optimizer)
         on_every_rank(dgc.LayoutError, r"call optimizer.synchronize\(\) first", run, change.__name__)
         assert torch.equal(flat(model), before)
-        compression.close()
 
 
 @case
@@ -353,7 +333,7 @@ def gradients_that_are_changed_before_they_are_exchanged():
     for p in model.parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(halve)
-    optimizer, compression = wrap("b", model, sgd(model), hvd_options={"backward_passes_per_step": 1}, **EXACT)
+    optimizer, _ = wrap("b", model, sgd(model), hvd_options={"backward_passes_per_step": 1}, **EXACT)
     train(optimizer, model, 3)
     dense = hvd.DistributedOptimizer(sgd(expected), named_parameters=expected.named_parameters())
     for step in range(3):
@@ -361,7 +341,6 @@ def gradients_that_are_changed_before_they_are_exchanged():
         (loss_of(expected, step) / 2).backward()
         dense.step()
     assert worst_difference(model, expected) <= 1e-5
-    compression.close()
 
 
 def halve(p):
@@ -371,22 +350,20 @@ def halve(p):
 @case
 def a_hook_that_changes_gradients_after_the_wrapping():
     model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9)
     model.left.weight.register_post_accumulate_grad_hook(halve)
     loss_of(model, 0).backward()
     on_every_rank(dgc.LayoutError, "register a hook", optimizer.step)
-    compression.close()
 
 
 @case
 def an_optimizer_that_is_copied():
     model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9)
     train(optimizer, model, 1)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda o: copy.deepcopy(dgc.fuse_optimizer(o))):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(optimizer)
-    compression.close()
 
 
 @case
@@ -396,13 +373,12 @@ def a_second_optimizer_over_the_same_parameters():
     expected = dense_reference(dense_reference(model, 2, momentum=0.9), 3, momentum=0.9)
     first, _ = wrap("b", model, sgd(model), **EXACT)
     train(first, model, 2)
-    second, compression = wrap("b", model, sgd(model), **EXACT)
+    second, _ = wrap("b", model, sgd(model), **EXACT)
     model.zero_grad()
     train(second, model, 3)
     assert worst_difference(model, expected) <= 1e-5
     loss_of(model, 8).backward()
     on_every_rank(dgc.ConfigError, "wrapped since", first.step)
-    compression.close()
 
 
 @case
@@ -424,10 +400,9 @@ def a_class_whose_step_was_replaced():
         expected = dense_reference(model, 3)
         optimizer = Replaced(model.parameters(), lr=0.1)
         Replaced.step = replacement
-        optimizer, compression = wrap("b", model, optimizer, **EXACT)
+        optimizer, _ = wrap("b", model, optimizer, **EXACT)
         train(optimizer, model, 3)
         assert worst_difference(model, expected) <= 1e-5, replacement.__name__
-        compression.close()
 
 
 @case
@@ -440,7 +415,7 @@ def backward_passes_per_step_set_as_an_attribute():
         if dense:
             optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         else:
-            optimizer, compression = wrap("b", model, optimizer, **EXACT)
+            optimizer, _ = wrap("b", model, optimizer, **EXACT)
         optimizer.backward_passes_per_step = 2
         train(optimizer, model, 1)
         for step in range(3):
@@ -450,7 +425,6 @@ def backward_passes_per_step_set_as_an_attribute():
             optimizer.step()
         models.append(model)
     assert worst_difference(models[1], models[0]) <= 1e-5
-    compression.close()
 
 
 @case
@@ -472,12 +446,9 @@ def a_process_set_of_one_rank():
     for way in "ab":
         model = make_model()
         options = {"process_set": alone} if way == "a" else {}
-        optimizer, compression = wrap(
-            way, model, sgd(model), hvd_options={"process_set": alone}, sparsity=0.9, **options
-        )
+        optimizer, _ = wrap(way, model, sgd(model), hvd_options={"process_set": alone}, sparsity=0.9, **options)
         assert optimizer.param_groups[0]["momentum"] == 0.9
         train(optimizer, model, 2)
-        compression.close()
     hvd.remove_process_set(alone)
 
 
@@ -501,7 +472,6 @@ def a_step_that_one_rank_gives_up():
     outcomes = hvd.allgather_object(outcome, name="given up")
     assert outcomes[0] == "reset"
     assert "given up" in outcomes[1] or outcomes[1] == "stepped", outcomes
-    compression.close()
 
 
 @case
@@ -511,6 +481,7 @@ def a_dropped_compressor_leaves_no_thread():
         model = make_model()
         optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
         train(optimizer, model, 1)
+        OPENED.clear()
         del optimizer, compression, model
         gc.collect()
     deadline = time.monotonic() + 300

@@ -48,10 +48,7 @@ class CodedBucket:
 
 
 def check_codes(case, kernels, dtype, x_of, to_device, to_host):
-    """Moments, message and sums of a bucket equal the host's bit for bit.
-
-    ``x_of(bucket)`` makes the bucket's flat space; ``to_device`` and ``to_host`` copy arrays.
-    """
+    """Moments, message and sums of a bucket equal the host's bit for bit."""
     bucket = CodedBucket(case, kernels, dtype)
     x = x_of(bucket.alone)
     v = to_device(x)

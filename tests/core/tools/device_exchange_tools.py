@@ -34,11 +34,7 @@ def one_step(exchange, step, rank, params, *, dtype="float32", limit=None, spoil
 
 
 def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=None, waits=False, nodes=None, **options):
-    """Some steps on all ranks; parameters stay as they are, so that no step needs the one before.
-
-    ``nodes[rank]`` is the first rank of those that send as one with it; ``spoil`` = (step, rank, parameter) gets an
-    infinity. Returns per rank (refusals, results, state).
-    """
+    """Some steps on all ranks; parameters stay as they are, so that no step needs the one before."""
     specs = parameters(SHAPES, dtype)
 
     def one_rank(transport):

@@ -79,10 +79,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def check_selection(v: np.ndarray, w: SegmentWork, chosen: np.ndarray, *, exact: bool = False) -> bool:
-    """Check one segment's bucket-flat positions against its v, (length,), before masking; returns whether exact.
-
-    Either all that the reference would take, or at least four fifths of k, and then the largest.
-    """
+    """Check one segment's bucket-flat positions against its v, (length,), before masking; returns whether exact."""
     expected = top_k(v, w.k)
     own = chosen - w.offset
     if len(own) == len(expected):

@@ -1,7 +1,4 @@
-"""The oracle of the quantising compressors' loops, in NumPy.
-
-See :mod:`dgc.core.compressors.quantizers.numba_loops`. Everything is the same bit for bit, sums included.
-"""
+"""The oracle of the quantising compressors' loops, in NumPy."""
 
 from __future__ import annotations
 

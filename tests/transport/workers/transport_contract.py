@@ -23,15 +23,7 @@ _promises = []
 
 @dataclass(frozen=True)
 class Carrier:
-    """A kind of transport.
-
-    Attributes:
-        make: makes one on all ranks.
-        name: of the transport.
-        lengths: of arrays to add up, around every change of method.
-        in_rank_order: those whose sums are folded in the ranks' order.
-        users_sum: the user's own collective, which adds a number up over all ranks.
-    """
+    """A kind of transport."""
 
     make: Callable[[], Transport]
     name: str

@@ -211,7 +211,7 @@ def lost_in(model, first, *callbacks):
     return said.partition("residuals: ")[2].partition(" is lost")[0] or None
 
 
-@case("keras3", "legacy")
+@case
 def a_model_that_goes_on_without_the_compressor_s_state_says_so():
     folder = shared_folder()
     adam = m.make_model(width=16)
@@ -243,7 +243,7 @@ def a_model_that_goes_on_without_the_compressor_s_state_says_so():
     remove(folder)
 
 
-@case("keras3", "legacy")
+@case
 def weights_loaded_between_two_fits_say_what_is_lost():
     folder = shared_folder()
     model, root = compiled(), dgck.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -259,7 +259,7 @@ def weights_loaded_between_two_fits_say_what_is_lost():
     remove(folder)
 
 
-@case("keras3", "legacy")
+@case
 def a_dense_run_s_model_has_lost_nothing():
     model = m.make_model(width=16)
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")

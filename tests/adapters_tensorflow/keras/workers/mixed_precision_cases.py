@@ -21,7 +21,7 @@ def scale_of(optimizer):
     return float(tf.convert_to_tensor(value))
 
 
-@case("keras3", "legacy")
+@case
 def an_overflow_on_one_rank_skips_the_step_on_all():
     compression = dgc.Compression.dgc(**m.SPARSE)
     model = m.compile_model(compression, learning_rate=0.01)

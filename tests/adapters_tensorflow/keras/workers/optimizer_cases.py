@@ -158,7 +158,7 @@ def warm_up_and_schedule_callbacks_equal_dense():
     m.assert_close(found, dense, m.TOLERANCE["zero"])
 
 
-@case("keras3", "legacy")
+@case
 def a_saved_and_reloaded_run_continues_identically_on_each_rank():
     folder = shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), optimizer="nesterov", learning_rate=0.05)

@@ -52,19 +52,7 @@ def in_a_graph(model, optimizer, steps):
 
 
 def both(build, *, train=eagerly, how="sparse", model=m.make_model, options=None, steps=STEPS):
-    """Train two models, one with sparse updates and one without; they must be the same after every step.
-
-    Args:
-        build: a distributed optimizer from a compressor's options.
-        train: a generator of (model, optimizer, steps), which yields when the variables are to be compared.
-        how: what ``describe()["updates"]`` must say in the end where sparse updates are wanted.
-        model: makes a model.
-        options: of the compressor.
-        steps: how many.
-
-    Returns:
-        The values of each comparison.
-    """
+    """Train two models, one with sparse updates and one without; they must be the same after every step."""
     found = []
     for wanted in (True, False):
         made = model()

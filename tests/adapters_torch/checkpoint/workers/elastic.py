@@ -1,7 +1,4 @@
-"""Train under torchrun with a checkpoint every other step; the last rank may end itself by kill -9, once.
-
-Arguments: folder of the checkpoints, steps, the step after which the last rank dies (-1: none does).
-"""
+"""Train under torchrun with a checkpoint every other step; the last rank may end itself by kill -9, once."""
 
 from __future__ import annotations
 

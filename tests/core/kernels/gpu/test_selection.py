@@ -1,7 +1,4 @@
-"""The CUDA kernels' own text, compiled for a processor, against the NumPy reference: bit for bit.
-
-Blocks and threads run in shuffled orders, so that what a device may do in any order is tried in several.
-"""
+"""The CUDA kernels' own text, compiled for a processor, against the NumPy reference: bit for bit."""
 
 import numpy as np
 import pytest

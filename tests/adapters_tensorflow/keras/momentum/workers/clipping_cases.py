@@ -122,7 +122,7 @@ class Counting(keras.optimizers.SGD):
         super().update_step(gradient * tf.convert_to_tensor(own), variable, *rate)
 
 
-@case("keras3", "legacy")
+@case
 def variables_that_an_optimizer_makes_with_initial_values_are_left_alone():
     found = []
     for dense in (True, False):

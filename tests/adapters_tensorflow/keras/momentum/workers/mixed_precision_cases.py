@@ -13,7 +13,7 @@ keras = m.keras
 (keras.mixed_precision.set_global_policy if m.LEGACY else keras.mixed_precision.set_dtype_policy)("mixed_float16")
 
 
-@case("keras3", "legacy")
+@case
 def an_overflow_on_one_rank_skips_the_step_on_all():
     optimizer = mm.make(learning_rate=0.01, sparsity=[0.9], min_numel=64)
     model = m.make_model()

@@ -319,7 +319,7 @@ def minimize_is_a_whole_iteration():
     optimizer.close()
 
 
-@case("keras3", "legacy")
+@case
 def fit_compiles_saves_and_continues():
     def compiled(optimizer):
         keras.utils.set_random_seed(3)

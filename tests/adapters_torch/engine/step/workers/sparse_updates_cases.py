@@ -34,21 +34,7 @@ def many():
 
 
 def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=None, options=None, steps=None):
-    """Train two copies, one with sparse updates and one without; they must stay the same after every step.
-
-    Args:
-        train: called with (optimizer, model, step).
-        width: of the layers.
-        way: "a" or "b".
-        sparse: whether updates are sparse where they may be.
-        optimizer: makes one from a model.
-        hvd_options: of the wrapper.
-        options: of the compressor.
-        steps: how many; :func:`many` if None.
-
-    Returns:
-        The model, optimizer and compressor with sparse updates, still open.
-    """
+    """Train two copies, one with sparse updates and one without; they must stay the same after every step."""
     results, steps = [], steps or many()
     for wanted in (True, False):
         model = make_model(width=width)
@@ -67,12 +53,11 @@ def both(train, *, width=128, way="b", sparse=True, optimizer=sgd, hvd_options=N
         how = compression.describe()["updates"]
         assert (how == "sparse") is (wanted and sparse), how
         results.append((after, model, wrapped, compression))
-    (actual, *kept), (expected, _, _, other) = results
+    (actual, *kept), (expected, *_) = results
     for step, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(a, e), f"step {step}: {(a != e).sum()} of {a.numel()} differ"
     assert not torch.equal(actual[0], actual[-1]), "nothing was trained"
     assert_replicas_identical(kept[0], f"sparse {next(_numbers)}")
-    other.close()
     return kept
 
 
@@ -83,11 +68,10 @@ def plain(optimizer, model, step):
 
 
 def both_ways(**options):
-    both(plain, way="a", optimizer=lambda m: sgd(m, **options), steps=20)[-1].close()
-    model, _, compression = both(plain, optimizer=lambda m: sgd(m, **options))
+    both(plain, way="a", optimizer=lambda m: sgd(m, **options), steps=20)
+    model, _, _ = both(plain, optimizer=lambda m: sgd(m, **options))
     dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], dropped
-    compression.close()
 
 
 @case
@@ -133,7 +117,7 @@ def groups_with_their_own_rates():
             momentum=0.9,
         )
 
-    both(plain, optimizer=optimizer)[-1].close()
+    both(plain, optimizer=optimizer)
 
 
 @case
@@ -148,8 +132,8 @@ def schedules_of_rate_and_momentum():
         plain(optimizer, model, step)
         schedules[id(optimizer)].step()
 
-    both(train)[-1].close()
-    both(train, way="a")[-1].close()
+    both(train)
+    both(train, way="a")
 
 
 @case
@@ -160,11 +144,11 @@ def accumulation_and_sums_and_other_compressors():
             loss_of(model, 2 * step + part).backward()
         optimizer.step()
 
-    both(twice, hvd_options={"backward_passes_per_step": 2})[-1].close()
-    both(twice, way="a", hvd_options={"backward_passes_per_step": 2}, steps=20)[-1].close()
-    both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))[-1].close()
+    both(twice, hvd_options={"backward_passes_per_step": 2})
+    both(twice, way="a", hvd_options={"backward_passes_per_step": 2}, steps=20)
+    both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))
     for values in ("float32", "int8"):
-        both(plain, options={"values": values, "indices": "int32"}, steps=20)[-1].close()
+        both(plain, options={"values": values, "indices": "int32"}, steps=20)
 
 
 @case
@@ -177,7 +161,6 @@ def a_ramp_up_and_unused_parameters():
     options = {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0.0, 0.75, 0.99]}
     *_, compression = both(train, options=options, steps=40)
     assert math.isclose(compression.describe()["density"], 0.01)
-    compression.close()
 
 
 @case
@@ -198,7 +181,6 @@ def clipping_after_synchronize_gets_dense_gradients():
         *_, compression = both(train, way=way, sparse=False)
         assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
         assert compression.describe()["updates"] == "dense: synchronize() is called before step()"
-        compression.close()
 
 
 @case
@@ -215,7 +197,7 @@ def now_and_then_a_look_at_the_gradients():
             optimizer.step()
 
     for way in "ab":
-        both(train, way=way, steps=43)[-1].close()  # the last step comes after one without a look
+        both(train, way=way, steps=43)  # the last step comes after one without a look
 
 
 @case
@@ -246,9 +228,8 @@ def what_needs_the_dense_result_gets_it():
         (plain, lambda m: sgd(m, momentum=0.0, maximize=True), {"momentum": 0.9}),
         (plain, sgd, {"momentum": 0.0}),
     ):
-        model, _, compression = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
+        model, _, _ = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-        compression.close()
 
 
 @case
@@ -257,7 +238,7 @@ def parameters_that_are_strided_or_half():
         model.left.weight.data = model.left.weight.data.t().contiguous().t()
         return sgd(model)
 
-    both(plain, optimizer=optimizer, sparse=False, steps=8)[-1].close()
+    both(plain, optimizer=optimizer, sparse=False, steps=8)
 
 
 @case
@@ -276,13 +257,13 @@ def a_step_that_is_refused_is_that_of_the_dense_way():
         else:
             optimizer.step()
 
-    both(train, steps=12)[-1].close()
+    both(train, steps=12)
 
 
 @case
 def autograd_sees_the_update():
     model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), **SPARSE)
+    optimizer, _ = wrap("b", model, sgd(model), **SPARSE)
     for step in range(3):
         plain(optimizer, model, step)
     optimizer.zero_grad()
@@ -290,7 +271,6 @@ def autograd_sees_the_update():
     loss.backward(retain_graph=True)
     optimizer.step()
     raises(RuntimeError, "modified by an inplace operation", loss.backward)
-    compression.close()
 
 
 @case
@@ -315,7 +295,6 @@ def an_error_leaves_the_next_step_whole():
         plain(optimizer, model, step)
     assert_replicas_identical(model, "after an error")
     assert not torch.equal(flat(model), before)
-    compression.close()
 
 
 @case
@@ -326,7 +305,6 @@ def an_exchange_in_a_later_step_holds_no_gradient_of_this_one():
         plain(optimizer, model, step)
     given = [b._step.submissions for b in compression.engine.exchange._buckets]
     assert all(item is None for each in given for item in each._items), "the gradients' memory is kept"
-    compression.close()
 
 
 @case
@@ -371,7 +349,7 @@ def whoever_looks_at_gradients_between_exchange_and_update_gets_the_averaged_one
 
     for train in (own_step, own_synchronize, own_step_of_the_class):
         for way in "ab":
-            both(train, way=way, sparse=False, steps=6)[-1].close()
+            both(train, way=way, sparse=False, steps=6)
 
 
 @case
@@ -385,7 +363,7 @@ def hooks_after_the_step_see_its_gradients():
             )
         plain(optimizer, model, step)
 
-    both(train, sparse=False, steps=6)[-1].close()
+    both(train, sparse=False, steps=6)
     assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
 
 
@@ -424,7 +402,6 @@ def gradients_that_are_kept_are_there():
                 train, way=way, optimizer=lambda m: sgd(m, lr=0.001, momentum=0.0), sparse=False, steps=10
             )
             assert compression.describe()["updates"] == "dense: gradients are not set to None between steps"
-            compression.close()
 
 
 @case
@@ -442,7 +419,6 @@ def gradients_that_are_kept_all_of_a_sudden_are_told():
     told = [str(w.message) for w in caught if "gradients were not cleared" in str(w.message)]
     assert len(told) == 1, told
     assert compression.describe()["updates"].startswith("dense: gradients are not set to None")
-    compression.close()
 
 
 @case
@@ -458,7 +434,7 @@ def parameters_that_left_their_group_are_not_updated():
         plain(optimizer, model, step)
 
     for way in "ab":
-        both(train, way=way, optimizer=groups, sparse=False, steps=8)[-1].close()
+        both(train, way=way, optimizer=groups, sparse=False, steps=8)
 
 
 @case
@@ -467,7 +443,7 @@ def parameters_in_the_same_memory_get_both_updates():
         model.right.weight.data = model.left.weight.data
         return sgd(model, lr=0.01)
 
-    both(plain, optimizer=optimizer, options={"sparsity": 0.9}, sparse=False, steps=10)[-1].close()
+    both(plain, optimizer=optimizer, options={"sparsity": 0.9}, sparse=False, steps=10)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The exchange on a device against the exchange on a CPU: the device's own code and kernels, run by a processor.
-
-The stand-in for the device does nothing before somebody waits for it. So results that are read too early, or
-page-locked memory that is overwritten while a copy from it is under way, give wrong numbers here.
-"""
+"""The exchange on a device against the exchange on a CPU: the device's own code and kernels, run by a processor."""
 
 import itertools
 from types import SimpleNamespace
