@@ -31,9 +31,8 @@ from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.numpy_bridge import APPLY, cross
-from dgc.tensorflow.reduce.context import Context
 from dgc.tensorflow.reduce.reducer import Reducer
-from dgc.tensorflow.reduce.step import reduce
+from dgc.tensorflow.reduce.step import Context, reduce
 
 PATHS = ("graph", "eager")
 WARM_UP = 3
@@ -93,7 +92,6 @@ def main() -> None:
     group = engine.group(range(args.tensors))
     hyper = Hyper.uniform(args.tensors, compressor.config)
     arrays = [np.asarray(g) for g in gradients]
-    nothing: list[Any] = [None] * args.tensors
 
     def null(given: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
         return [group._pool.take(i) for i in range(len(given))], APPLY
@@ -104,7 +102,7 @@ def main() -> None:
 
     target, source = (np.ones(args.elements, np.float32) for _ in range(2))
     runs: dict[str, Callable[[], object]] = {
-        "core": lambda: group.run(arrays, nothing, hyper, None),
+        "core": lambda: group.run(arrays, [], hyper, None, follows=True, dense_for="the core alone"),
         "graph": lambda: graph(gradients),
         "eager": lambda: reduce(gradients, variables, context),
         "crossing alone, graph": lambda: graph_null(gradients),

@@ -9,16 +9,15 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
-from dgc.adapter.compressor import CompressorBase
-from dgc.core.config.checks import brief, no_compressor
+from dgc.core.config.checks import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
-from dgc.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.engine import Engine, loss_scale_of
+from dgc.tensorflow.engine.engine import Engine, foreign_variable
 from dgc.tensorflow.engine.horovod import HOROVOD, HorovodTransport, ProcessSet, is_alone
-from dgc.tensorflow.engine.horovod_shim import HorovodShim, Pending, refuse_horovods_keras3
-from dgc.tensorflow.engine.optimizers import Optimizer, clipping, family
+from dgc.tensorflow.engine.horovod_shim import HorovodCompressor
+from dgc.tensorflow.engine.optimizers import KERAS3, Optimizer, clipping, family
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 from dgc.tensorflow.summary import as_writer
 
@@ -30,28 +29,27 @@ _INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to
 _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
 
 
-class DGCCompressor(CompressorBase[Engine]):
+class DGCCompressor(HorovodCompressor):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
-    Horovod's own classes call :meth:`compress` and :meth:`decompress` while they build a graph. The wrappers of this
-    package call :func:`dgc.tensorflow.reduce.step.reduce` once a step instead. With one process nothing is adopted,
-    and the optimizer keeps its momentum.
+    The wrappers of this package call :func:`dgc.tensorflow.reduce.step.reduce` once a step. With one process nothing is
+    adopted, and the optimizer keeps its momentum.
     """
 
-    adoption: Adoption | None = None
-    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
     optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
     _lacks_residuals = False
     """Whether it was loaded with a model, which was saved where residuals were not empty."""
 
-    _horovod = HOROVOD
     _bound_to: Sequence[Any] = ()
-    _user: str | None = None
-    _shim: HorovodShim | None = None
 
     def _read_loss_scale(self, value: Any) -> LossScale:
-        return loss_scale_of(value)
+        if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # it has no scale before build()
+            return lambda: float(value.dynamic_scale if value.built else value.initial_scale)
+        for name in ("dynamic_scale", "loss_scale"):
+            if hasattr(value, name):
+                return lambda: float(getattr(value, name))
+        return as_loss_scale(value, "LossScaleOptimizer")
 
     def _writer_of(self, writer: Any) -> Any:
         return as_writer(writer)
@@ -97,7 +95,10 @@ class DGCCompressor(CompressorBase[Engine]):
         """
         ours = [raw_variable(v) for v in variables]
         if self.is_bound:
-            self._require_same_model(ours)
+            if self.engine is not None:
+                self.engine.indices(ours)
+            elif foreign := [v for v in ours if all(v is not own for own in self._bound_to)]:
+                raise foreign_variable(foreign[0])
             return
         HOROVOD.require_ready()
         _refuse_sessions()
@@ -115,21 +116,6 @@ class DGCCompressor(CompressorBase[Engine]):
         assert self.adoption is not None
         return Engine(variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals)
 
-    def stand_beside_local(self) -> None:
-        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
-
-        Raises:
-            ConfigError: a momentum is applied here, which would not act on them. On all ranks that are in the step.
-        """
-        if self.adoption is None:
-            return
-        try:
-            self.adoption.stand_beside_local()
-        except ConfigError as error:
-            if self.engine is not None:
-                self.engine.fail_in_step(error)
-            raise
-
     def _make_transport(self, choice: Any, members: Any) -> Transport:
         return HOROVOD.make_transport(choice, members, HorovodTransport)
 
@@ -137,69 +123,6 @@ class DGCCompressor(CompressorBase[Engine]):
         adoption, self.adoption = self.adoption, None
         if adoption is not None:
             adoption.undo()
-
-    def claim(self, user: str) -> None:
-        """Remember what uses this compressor: Horovod's own classes, a tape or a distributed optimizer.
-
-        Raises:
-            ConfigError: two of them do.
-        """
-        if self._user not in (None, user):
-            raise ConfigError(
-                f"this compressor is used by {self._user} and by {user} at the same time; gradients would be exchanged "
-                "twice: use one of them"
-            )
-        self._user = user
-
-    # -- Horovod's Compressor ------------------------------------------------------------------------------------
-
-    @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: tf.Tensor | None = None) -> tuple[tf.Tensor, Pending | None]:
-        """For Horovod's own classes; :mod:`dgc.tensorflow.engine.horovod_shim` has more."""
-        if tensor is None:  # Horovod was given the class
-            raise no_compressor(DGCCompressor)
-        engine = self._exchanging(
-            "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
-            "dgc.tensorflow, which bind them"
-        )
-        if engine is None:
-            return tensor, None  # one process
-        if self._shim is None:
-            self.claim("Horovod's own classes")
-            self._shim = HorovodShim(self)
-        return self._shim.compress(tensor)
-
-    @tf.autograph.experimental.do_not_convert
-    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
-        """The exchanged gradient in place of the reduced placeholder."""
-        if ctx is None:
-            return tensor
-        assert self._shim is not None
-        return self._shim.decompress(tensor, ctx)
-
-    def __hash__(self) -> int:
-        """By identity. Horovod hashes it to build an optimizer: the moment to refuse one that never calls us."""
-        refuse_horovods_keras3()
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:
-        """By identity."""
-        return self is other
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _require_same_model(self, ours: list[Any]) -> None:
-        known = {id(v) for v in self._bound_to}
-        foreign = [v for v in ours if id(v) not in known]
-        if not foreign:
-            return
-        error = LayoutError(
-            f"{foreign[0].name!r} is no variable of the model that this compressor was built for; residuals cannot be "
-            "shared: build one compressor for each model and optimizer, and a new one when variables are added"
-        )
-        if self.engine is not None:
-            self.engine.fail(error)
-        raise error
 
 
 def _refuse_sessions() -> None:

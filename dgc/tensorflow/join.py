@@ -45,7 +45,7 @@ def join(compression: DGCCompressor) -> int:
     engine = compression.engine
     if engine is None:
         return 0
-    foreign = compression._shim or engine.adoption.beside_local or SPARSE in (engine.kinds or ())
+    foreign = compression.serves_horovod or engine.adoption.beside_local or SPARSE in (engine.kinds or ())
     if (
         foreign
         or len(engine.groups) != 1
@@ -75,10 +75,10 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
     exchange.joins = Flags.JOINED
     try:
         while True:
-            values: list[np.ndarray | None] = [None] * len(zeros)
-            if engine.needs_parameters():
+            values, hyper = [], engine.adoption.hyper
+            if any(hyper.weight_decay):
                 values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
-            group.run(zeros, values, engine.adoption.hyper, None)
+            group.run(zeros, values, hyper, None, follows=True, dense_for="this rank has joined")
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break

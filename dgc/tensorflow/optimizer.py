@@ -10,9 +10,8 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
 from dgc.tensorflow.engine.optimizers import V1, Optimizer, family
 from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.context import Gradient
 from dgc.tensorflow.reduce.settings import HasSettings, make_settings
-from dgc.tensorflow.reduce.step import reduce
+from dgc.tensorflow.reduce.step import Gradient, reduce
 
 
 def DistributedOptimizer(

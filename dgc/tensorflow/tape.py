@@ -13,11 +13,10 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
-from dgc.tensorflow.reduce.context import Context, Gradient, GradientReducer, LocalVariables, ReduceOptions
 from dgc.tensorflow.reduce.dense import TapeReducer
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.settings import check_compression
-from dgc.tensorflow.reduce.step import reduce
+from dgc.tensorflow.reduce.step import Context, Gradient, GradientReducer, ReduceOptions, reduce
 
 _Pairs: TypeAlias = "list[tuple[Variable, Gradient]]"
 
@@ -49,14 +48,14 @@ def DistributedGradientTape(
     hvd = import_horovod()
     check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
     reducer: GradientReducer
+    options = ReduceOptions(op, process_set, scale_local=scale_local_gradients)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         refuse_adasum(op, HOROVOD)
         check_predivide(gradient_predivide_factor, compression.op_of(op))
         _check_optimizer(compression, process_set)
-        reducer = Reducer(
-            compression, ReduceOptions(op, process_set, sparse_as_dense), user="a DistributedGradientTape"
-        )
+        options = replace(options, sparse_as_dense=sparse_as_dense)
+        reducer = Reducer(compression, options, user="a DistributedGradientTape")
     else:
         reducer = TapeReducer(
             hvd.DistributedGradientTape(
@@ -70,12 +69,13 @@ def DistributedGradientTape(
                 num_groups=num_groups,
                 groups=groups,
                 process_set=process_set or hvd.global_process_set,
-            )
+            ),
+            options,
         )
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
-    distributed._dgc_context = Context(reducer, LocalVariables(scale_local_gradients))
+    distributed._dgc_context = Context(reducer)
     distributed._dgc_seen = set()
     return distributed
 
@@ -155,7 +155,7 @@ class _DistributedTape(tf.GradientTape):
 
     def register_local_source(self, source: Variable) -> None:
         """Leave this variable's gradient on its rank."""
-        self._dgc_context.local.add(source)
+        self._dgc_context.reducer.add_local(source)
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -166,14 +166,9 @@ class _DistributedTape(tf.GradientTape):
         use_generic_names: bool = False,
         **options: object,
     ) -> Any:
-        """Compute the gradients of ``target`` and reduce them over all ranks.
+        """Compute the gradients as ``tf.GradientTape.gradient`` does, and reduce them over all ranks.
 
-        Args:
-            target: the loss.
-            sources: variables, in any nesting.
-            output_gradients: as in ``tf.GradientTape.gradient``.
-            use_generic_names: for Horovod's own collectives; ours have such names always.
-            **options: as in ``tf.GradientTape.gradient``.
+        ``use_generic_names`` is for Horovod's own collectives; ours have such names always.
 
         Raises:
             DGCError: ranks or steps differ, or a rank failed.
@@ -181,7 +176,7 @@ class _DistributedTape(tf.GradientTape):
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)
         context = replace(self._dgc_context, generic_names=use_generic_names)
-        self._refuse_momentum_twice({id(raw_variable(v)) for v in context.local.without(variables)})
+        self._refuse_momentum_twice({id(raw_variable(variables[i])) for i in context.reducer.shared(variables)})
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
         results, _ = reduce(tf.nest.flatten(own, expand_composites=False), variables, context)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
@@ -189,7 +184,7 @@ class _DistributedTape(tf.GradientTape):
     def get_local_and_global_gradients(self, target: object, sources: Any, **options: Any) -> tuple[_Pairs, _Pairs]:
         """(variable, gradient) of local variables, and of those that were exchanged; arguments as :meth:`gradient`."""
         gradients = self.gradient(target, sources, **options)
-        shared = set(self._dgc_context.local.shared(sources))
+        shared = set(self._dgc_context.reducer.shared(sources))
         pairs = list(enumerate(zip(sources, gradients, strict=True)))
         return [p for i, p in pairs if i not in shared], [p for i, p in pairs if i in shared]
 

@@ -56,7 +56,6 @@ ELSEWHERE = {
     # One behaviour in two Kerases: each test runs in both.
     "tensorflow/keras/accumulation.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/layouts.py": "adapters_tensorflow/test_restored.py",
-    "tensorflow/reduce/context.py": "adapters_tensorflow/test_wrappers.py",
     "tensorflow/reduce/sums.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/callbacks/horovod.py": "adapters_tensorflow/keras/test_optimizer.py",
     "tensorflow/keras/keras3.py": "adapters_tensorflow/keras/test_optimizer.py",

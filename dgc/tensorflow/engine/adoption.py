@@ -25,7 +25,6 @@ from dgc.tensorflow.engine.optimizers import (
     Optimizer,
     clear_momentum,
     clipping,
-    divides_zero_by_zero,
     family,
     first_moment,
     get_momentum,
@@ -236,18 +235,17 @@ class Adoption:
         Raises:
             ConfigError: some are local.
         """
-        if not self.beside_local:
-            return
-        if self.applies_momentum:
-            raise ConfigError(self._refusal_of_local)
-        self.refuse_decay_beside("local variables")
+        if self.beside_local:
+            self.refuse_beside("local variables", self._refusal_of_local)
 
-    def refuse_decay_beside(self, others: str) -> None:
-        """Refuse a weight decay of the compressor, which would not act on ``others``.
+    def refuse_beside(self, others: str, refusal: str) -> None:
+        """Refuse a momentum (by ``refusal``) or decay of the compressor, which would not act on ``others``.
 
         Raises:
-            ConfigError: it has.
+            ConfigError: it has one.
         """
+        if self.applies_momentum:
+            raise ConfigError(refusal)
         if self._config.weight_decay:
             raise ConfigError(
                 f"weight_decay={self._config.weight_decay} of the compressor would not act on {others}: leave it out "
@@ -277,7 +275,9 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
     Raises:
         ConfigError: it makes NaN of them.
     """
-    if optimizer is not None and divides_zero_by_zero(optimizer):
+    # It divides by the product of two means of squares, each epsilon_1 where a row and a column of a gradient hold
+    # zeros alone; the product must not be 0 in float32.
+    if optimizer is not None and is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16:
         raise ConfigError(
             f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries are "
             f"sent, as by {algorithm!r}: give it epsilon_1=1e-12, or take one of those that docs/tuning.md calls sound"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import tensorflow as tf
 
 from dgc.adapter.engine import EngineBase
-from dgc.core.config.checks import as_loss_scale
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.state.layout import Layout
@@ -22,7 +22,6 @@ from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.group import NO_STEP, Group
 from dgc.tensorflow.engine.horovod import CommonNames
 from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
-from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names
 from dgc.transport.agreement import require_agreement, tell_error
 
@@ -35,10 +34,7 @@ class Engine(EngineBase):
 
     Attributes:
         variables: those that the compressor was built for, in registration order.
-        names: their names.
         sparse_names: of the collectives that send sparse gradients.
-        transport: moves the bytes.
-        adoption: momentum, and the optimizer that it was taken from.
         groups: of variables that are exchanged together.
         kinds: of each variable's gradient: DENSE, SPARSE or NONE; None before the first step.
     """
@@ -65,7 +61,7 @@ class Engine(EngineBase):
             variables: the model's trainable variables.
             config: the options.
             transport: moves the bytes.
-            adoption: momentum that was taken from the optimizer.
+            adoption: momentum, and the optimizer that it was taken from.
             loss_scale: a number, or a function that is called once per step.
             lacks_residuals: the model was loaded, and saved where residuals were not empty.
 
@@ -97,21 +93,32 @@ class Engine(EngineBase):
 
     # -- which gradients there are -------------------------------------------------------------------------------
 
-    def index_of(self, variable: Variable) -> int | None:
-        """The variable's index, or None if the compressor was not built for it."""
-        return self._index.get(id(raw_variable(variable)))
-
-    def fix_kinds(self, kinds: Sequence[str]) -> None:
-        """Fix, together with the other ranks, which variables have gradients; afterwards only compare.
-
-        Args:
-            kinds: for each variable of the model, what its gradient is: DENSE, SPARSE or NONE.
+    def indices(self, variables: Sequence[Variable]) -> list[int]:
+        """Indices of variables.
 
         Raises:
-            LayoutError: the ranks differ, or a variable's gradient is of another kind than in the first step.
-            ConfigError: there are sparse gradients, to which the compressor's momentum or decay would not be applied.
+            LayoutError: the compressor was not built for one of them.
         """
-        kinds = tuple(kinds)
+        foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
+        if foreign is not None:
+            self.fail(foreign_variable(foreign))
+        return [self._index[id(raw_variable(v))] for v in variables]
+
+    def begin(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> list[int]:
+        """Begin a step or its graph: follow the momentum, and fix with all ranks which variables have gradients.
+
+        After the first step kinds of gradients are only compared with it. Returns the variables' indices.
+
+        Raises:
+            LayoutError: a foreign variable; or ranks or steps differ in which variables have gradients, and which kind.
+            ConfigError: momentum cannot be taken over, or the compressor's momentum or decay would not be applied to a
+                sparse gradient.
+        """
+        indices = self.indices(variables)
+        kinds = [NONE] * len(self.variables)
+        for index, gradient in zip(indices, gradients, strict=True):
+            kinds[index] = kind_of(gradient)
+        self.take_momentum()
         if self.kinds is None:
             require_agreement(
                 self.transport,
@@ -121,19 +128,17 @@ class Engine(EngineBase):
                 "Every rank must compute the same loss from the same variables.",
             )
             self._refuse_sparse_momentum(kinds)
-            self.kinds = kinds
+            self.kinds = tuple(kinds)
             # Now: a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
-            return
         for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
-            if before == now:
-                continue
-            self.fail(
-                LayoutError(
+            if before != now:
+                error = (
                     f"the gradient of {name!r} was {before!r} in the first step and is {now!r} now; the set of "
                     "gradients must stay: freeze or unfreeze variables before the first step, or build a new compressor"
                 )
-            )
+                self.fail(LayoutError(error))
+        return indices
 
     def take_momentum(self) -> None:
         """Follow the momentum that the user has given the optimizer since the last step, and after a reset its slots.
@@ -185,14 +190,7 @@ class Engine(EngineBase):
         parameters: Sequence[np.ndarray],
         dense_for: str | None,
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step of a group of variables: see :meth:`dgc.tensorflow.engine.group.Group.run`.
-
-        Args:
-            indices: of the group's variables.
-            gradients: in the same order.
-            learning_rate: of this step, where it is known.
-            parameters: the variables' values for weight decay, or nothing.
-            dense_for: the reason for dense results; None for entries.
+        """Exchange one step of the group of these variables: see :meth:`dgc.tensorflow.engine.group.Group.run`.
 
         Raises:
             DGCError: this or another rank failed.
@@ -201,18 +199,14 @@ class Engine(EngineBase):
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.velocity_has_learning_rate
-        nothing: list[np.ndarray | None] = [None] * len(gradients)
-        hyper = self.adoption.hyper
-        return self.group(indices).run(gradients, parameters or nothing, hyper, learning_rate, follows, dense_for)
+        return self.group(indices).run(
+            gradients, parameters, self.adoption.hyper, learning_rate, follows=follows, dense_for=dense_for
+        )
 
     @property
     def how_updated(self) -> str:  # noqa: D102
         reason = self.groups[-1].dense_for if self.groups else NO_STEP
         return "sparse" if reason is None else f"dense: {reason}"
-
-    def needs_parameters(self) -> bool:
-        """Whether a step must bring the variables' values along, for weight decay."""
-        return any(self.adoption.hyper.weight_decay)
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
@@ -232,7 +226,7 @@ class Engine(EngineBase):
             DGCError: always.
         """
         if self.kinds is None:
-            tell_error(self.transport, error)  # they are in :meth:`fix_kinds`
+            tell_error(self.transport, error)  # they are in :meth:`begin`
             raise error
         self.fail(error)
 
@@ -364,24 +358,24 @@ class Engine(EngineBase):
         if SPARSE not in kinds:
             return
         name = self.names[kinds.index(SPARSE)]
-        if self.adoption.applies_momentum:
-            raise ConfigError(
-                f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the "
-                "compressor applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave "
-                "momentum in the optimizer"
-            )
-        self.adoption.refuse_decay_beside(f"the sparse gradients (tf.IndexedSlices) of {name!r}")
+        self.adoption.refuse_beside(
+            f"the sparse gradients (tf.IndexedSlices) of {name!r}",
+            f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the compressor "
+            "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in the "
+            "optimizer",
+        )
 
 
-def loss_scale_of(value: Any) -> LossScale:
-    """A number, a function, or a Keras LossScaleOptimizer, as the core takes it.
+def kind_of(gradient: Any) -> str:
+    """DENSE, SPARSE or NONE."""
+    if gradient is None:
+        return NONE
+    return SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
 
-    Raises:
-        ConfigError: something else.
-    """
-    if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # it has no scale before build()
-        return lambda: float(value.dynamic_scale if value.built else value.initial_scale)
-    for name in ("dynamic_scale", "loss_scale"):
-        if hasattr(value, name):
-            return lambda: float(getattr(value, name))
-    return as_loss_scale(value, "LossScaleOptimizer")
+
+def foreign_variable(variable: Variable) -> LayoutError:
+    """The error for a variable that a compressor was not built for."""
+    return LayoutError(
+        f"{getattr(variable, 'name', '?')!r} is no variable of the model that this compressor was built for; residuals "
+        "cannot be shared: build one compressor for each model and optimizer, and a new one when variables are added"
+    )

@@ -46,13 +46,7 @@ class Group:
     ) -> None:
         """Allocate the state. All ranks must have agreed on the variables before.
 
-        Args:
-            indices: places of the group's variables.
-            layout: of these variables.
-            variables: these variables.
-            config: the options.
-            transport: shared with the other groups, which run one after the other.
-            loss_scale: a number, or a function that is called once per step.
+        The other groups, which run one after the other, use the same transport.
 
         Raises:
             LayoutError: a message would be too large.
@@ -75,17 +69,18 @@ class Group:
     def run(
         self,
         gradients: Sequence[np.ndarray],
-        parameters: Sequence[np.ndarray | None],
+        parameters: Sequence[np.ndarray],
         hyper: Hyper,
         learning_rate: float | None,
-        follows: bool = True,
-        dense_for: str | None = "dense results are asked for",
+        *,
+        follows: bool,
+        dense_for: str | None,
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step.
 
         Args:
             gradients: in the order of ``indices``, of the variables' shapes.
-            parameters: values of the variables, or None where no weight decay needs them.
+            parameters: values of the variables, or nothing where no weight decay needs them.
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
@@ -121,7 +116,7 @@ class Group:
             self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
             gradients = [np.zeros_like(gradient) for gradient in gradients]
         results = []
-        for place, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+        for place, gradient in enumerate(gradients):
             wanted = self.exchange.layout.parameters[place].shape
             if tuple(gradient.shape) != wanted:
                 self.exchange.fail(
@@ -132,13 +127,8 @@ class Group:
                     place,
                 )
             result = self._pool.take(place)
-            self.exchange.submit(
-                place,
-                as_array(gradient),
-                result.reshape(-1),
-                None if parameter is None else as_array(parameter),
-                self._limits[place],
-            )
+            parameter = as_array(parameters[place]) if parameters else None
+            self.exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, self._limits[place])
             results.append(result)
         refused = self.exchange.finish()
         if returns and not refused:

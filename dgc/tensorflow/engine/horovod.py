@@ -65,10 +65,7 @@ class HorovodTransport(HorovodTransportBase):
     """
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
-        """Agree on names. Collective over the ranks of ``process_set``.
-
-        Args:
-            process_set: a ``hvd.ProcessSet``, or None for all ranks.
+        """Agree on names. Collective over the ranks of ``process_set``; None for all.
 
         Raises:
             ConfigError: Horovod is not ready, or this process is not in ``process_set``.
@@ -108,11 +105,7 @@ class CommonNames:
         self._known: dict[int, tuple[str, Any]] = {}
 
     def of(self, variable: tf.Variable, process_set: ProcessSet) -> str:
-        """The name for a variable; the first call is collective over ``process_set``.
-
-        Args:
-            variable: a ``tf.Variable``; it is held.
-            process_set: the ranks that exchange, always the same.
+        """The name for a variable, which is held; the first call is collective over ``process_set``.
 
         Raises:
             TransportError: Horovod's collective failed.

@@ -16,15 +16,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import check_placeholder
-from dgc.core.config.config import DGCConfig
-from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.core.config.checks import no_compressor
+from dgc.errors import ConfigError
+from dgc.tensorflow.engine.adoption import Adoption
+from dgc.tensorflow.engine.engine import Engine
+from dgc.tensorflow.engine.horovod import HOROVOD
 from dgc.tensorflow.engine.numpy_bridge import Step, cross, still_there
 from dgc.tensorflow.engine.optimizers import KERAS3, family
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
@@ -36,22 +39,6 @@ the same shapes."""
 
 _LOCAL = ("_local_sources", "_local_vars")
 """Attributes with the local variables, of Horovod's tapes, optimizers and helpers that add up passes."""
-
-
-class Compressor(Protocol):
-    """The shim's view of a compressor."""
-
-    config: DGCConfig
-
-    @property
-    def engine(self) -> Engine | None:
-        """The bound engine."""
-
-    def require_same_set(self, theirs: ProcessSet | None) -> None:
-        """Refuse another process set than the engine's."""
-
-    def stand_beside_local(self) -> None:
-        """Refuse a momentum of the compressor, since other variables' gradients stay on their rank."""
 
 
 @dataclass
@@ -76,89 +63,124 @@ class _Call:
     has_local: bool
 
 
-class HorovodShim:
-    """Turns the calls of Horovod's tracing into crossings of one compressor's engine."""
+class HorovodCompressor(CompressorBase[Engine]):
+    """A compressor as Horovod's own classes use it: ``compress`` and ``decompress`` while they build a graph."""
 
-    def __init__(self, compressor: Compressor) -> None:
-        """Serve ``compressor``."""
-        self._compressor = compressor
-        self._waiting: list[Pending] = []
-        with tf.init_scope():
-            self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="dgc_turn")
+    adoption: Adoption | None = None
+    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
 
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Pending]:
+    _horovod = HOROVOD
+    _user: str | None = None
+    _waiting: Sequence[Pending] = ()
+    _turn: tf.Variable | None = None
+
+    def claim(self, user: str) -> None:
+        """Remember what uses this compressor: Horovod's own classes, a tape or a distributed optimizer.
+
+        Raises:
+            ConfigError: two of them do.
+        """
+        if self._user not in (None, user):
+            raise ConfigError(
+                f"this compressor is used by {self._user} and by {user} at the same time; gradients would be exchanged "
+                "twice: use one of them"
+            )
+        self._user = user
+
+    def stand_beside_local(self) -> None:
+        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
+
+        Raises:
+            ConfigError: a momentum is applied here, which would not act on them. On all ranks that are in the step.
+        """
+        if self.adoption is None:
+            return
+        try:
+            self.adoption.stand_beside_local()
+        except ConfigError as error:
+            if self.engine is not None:
+                self.engine.fail_in_step(error)
+            raise
+
+    @property
+    def serves_horovod(self) -> bool:
+        """Whether Horovod's own classes have called :meth:`compress`."""
+        return self._turn is not None
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: tf.Tensor | None = None) -> tuple[tf.Tensor, Pending | None]:
         """Remember a gradient; Horovod reduces a placeholder of one element.
 
         Raises:
             ConfigError: another process set than the compressor's, or the caller is no Horovod class for TensorFlow.
             LayoutError: a gradient of a variable that the compressor was not built for.
         """
-        engine, call = self._engine(), _horovods_call()
+        if tensor is None:  # Horovod was given the class
+            raise no_compressor(HorovodCompressor)
+        engine = self._exchanging(
+            "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
+            "dgc.tensorflow, which bind them"
+        )
+        if engine is None:
+            return tensor, None  # one process
+        if self._turn is None:
+            self.claim("Horovod's own classes")
+            with tf.init_scope():
+                self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="dgc_turn")
+        call = _horovods_call()
         if call.process_set is not None:
-            self._compressor.require_same_set(call.process_set)
+            self.require_same_set(call.process_set)
         place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
         if place is None:
             raise ConfigError(
                 "Horovod passed a gradient of which the compressor cannot tell the variable (sparse_as_dense, "
                 "op=Adasum or backward_passes_per_step may have copied it); use the wrappers of dgc.tensorflow"
             )
-        self._agree(engine, call)
-        variable = call.variables[place]
-        index = engine.index_of(variable)
-        assert index is not None, "_agree() has refused foreign variables"
+        engine.adoption.follow(call.optimizer)
+        if call.has_local:
+            self.stand_beside_local()
+        index, variable = engine.begin(call.variables, call.gradients)[place], call.variables[place]
         self._rate = engine.adoption.learning_rate(call.optimizer)
-        if self._waiting and self._waiting[0].gradient.graph is not tensor.graph:
-            self._waiting = []  # of an earlier trace, which was given up half-way
-        self._waiting.append(Pending(index, tensor, raw_variable(variable)))
-        return tf.ones([1], tf.float32), self._waiting[-1]
+        earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
+        pending = Pending(index, tensor, raw_variable(variable))
+        self._waiting = [*(() if earlier else self._waiting), pending]  # an earlier trace was given up half-way
+        return tf.ones([1], tf.float32), pending
 
-    def decompress(self, placeholder: tf.Tensor, ctx: Pending) -> tf.Tensor:
-        """Return the exchanged gradient; the first call of a group builds the crossing for all of it.
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
+        """Return the exchanged gradient for the reduced placeholder; the first call crosses for all of its group.
 
         Raises:
             DGCError: see :meth:`dgc.tensorflow.engine.engine.Engine.group`.
         """
+        if ctx is None:
+            return tensor
         if not ctx.group:
             members = sorted(self._waiting, key=lambda p: p.index)
-            self._waiting = []
+            self._waiting = ()
             for member in members:
                 member.group = members
-            self._cross(members, placeholder)
+            self._cross(members, tensor)
         assert ctx.result is not None
         return ctx.result
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    def __hash__(self) -> int:
+        """By identity. Horovod hashes it to build an optimizer: the moment to refuse one that never calls us."""
+        _refuse_horovods_keras3()
+        return object.__hash__(self)
 
-    def _engine(self) -> Engine:
-        engine = self._compressor.engine
-        assert engine is not None, "the compressor has refused to be called unbound"
-        return engine
-
-    def _agree(self, engine: Engine, call: _Call) -> None:
-        """Fix the kinds of all gradients, and follow the optimizer's momentum. Collective in the first step."""
-        kinds = [NONE] * len(engine.variables)
-        for variable, gradient in zip(call.variables, call.gradients, strict=True):
-            index = engine.index_of(variable)
-            if index is None:
-                name = getattr(variable, "name", "?")
-                raise LayoutError(
-                    f"Horovod passed a gradient of {name!r}, which the compressor was not built for: another model, or "
-                    "a variable that was added later; residuals cannot be shared: build one compressor for each model"
-                )
-            if gradient is not None:
-                kinds[index] = SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
-        engine.adoption.follow(call.optimizer)
-        if call.has_local:
-            self._compressor.stand_beside_local()
-        engine.take_momentum()
-        engine.fix_kinds(kinds)
+    def __eq__(self, other: object) -> bool:
+        """By identity."""
+        return self is other
 
     def _cross(self, members: Sequence[Pending], placeholder: tf.Tensor) -> None:
-        engine = self._engine()
+        engine = self.engine
+        assert engine is not None, "compress() has refused to be called unbound"
+        assert self._turn is not None
         indices = engine.group([m.index for m in members]).indices
         probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
-        values = [m.variable for m in members] if engine.needs_parameters() else []
-        step = _step_of(self._compressor, indices)
+        values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
+        step = _step_of(self, indices)
         given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
         # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
         # variables in different orders. Horovod's placeholders wait in line as well.
@@ -168,7 +190,7 @@ class HorovodShim:
             member.result = result
 
 
-def _step_of(compressor: Compressor, indices: Sequence[int]) -> Step:
+def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
     """The function that the graph calls in each step; it must not hold the compressor: TensorFlow never drops it."""
     reference, count = weakref.ref(compressor), len(indices)
 
@@ -200,7 +222,7 @@ def _step_of(compressor: Compressor, indices: Sequence[int]) -> Step:
 # -- Python frames -------------------------------------------------------------------------------------------------
 
 
-def refuse_horovods_keras3() -> None:
+def _refuse_horovods_keras3() -> None:
     """Refuse Horovod's optimizer for Keras 3, which never exchanges anything, and says nothing about it.
 
     Horovod hashes the compressor when it builds an optimizer; there is no later call.

@@ -54,10 +54,8 @@ def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
 
 def warn_of_copies(variables: Sequence[Variable]) -> None:
     """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
-    places = {str(getattr(raw_variable(v), "device", "") or "") for v in variables}
-    devices = sorted(
-        {place.rpartition("device:")[2] for place in places if "device:" in place and ":CPU:" not in place}
-    )
+    specs = [tf.DeviceSpec.from_string(raw_variable(v).device or "") for v in variables]
+    devices = sorted({f"{s.device_type}:{s.device_index}" for s in specs if s.device_type not in (None, "CPU")})
     if devices:
         _warn_of(", ".join(devices))
 

@@ -112,14 +112,6 @@ def is_keras(optimizer: Optimizer, name: str) -> bool:
     )
 
 
-def divides_zero_by_zero(optimizer: Optimizer) -> bool:
-    """Whether this is a Keras Adafactor, which is NaN where a row and a column of a gradient hold zeros alone.
-
-    It divides by the product of both means of squares, each ``epsilon_1`` there; this product must not be 0 in float32.
-    """
-    return is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16
-
-
 def own_update(optimizer: Optimizer) -> str | None:
     """Name the user's code that may change gradients before they update variables; None: there is none.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from dgc.core.state.state import old_ranks_of
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce.settings import distributed_in
-from dgc.transport.agreement import agree_or_raise
+from dgc.transport.agreement import agree_or_raise, require_agreement, tell_error
 
 ITERATIONS = "optimizer_iterations"
 
@@ -104,29 +103,22 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         engine.require_open("CompressionCheckpoint.save()")
         # Here alone: where one rank's step has failed, the others may be in the next.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
-        asked = False
+        asked, iterations = False, self._iterations()
 
-        def ask(here: Callable[[], dict[str, Any]]) -> None:
+        def ask() -> None:
             nonlocal asked
             asked = True
-            agree_or_raise(
-                engine.transport, here, "results of the attempt to save the compressor's state", TransportError
-            )
+            what = "results of the attempt to save the compressor's state"
+            require_agreement(engine.transport, {"iterations": iterations}, what, TransportError)
 
         try:
             with engine.transport.busy():
-                state = {**engine.state_dict(), ITERATIONS: self._iterations()}
+                state = {**engine.state_dict(), ITERATIONS: iterations}
                 require_sound(state)
-                path = self._path(self._filled, engine.transport.rank)
-                save_state(path, state, lambda: ask(lambda: {"iterations": state[ITERATIONS]}))
+                save_state(self._path(self._filled, engine.transport.rank), state, ask)
         except Exception as error:
             if not asked:
-                failed = error
-
-                def tell() -> dict[str, Any]:
-                    raise failed
-
-                ask(tell)
+                tell_error(engine.transport, error)
             raise
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -14,17 +14,15 @@ import tensorflow as tf
 from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.adoption import momentum_config
 from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
 from dgc.tensorflow.engine.optimizers import Optimizer
 from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
-from dgc.tensorflow.reduce.context import Gradient
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
 from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd, update
-from dgc.tensorflow.reduce.step import reduce, scaled
+from dgc.tensorflow.reduce.step import Gradient, reduce, scaled
 
 PACKAGE = "dgc"
 
@@ -146,9 +144,9 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
             super().load_own_variables(store)
 
-    def _config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        inner["config"] = momentum_config(inner["config"], self._dgc_settings.adoption)
         return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}
 
     @classmethod
@@ -158,20 +156,15 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, Settings.from_config(config.pop("settings")), **config)
 
-    def _variables_to_update(self, trainable_variables: Sequence[Variable] | None) -> list[Any]:
-        """Those given, or all; the first step makes the optimizer's own."""
+    def _begin(self, trainable_variables: Sequence[Variable] | None) -> list[Any]:
+        """Begin a step: the variables to update. The first step makes the optimizer's own."""
+        self._prepare()
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(variables)
             self.built = True
         return variables
-
-    def _reduce(
-        self, grads: Sequence[Gradient], variables: list[Variable], dense_for: str | None, loss_scale: Any
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        self._prepare()
-        return reduce(grads, variables, self._dgc_settings.context(self.inner_optimizer, dense_for, loss_scale))
 
     def _build_inner(self) -> Any:
         """Around whatever builds the user's optimizer."""
@@ -231,10 +224,10 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        variables = self._variables_to_update(trainable_variables)
-        inner = self.inner_optimizer
+        variables, inner = self._begin(trainable_variables), self.inner_optimizer
         scale = inner.loss_scale_factor
-        reduced, verdict = self._reduce(grads, variables, obstacle_of_sgd(inner, variables), scale)
+        context = self._dgc_settings.context(inner, obstacle_of_sgd(inner, variables), scale)
+        reduced, verdict = reduce(grads, variables, context)
         if scale is not None:
             reduced = scaled(reduced, scale)
         if self._dgc_settings.reducer.options.passes == 1:
@@ -280,10 +273,6 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """As in the user's optimizer (moving averages)."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
-    def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""
-        return self._config()
-
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
@@ -322,9 +311,9 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        variables = self._variables_to_update(trainable_variables)
-        scale = tf.convert_to_tensor(self.dynamic_scale)
-        reduced, verdict = self._reduce(grads, variables, "the loss is scaled", scale)
+        variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
+        context = self._dgc_settings.context(self.inner_optimizer, "the loss is scaled", scale)
+        reduced, verdict = reduce(grads, variables, context)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)
@@ -342,9 +331,6 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         tf.switch_case(verdict, branches)
 
     def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs; the adopted momentum is back where the user had it."""
-        return {
-            **self._config(),
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
+        """All that :meth:`from_config` needs."""
+        scale = {"initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps}
+        return {**super().get_config(), **scale}

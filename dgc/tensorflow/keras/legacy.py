@@ -19,11 +19,10 @@ from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
 from dgc.tensorflow.engine.optimizers import LEGACY_V2, Optimizer, family
 from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.context import RETURNED, Gradient
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
 from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd
 from dgc.tensorflow.reduce.sparse_updates import update as update_variables
-from dgc.tensorflow.reduce.step import reduce
+from dgc.tensorflow.reduce.step import RETURNED, Gradient, reduce
 
 
 def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:

@@ -67,15 +67,9 @@ def load_model(
 ) -> Any:
     """Load a saved model, and make its optimizer distributed if it is none yet.
 
-    Arguments are those of ``horovod.tensorflow.keras.load_model``.
-
-    Args:
-        filepath: what the model was saved as.
-        custom_optimizers: further classes of optimizers.
-        custom_objects: further names that the model needs.
-        compression: for the optimizer of a dense run, whose momentum becomes the compressor's. A model that was saved
-            with one of our wrappers has its own.
-        legacy_opts: without effect: optimizers of both kinds are known.
+    Arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect, as optimizers of both
+    kinds are known. ``compression`` is for the optimizer of a dense run, whose momentum becomes the compressor's; a
+    model that was saved with one of our wrappers has its own.
 
     Raises:
         ConfigError: a compressor for a model that has one already, and all that it was given.

@@ -14,32 +14,20 @@ import tensorflow as tf
 from dgc.tensorflow.engine.horovod import HOROVOD, CommonNames, gather_slices, import_horovod, is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, cross, verdict_of
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
-from dgc.tensorflow.reduce.context import (
-    DEFAULTS,
-    Context,
-    Gradient,
-    GradientReducer,
-    ReduceOptions,
-    require_dense_passes,
-)
-from dgc.tensorflow.reduce.sums import Sums, adding_step
+from dgc.tensorflow.reduce.step import DEFAULTS, Context, Gradient, GradientReducer, ReduceOptions
+from dgc.tensorflow.reduce.sums import adding_step
 
 
 class DenseReducer(GradientReducer):
     """Averages (or sums) gradients with Horovod's allreduce, for optimizers."""
 
     def __init__(self, compression: Any = None, options: ReduceOptions = DEFAULTS) -> None:
-        """Remember how to reduce.
-
-        Args:
-            compression: Horovod's ``Compression.none`` or ``Compression.fp16``; None for the first.
-            options: how.
+        """Remember how to reduce; ``compression`` is one of Horovod's, None for ``Compression.none``.
 
         Raises:
-            ConfigError: ``passes`` is no whole number >= 1, or ``op`` is an unknown text.
+            ConfigError: ``op`` is an unknown text.
         """
-        self.options = options
-        self._sums = Sums(options.passes, options.average_passes)
+        super().__init__(options)
         self._compression, self._op = compression, HOROVOD.reduce_op(options.op)
         self._names = CommonNames("dense")
 
@@ -51,7 +39,7 @@ class DenseReducer(GradientReducer):
             names = [self._names.of(raw_variable(v), self.members) for v in variables]
         if self.options.passes == 1:
             return self._reduced(gradients, names)
-        require_dense_passes(gradients, self.options)
+        self._require_dense_passes(gradients)
         places = [i for i, g in enumerate(gradients) if g is not None]
         added, verdict = cross(adding_step(self._sums), [tf.convert_to_tensor(gradients[i]) for i in places], None)
         # All ranks are in the same pass, so all of them meet in the allreduce or none.
@@ -96,9 +84,9 @@ class DenseReducer(GradientReducer):
 class TapeReducer(GradientReducer):
     """The reduction of Horovod's own tape, with all its options (groups, Adasum, devices)."""
 
-    def __init__(self, tape: Any) -> None:
+    def __init__(self, tape: Any, options: ReduceOptions) -> None:
         """Reduce as ``tape`` does (of ``hvd.DistributedGradientTape``)."""
-        self.options = ReduceOptions(process_set=tape.process_set)
+        super().__init__(options)
         self._reduce = tape._allreduce_grads
 
     def reduce(  # noqa: D102

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.engine import DENSE, NONE, SPARSE, Engine
+from dgc.tensorflow.engine.engine import DENSE, SPARSE, Engine, kind_of
 from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod import gather_slices
 from dgc.tensorflow.engine.numpy_bridge import (
@@ -24,15 +24,8 @@ from dgc.tensorflow.engine.numpy_bridge import (
     verdict_of,
 )
 from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.context import (
-    DEFAULTS,
-    Context,
-    Gradient,
-    GradientReducer,
-    ReduceOptions,
-    require_dense_passes,
-)
 from dgc.tensorflow.reduce.sparse_updates import can_scatter
+from dgc.tensorflow.reduce.step import DEFAULTS, Context, Gradient, GradientReducer, ReduceOptions
 from dgc.tensorflow.reduce.sums import Sums
 
 
@@ -46,16 +39,13 @@ class Reducer(GradientReducer):
     ) -> None:
         """Check what fits together. Local: no communication.
 
-        Args:
-            compression: a compressor that no stock Horovod class uses.
-            options: how to reduce.
-            user: whose gradients these are, for the error when two share a compressor.
+        ``user`` names whose gradients these are, for the error when two share a compressor.
 
         Raises:
             ConfigError: another op or process set than the compressor's, or it is in use elsewhere.
         """
-        self.compression, self.options = compression, options
-        self._sums = Sums(options.passes, options.average_passes)
+        super().__init__(options)
+        self.compression = compression
         compression.claim(user)
         if options.op is not None:
             compression.use_op(options.op)
@@ -70,19 +60,12 @@ class Reducer(GradientReducer):
         if engine is None:
             if self.options.passes == 1:
                 return gradients, verdict_of(gradients)
-            require_dense_passes(gradients, self.options)
+            self._require_dense_passes(gradients)
             return self._cross(None, gradients, variables, list(range(len(variables))), context)
-        found = [engine.index_of(v) for v in variables]
-        indices = [index for index in found if index is not None]
-        assert len(indices) == len(found), "bind() has refused foreign variables"
-        kinds = [NONE] * len(engine.variables)
-        for index, gradient in zip(indices, gradients, strict=True):
-            kinds[index] = _kind(gradient)
-        engine.take_momentum()
-        engine.fix_kinds(kinds)
-        require_dense_passes(gradients, self.options)
+        indices = engine.begin(variables, gradients)
+        self._require_dense_passes(gradients)
         reduced, verdict = self._cross(engine, gradients, variables, indices, context)
-        if SPARSE in kinds:
+        if SPARSE in map(kind_of, gradients):
             reduced, verdict = self._gather_sparse(engine, reduced, indices, verdict)
         _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
         return reduced, verdict
@@ -99,7 +82,7 @@ class Reducer(GradientReducer):
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Exchange the dense gradients; the others stay as they are."""
         # Sorted by registration, so that a caller who orders variables differently means the same group.
-        dense = sorted((index, i) for i, index in enumerate(indices) if _kind(gradients[i]) == DENSE)
+        dense = sorted((index, i) for i, index in enumerate(indices) if kind_of(gradients[i]) == DENSE)
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
         order = [i for _, i in dense]
@@ -111,7 +94,7 @@ class Reducer(GradientReducer):
             members = group.indices
             dense_for = dense_for or self._obstacle(group, [variables[i] for i in order])
             rate = engine.adoption.learning_rate()
-            if engine.needs_parameters():
+            if any(engine.adoption.hyper.weight_decay):
                 parameters = [engine.adoption.decayed(index, variables[i]) for index, i in dense]
             if dense_for is None:
                 sparsified = group.sparsified
@@ -158,13 +141,8 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
     """The function that a graph calls in each step.
 
     TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
-    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`).
-
-    Args:
-        compression: the compressor.
-        sums: of the reducer, which an optimizer holds where there are several passes.
-        indices: of the group; None in one process, where nothing is exchanged.
-        dense_for: why results must be dense; None if those of sparsified variables may come as entries.
+    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). ``indices`` is
+    None in one process, where nothing is exchanged.
     """
     reference, adding, several = weakref.ref(compression), weakref.ref(sums), sums.passes > 1
 
@@ -196,9 +174,3 @@ def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> Non
     if engine is not None:
         engine.fail(error)
     raise error
-
-
-def _kind(gradient: Gradient) -> str:
-    if gradient is None:
-        return NONE
-    return SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
 from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.context import DEFAULTS, RETURNED, Context, GradientReducer, LocalVariables, ReduceOptions
 from dgc.tensorflow.reduce.dense import DenseReducer
 from dgc.tensorflow.reduce.reducer import Reducer
+from dgc.tensorflow.reduce.step import DEFAULTS, RETURNED, Context, GradientReducer, ReduceOptions
 
 _SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_local")
 """Options that are saved with a model as they are."""
@@ -26,9 +27,7 @@ _SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_loc
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
-def check_compression(compression: object, **texts: object) -> None:
-    """:func:`dgc.adapter.compression.check_compression` for TensorFlow."""
-    compression_of.check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
+check_compression = functools.partial(compression_of.check_compression, own=DGCCompressor, package="dgc.tensorflow")
 
 
 class Settings:
@@ -36,7 +35,6 @@ class Settings:
 
     Attributes:
         reducer: reduces the gradients.
-        local: the variables whose gradients stay on their rank.
         process_set: the ranks that exchange; None for all.
         accumulation_steps: Keras' ``gradient_accumulation_steps`` when the reducer does it; else None.
         lost: names of options that were in use when the model was saved but could not be saved with it.
@@ -45,23 +43,20 @@ class Settings:
     def __init__(
         self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
     ) -> None:
-        """Build the reducer.
-
-        Args:
-            compression: ours, Horovod's or None.
-            options: how to reduce.
-            lost: see the class.
+        """Build the reducer for a compression of ours, of Horovod's, or none.
 
         Raises:
             ConfigError: arguments that do not fit together.
         """
-        check_compression(compression)
         self._given, self._options = compression, options
         self.process_set = options.process_set
         self.accumulation_steps: int | None = None
         self.lost = tuple(lost)
-        self.local = LocalVariables(options.scale_local)
-        self.reducer: GradientReducer = self._make_reducer(options)
+        self.reducer: GradientReducer
+        if isinstance(compression, DGCCompressor):
+            self.reducer = Reducer(compression, options)
+        else:
+            self.reducer = DenseReducer(compression, options)
 
     @property
     def compression(self) -> DGCCompressor | None:
@@ -92,7 +87,13 @@ class Settings:
         """
         self.require_complete()
         if self.compression is not None:
-            self.compression.bind(self.local.without(variables), optimizer, self.process_set)
+            shared = [variables[i] for i in self.reducer.shared(variables)]
+            self.compression.bind(shared, optimizer, self.process_set)
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """Names of options without which a loaded model cannot exchange with others."""
+        return self.lost if self.lost and is_alone(self.process_set) is not True else ()
 
     def require_complete(self) -> None:
         """Refuse to exchange for a model that was saved with options that could not be saved with it.
@@ -100,9 +101,9 @@ class Settings:
         It loads, so that it can be evaluated, saved, and given its options again.
 
         Raises:
-            ConfigError: it was, and there are others to exchange with.
+            ConfigError: some are missing.
         """
-        if self.lost and is_alone(self.process_set) is not True:
+        if self.missing:
             raise ConfigError(
                 f"the model was saved with {', '.join(self.lost)}, which cannot be saved; before you train it "
                 "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
@@ -120,7 +121,7 @@ class Settings:
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.accumulation_steps = steps
-        self.reducer = self._make_reducer(dataclasses.replace(self._options, passes=steps, average_passes=True))
+        self.reducer.use(dataclasses.replace(self._options, passes=steps, average_passes=True))
 
     def context(
         self,
@@ -128,19 +129,13 @@ class Settings:
         dense_for: str | None = RETURNED,
         loss_scale: tf.Tensor | float | None = None,
     ) -> Context:
-        """The context of one step; before it the momentum is adopted.
+        """The context of one step.
 
         Raises:
-            ConfigError: options of the saved model are missing, or momentum twice.
+            ConfigError: options of the saved model are missing.
         """
         self.require_complete()
-        self.adopt(optimizer)
-        return Context(self.reducer, self.local, optimizer, dense_for, loss_scale)
-
-    def _make_reducer(self, options: ReduceOptions) -> GradientReducer:
-        if isinstance(self._given, DGCCompressor):
-            return Reducer(self._given, options)
-        return DenseReducer(self._given, options)
+        return Context(self.reducer, optimizer, dense_for, loss_scale)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -231,7 +226,7 @@ class HasSettings:
                 "register_local_var() and a loss scale do not go together: a rank whose local gradient overflows would "
                 "skip a step that the others apply; train without mixed_float16 (mixed_bfloat16 needs no scale)"
             )
-        self._dgc_settings.local.add(var)
+        self._dgc_settings.reducer.add_local(var)
 
     @property
     def compression(self) -> DGCCompressor | None:

@@ -24,7 +24,7 @@ from dgc.tensorflow.engine.optimizers import (
     own_update,
 )
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
-from dgc.tensorflow.reduce.context import Gradient
+from dgc.tensorflow.reduce.step import Gradient
 
 _OPTIONS = ("weight_decay", "loss_scale_factor", "gradient_accumulation_steps")
 _FLAGS = ("use_ema", "jit_compile", "_mesh")
@@ -80,13 +80,13 @@ def update(
     apply: Callable[[list[Any], list[Any]], Any],
     count: Callable[[], Any],
 ) -> None:
-    """Apply reduced gradients, those that came as entries without the optimizer.
+    """Apply what :func:`dgc.tensorflow.reduce.step.reduce` has returned, entries without the optimizer.
 
     Args:
         optimizer: whose learning rate counts.
-        reduced: what :func:`dgc.tensorflow.reduce.step.reduce` has returned.
+        reduced: results.
         variables: in the same order.
-        verdict: of the same.
+        verdict: of the step.
         apply: the optimizer's update: (gradients, variables).
         count: what the optimizer does in a step beside updating variables.
     """

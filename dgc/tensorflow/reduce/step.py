@@ -2,15 +2,126 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.numpy_bridge import APPLY
-from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.context import Context, Gradient
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, is_alone
+from dgc.tensorflow.engine.numpy_bridge import APPLY, Entries
+from dgc.tensorflow.engine.optimizers import Optimizer
+from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.tensorflow.reduce.sums import Sums
+
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | Entries | None"
+
+RETURNED = "the reduced gradients are returned to the script"
+"""The usual reason for dense results."""
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """Options of a wrapper beside the optimizer and the compression.
+
+    Attributes:
+        op: Horovod's Average or Sum; None for the compressor's own, or Average.
+        process_set: the ranks that exchange; None for the compressor's own, or all.
+        sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which are compressed too.
+        passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
+        average_passes: divide the added gradients by ``passes``.
+        predivide: ``gradient_predivide_factor`` of Horovod's dense exchange: this much of the average's division is
+            done before the sum. Ours divides once, in float32.
+        scale_local: ``scale_local_gradients``: divide gradients that stay on their rank by the number of ranks.
+    """
+
+    op: ReduceOp | None = None
+    process_set: ProcessSet | None = None
+    sparse_as_dense: bool = False
+    passes: int = 1
+    average_passes: bool = False
+    predivide: float = 1.0
+    scale_local: bool = True
+
+
+DEFAULTS = ReduceOptions()
+"""Average over the compressor's ranks, at each step."""
+
+
+class GradientReducer(abc.ABC):
+    """Reduces the gradients of one tape or optimizer: compressed, or with Horovod's own collectives.
+
+    Attributes:
+        options: how.
+        compression: the compressor; None if gradients are sent dense.
+    """
+
+    compression: DGCCompressor | None = None
+
+    def __init__(self, options: ReduceOptions) -> None:
+        """Begin without local variables."""
+        self._local: set[int] = set()
+        self.use(options)
+
+    def use(self, options: ReduceOptions) -> None:
+        """Reduce by these options from the next step on."""
+        self.options = options
+        self._sums = Sums(options.passes, options.average_passes)
+
+    def add_local(self, variable: Variable) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._local.add(id(raw_variable(variable)))
+
+    def shared(self, variables: Sequence[Variable]) -> list[int]:
+        """Places of the variables whose gradients are exchanged."""
+        return [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._local]
+
+    @property
+    def members(self) -> ProcessSet:
+        """The process set of the exchange."""
+        given = self.options.process_set
+        return HOROVOD.chosen_set(given) if self.compression is None else self.compression.process_set(given)
+
+    @property
+    def size(self) -> int:
+        """Ranks that exchange; 1 where there is only this one."""
+        return 1 if is_alone(self.members) else int(self.members.size())
+
+    @abc.abstractmethod
+    def reduce(
+        self, gradients: list[Gradient], variables: list[Variable], context: Context
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """See :func:`reduce`; all variables are shared."""
+
+    def _require_dense_passes(self, gradients: Sequence[Gradient]) -> None:
+        if self.options.passes > 1 and any(isinstance(g, tf.IndexedSlices) for g in gradients):
+            raise ConfigError(
+                "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
+                "sparse_as_dense=True"
+            )
+
+
+@dataclass(frozen=True)
+class Context:
+    """The differences between callers of :func:`reduce`.
+
+    Attributes:
+        reducer: exchanges the gradients.
+        optimizer: whose momentum is adopted and whose learning rate counts; None where the compressor has it.
+        dense_for: why dense results are needed; None if the caller also updates variables by entries
+            (:func:`dgc.tensorflow.reduce.sparse_updates.update`).
+        loss_scale: the factor of the gradients, divided out before anything else; None for none.
+        generic_names: ``use_generic_names`` of Horovod's tape.
+    """
+
+    reducer: GradientReducer
+    optimizer: Optimizer | None = None
+    dense_for: str | None = RETURNED
+    loss_scale: tf.Tensor | float | None = None
+    generic_names: bool = False
 
 
 @tf.autograph.experimental.do_not_convert
@@ -33,16 +144,16 @@ def reduce(
             compressor applies a momentum, which would not act on those.
         DGCError: ranks or steps differ, or a rank failed.
     """
-    reducer, local = context.reducer, context.local
+    reducer, options = context.reducer, context.reducer.options
     gradients, variables = list(gradients), list(variables)
     if context.loss_scale is not None:
         gradients = scaled(gradients, 1.0 / context.loss_scale)
-    if reducer.options.sparse_as_dense:
+    if options.sparse_as_dense:
         gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    places = local.shared(variables)
+    places = reducer.shared(variables)
     if len(places) == len(variables):
         return reducer.reduce(gradients, variables, context)
-    if reducer.options.passes > 1:
+    if options.passes > 1:
         raise ConfigError(
             "backward_passes_per_step > 1 (gradient accumulation) does not add up the gradients of local variables; "
             "use 1, or another optimizer for them"
@@ -51,14 +162,14 @@ def reduce(
     if (compression := reducer.compression) is not None:
         # Before anything is exchanged: an eager step could not be taken back.
         if places:
-            compression.bind(shared[1], context.optimizer, reducer.options.process_set)
+            compression.bind(shared[1], context.optimizer, options.process_set)
         compression.stand_beside_local()
     reduced: list[Gradient] = []
     verdict = tf.constant(APPLY, tf.int32)
     if places:
         reason = context.dense_for or "some variables are local"
         reduced, verdict = reducer.reduce(*shared, replace(context, dense_for=reason))
-    size = reducer.size if local.scale else 1
+    size = reducer.size if options.scale_local else 1
     # A graph hands local gradients over after the exchange: not in a step that it refuses with an error.
     ends = [verdict, *(getattr(g, "values", g) for g in reduced if g is not None)]
     results = dict(zip(places, reduced, strict=True))

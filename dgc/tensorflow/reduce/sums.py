@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.adapter.compression import check_passes
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, Step, still_there
 
 
@@ -20,18 +19,8 @@ class Sums:
     """
 
     def __init__(self, passes: int, average: bool) -> None:
-        """Begin with nothing.
-
-        Args:
-            passes: gradients in a sum.
-            average: divide it by their number.
-
-        Raises:
-            ConfigError: ``passes`` is no whole number >= 1.
-        """
-        check_passes(passes)
-        self.passes = passes
-        self.passed = 0
+        """Begin with nothing; ``average`` divides a sum by the number of its passes."""
+        self.passes, self.passed = passes, 0
         self._factor = 1.0 / passes if average else 1.0
         self._sums: list[np.ndarray] = []
         self._generation: int | None = None
@@ -49,19 +38,18 @@ class Sums:
         """
         if generation != self._generation:
             self._generation, self.passed = generation, 0
-        if not self._sums:
-            self._sums = [np.zeros(a.shape, np.float64 if a.dtype == np.float64 else np.float32) for a in arrays]
         if self.passed == 0:
-            for total in self._sums:
-                total.fill(0)
+            self._sums = [np.zeros(a.shape, np.float64 if a.dtype == np.float64 else np.float32) for a in arrays]
         for total, array in zip(self._sums, arrays, strict=True):
             np.add(total, array, out=total, casting="same_kind")
         self.passed = (self.passed + 1) % self.passes
-        if self.passed == 0 and self._factor != 1.0:
-            for total in self._sums:
-                total *= total.dtype.type(self._factor)
-        # Never the sums themselves: TensorFlow keeps what it is given, and they go on changing.
-        return [total.copy() for total in self._sums]
+        if self.passed:
+            # Never the sums themselves: TensorFlow keeps what it is given, and they go on changing.
+            return [total.copy() for total in self._sums]
+        sums, self._sums = self._sums, []
+        for total in sums:
+            total *= total.dtype.type(self._factor)
+        return sums
 
 
 def adding_step(sums: Sums) -> Step:

@@ -2,16 +2,12 @@
 
 import horovod.tensorflow as hvd
 import models as m
-import numpy as np
-import tensorflow as tf
-import torch
 from documented import documented_compressor, own_names
-from same_core_cases import SHAPES, gradient
+from same_core_cases import both_agree
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-import dgc.torch as dgc_torch
 
 OPTIONS = {
     "dgc": {"sparsity": 0.9},
@@ -31,54 +27,11 @@ def options_of(name, options=None):
     return {"min_numel": 64, **OPTIONS.get(name, {}), **(options or {})}
 
 
-def with_torch(name, options):
-    parameters = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in SHAPES.items()}
-    inner = torch.optim.SGD(parameters.values(), lr=1.0)
-    compression = getattr(dgc_torch.Compression, name)(**options)
-    optimizer = dgc_torch.DistributedOptimizer(inner, list(parameters.items()), compression=compression)
-    results = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        sum((p * torch.from_numpy(gradient(step, n))).sum() for n, p in parameters.items()).backward()
-        optimizer.synchronize()
-        results.append({n: p.grad.numpy().copy() for n, p in parameters.items()})
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    compression.close()
-    return results
-
-
-def with_tensorflow(name, options):
-    variables = {n: tf.Variable(tf.ones(s), name=n) for n, s in SHAPES.items()}
-    compression = getattr(dgc.Compression, name)(**options)
-    results = []
-    for step in range(STEPS):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(v * gradient(step, n)) for n, v in variables.items()])
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, list(variables.values()))
-        results.append({n: g.numpy() for n, g in zip(variables, gradients, strict=True)})
-    compression.close()
-    return results
-
-
-def both_agree(name, options):
-    if name == "dgc":
-        options = {"momentum": 0.0, **options}
-    torchs, tensorflows = with_torch(name, options), with_tensorflow(name, options)
-    for step, (a, b) in enumerate(zip(torchs, tensorflows, strict=True)):
-        for n in SHAPES:
-            np.testing.assert_array_equal(a[n], b[n], f"{name} {step} {n}")
-    m.assert_replicas(list(tensorflows[-1].values()))
-
-
 def check(name):
-    both_agree(name, options_of(name))
+    both_agree(name, options_of(name, {"momentum": 0.0} if name == "dgc" else {}), STEPS)
     # Keras' fit with its own momentum, which only dgc takes over.
-    model = m.make_model()
-    inner = m.keras.optimizers.SGD(0.05, momentum=0.5)
     compression = getattr(dgck.Compression, name)(**options_of(name))
-    model.compile(optimizer=dgck.DistributedOptimizer(inner, compression=compression), loss=m.loss_function)
+    model = m.compiled(m.keras.optimizers.SGD(0.05, momentum=0.5), compression=compression, run_eagerly=True)
     x, y = m.dataset(10, 0)
     before = model.evaluate(x, y, verbose=0)
     m.fit(model, 10)
@@ -92,12 +45,9 @@ def check(name):
     variables = m.raw(model.trainable_variables)
     inner = m.keras.optimizers.SGD(0.05)
     compression = getattr(dgc.Compression, name)(variables, optimizer=inner, **options_of(name))
-    for step in range(3):
-        x, y = m.batch(step)
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(tf.constant(x)))
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+    step = m.stepper(model, inner, compression, hvd, graph=False)
+    for number in range(3):
+        step(number)
     m.assert_replicas(m.values(model))
 
 
@@ -118,16 +68,14 @@ def the_documented_compressor_of_ones_own():
 @case
 def frameworks_agree_on_options_too():
     for name, options in MORE:
-        both_agree(name, {"min_numel": 64, **options})
+        both_agree(name, {"min_numel": 64, **options}, STEPS)
 
 
 @case
 def wrappers_that_are_compressors():
     members = {0: None, 3: dgc.Compression.qsgd(), 6: dgc.Compression.topk(sparsity=0.9)}
-    model = m.make_model()
     compression = dgck.Compression.by_step(members, min_numel=64)
-    inner = m.keras.optimizers.SGD(0.05, momentum=0.5)
-    model.compile(optimizer=dgck.DistributedOptimizer(inner, compression=compression), loss=m.loss_function)
+    model = m.compiled(m.keras.optimizers.SGD(0.05, momentum=0.5), compression=compression)
     m.fit(model, 10)
     m.assert_replicas(m.values(model))
     assert compression.stats.last.density < 0.2

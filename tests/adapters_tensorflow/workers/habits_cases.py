@@ -16,6 +16,7 @@ keras = m.keras
 CLIPPING = ({"clipnorm": 0.05}, {"clipvalue": 0.002}, {"global_clipnorm": 0.1})
 RATES = ([1, 3], [0.05, 0.01, 0.08])
 STEPS = 6
+LEFT = "its momentum stays in it"
 
 
 def schedule():
@@ -24,10 +25,7 @@ def schedule():
 
 def compiled(inner, compression=None, *, wrapped=True, graph=False):
     """Eager unless ``graph``: so short a training takes less time than building its graph."""
-    model = m.make_model()
-    optimizer = dgck.DistributedOptimizer(inner, compression=compression) if wrapped else inner
-    model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=not graph)
-    return model
+    return m.compiled(inner, wrapped=wrapped, compression=compression, run_eagerly=not graph)
 
 
 def fitted(inner, compression=None, *, steps=STEPS, rank=None, wrapped=True, graph=False):
@@ -39,17 +37,9 @@ def fitted(inner, compression=None, *, steps=STEPS, rank=None, wrapped=True, gra
 def tape_loop(inner, library, compression, steps=10, model=None):
     """A custom loop in a graph; ``library`` wraps the tape."""
     model = model or m.make_model()
-    variables = m.raw(model.trainable_variables)
-
-    @tf.function
-    def one_step(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        tape = library.DistributedGradientTape(tape, compression=compression)
-        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
-
+    one = m.stepper(model, inner, compression, library)
     for step in range(steps):
-        one_step(*map(tf.constant, m.batch(step)))
+        one(step)
     return m.values(model)
 
 
@@ -86,13 +76,11 @@ def clipping_behind_a_tape_equals_dense():
 @case
 def clipping_keeps_replicas_alike_and_is_said_once_on_rank_0():
     for clip in CLIPPING:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with m.warned(LEFT) as said:
             compression = dgc.Compression.dgc(**m.SPARSE)
             model = fitted(keras.optimizers.SGD(0.05, momentum=0.9, **clip), compression)
         m.assert_replicas(m.values(model))
         assert compression.stats.total.density < 0.012
-        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
         assert len(said) == (hvd.rank() == 0), said
         assert all(next(iter(clip)) in text for text in said)
 
@@ -117,12 +105,10 @@ class Normalised(keras.optimizers.SGD):
 def an_update_of_the_users_own_keeps_its_momentum():
     dense = m.values(fitted(Normalised(0.02, momentum=0.9)))
     for graph in (False, True):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with m.warned(LEFT) as said:
             optimizer, compression = Normalised(0.02, momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)
             m.assert_close(m.values(fitted(optimizer, compression, graph=graph)), dense, 1e-5)
         assert compression.stats.steps == STEPS
-        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
         assert len(said) == (hvd.rank() == 0), said
         assert all("Normalised.update_step()" in text and "pass momentum= to the compressor" in text for text in said)
 
@@ -190,11 +176,9 @@ def whatever_of_the_users_own_changes_gradients_sees_gradients():
     for name, make in OWN.items():
         dense = m.values(fitted(make(momentum=0.9)))
         assert any(abs(a - b).max() > 1e-2 for a, b in zip(dense, plain, strict=True)), f"{name}: nothing is changed"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with m.warned(LEFT) as said:
             found = m.values(fitted(make(momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)))
         m.assert_close(found, dense, 1e-5)
-        said = [str(w.message) for w in caught if "its momentum stays in it" in str(w.message)]
         assert len(said) == (hvd.rank() == 0), (name, said)
 
 
@@ -349,21 +333,10 @@ def gradients_of_our_tape_in_our_optimizer_are_refused():
     optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE))
     compression = dgc.Compression.dgc(momentum=0, **m.SPARSE)
     model = m.make_model()
-    variables = m.raw(model.trainable_variables)
 
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    batch = list(map(tf.constant, m.batch(0)))
-    for run in (step, tf.function(step)):
-        m.assert_raises(lambda: run(*batch), "were exchanged already")  # noqa: B023
-    m.assert_raises(
-        lambda: dgck.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), "at the same time"
-    )
+    for graph in (False, True):
+        step = m.stepper(model, optimizer, compression, graph=graph)
+        m.assert_raises(lambda: step(0), "were exchanged already")  # noqa: B023
 
 
 # -- momentum that is changed in mid-training ------------------------------------------------------------------------

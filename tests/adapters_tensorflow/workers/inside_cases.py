@@ -32,27 +32,13 @@ def same_bits(found, expected):
 
 def loop(way, writer, *, graph, steps=7, every=1):
     """A custom loop with a log from its beginning; returns (values, what was seen last)."""
-    model = m.make_model()
-    inner = keras.optimizers.SGD(0.05, momentum=0.9)
-    variables = m.raw(model.trainable_variables)
-    if way == "stock":
-        compression = dgc.Compression.dgc(variables, optimizer=inner, **OPTIONS)
-    else:
-        compression = dgc.Compression.dgc(optimizer=inner, **OPTIONS)
+    model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+    compression, library = m.compressor(way, model, inner, **OPTIONS)
     if writer is not None:
         compression.log_to(writer, every=every)
-    library = hvd if way == "stock" else dgc
-
-    def one_step(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        tape = library.DistributedGradientTape(tape, compression=compression)
-        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
-
-    one_step = tf.function(one_step) if graph else one_step
+    one = m.stepper(model, inner, compression, library, graph)
     for step in range(steps):
-        x, y = m.batch(step)
-        one_step(tf.constant(x), tf.constant(y))
+        one(step)
     found = m.values(model), compression.inside
     compression.close()
     return found
@@ -109,13 +95,10 @@ def fitted(optimizer, callbacks=(), steps=8, epochs=2, model=None, **arguments):
     """A model after ``fit()`` with validation, its history and its compressor."""
     model = model or m.make_model()
     model.compile(optimizer=optimizer, loss=m.loss_function, **arguments)
-    x, y = m.dataset(steps)
     given = [dgck.callbacks.BroadcastGlobalVariablesCallback(0), dgck.callbacks.MetricAverageCallback(), *callbacks]
-    history = model.fit(
-        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=given, validation_data=m.dataset(2, 5)
-    )
+    history = m.fit(model, steps, callbacks=given, epochs=epochs, validation_data=m.dataset(2, 5))
     owner = model.optimizer if hasattr(model.optimizer, "compression") else model.optimizer.inner_optimizer
-    return m.values(model), history.history, owner
+    return m.values(model), history, owner
 
 
 def wrapped(**options):
@@ -170,17 +153,14 @@ def a_log_of_the_users_rests_while_fit_has_one():
     users, fits = Writer(), Writer()
     optimizer.compression.log_to(users, every=1)
     log = dgck.callbacks.LogCompression(fits, every=1)
-    model = m.make_model()
-    model.compile(optimizer=optimizer, loss=m.loss_function)
-    x, y = m.dataset(6)
+    model = m.compiled(optimizer, wrapped=False)
     for callbacks in ([log, Interrupted()], [log], []):
-        with warnings.catch_warnings(record=True) as shown:
-            warnings.simplefilter("always")
+        with m.warned("log_to() was on") as shown:
             try:
-                model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+                m.fit(model, 6, callbacks=callbacks)
             except InterruptedError:
                 assert len(callbacks) == 2
-        assert any("log_to() was on" in str(w.message) for w in shown) is bool(callbacks)
+        assert bool(shown) is bool(callbacks)
     assert fits.steps == list(range(2, 10)), fits.steps
     assert users.steps == list(range(10, 16)), users.steps
     optimizer.compression.close()
@@ -194,14 +174,12 @@ def of_several_logs_the_one_that_began_last_writes():
 
     optimizer = wrapped()
     users, first, second, third = Writer(), Writer(), Writer(), Writer()
-    model = m.make_model()
-    model.compile(optimizer=optimizer, loss=m.loss_function)
-    x, y = m.dataset(2)
+    model = m.compiled(optimizer, wrapped=False)
 
     def fit(*callbacks):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
+            m.fit(model, 2, callbacks=callbacks)
 
     log = dgck.callbacks.LogCompression
     fit()  # of the warm-up there is nothing to see
@@ -247,11 +225,9 @@ def fit_with_several_passes_a_step_has_the_same_bits():
 def averaged_metrics_leave_the_figures_alone():
     """Whatever the order of callbacks, and on one rank alone: a sum of other names would not end."""
     logs = [dgck.callbacks.LogCompression(every=1)] if hvd.rank() == 1 else []
-    model = m.make_model()
-    model.compile(optimizer=wrapped(), loss=m.loss_function)
-    x, y = m.dataset(6)
+    model = m.compiled(wrapped(), wrapped=False)
     callbacks = [dgck.callbacks.BroadcastGlobalVariablesCallback(0), *logs, dgck.callbacks.MetricAverageCallback()]
-    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    history = m.fit(model, 6, callbacks=callbacks, epochs=2)
     losses = hvd.allgather(tf.constant([history["loss"]]), name="losses").numpy()
     assert (losses == losses[0]).all()
     assert ("compression_residual_norm" in history) is bool(logs)
@@ -287,16 +263,7 @@ def early_stopping_and_going_on_from_a_checkpoint():
         model.save(saved)
         del model
         resumed = dgck.load_model(saved)
-        x, y = m.dataset(8)
-        resumed.fit(
-            x,
-            y,
-            batch_size=8,
-            epochs=1,
-            shuffle=False,
-            verbose=0,
-            callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks(9)],
-        )
+        m.fit(resumed, 8, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks(9)])
         runs.append(m.values(resumed))
         look = resumed.optimizer.compression.inside
         assert (len(look) == 3) is logged
@@ -347,12 +314,9 @@ def what_cannot_be_logged():
 def nobody_to_exchange_with():
     """As in a job of one process: there is nothing to log, and it says so."""
     compression = dgc.Compression.dgc(process_set=m.alone(), **OPTIONS)
-    optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression=compression)
     writer = Writer()
-    model = m.make_model()
-    model.compile(optimizer=optimizer, loss=m.loss_function)
-    x, y = m.dataset(3)
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[dgck.callbacks.LogCompression(writer, every=1)])
+    model = m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), compression=compression)
+    m.fit(model, 3, callbacks=[dgck.callbacks.LogCompression(writer, every=1)])
     assert writer.rows == []
     compression.log_to(writer)
     assert "nobody to exchange with" in compression.inside.nothing

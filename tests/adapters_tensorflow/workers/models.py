@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import warnings
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -86,32 +89,71 @@ def values(model):
     return [np.asarray(v).copy() for v in raw(model.trainable_variables)]
 
 
-def train_loop(way, options=None, *, optimizer="momentum", graph=True, steps=20, hvd_options=None):
-    """A custom loop. ``way``: "dense" (Horovod averages), "stock" (Horovod's tape with our compressor), "wrapper"."""
-    model = make_model()
-    inner = keras.optimizers.SGD(0.05, **OPTIMIZERS[optimizer])
+def own_gradients(model, x, y):
+    """This rank's gradients."""
+    with tf.GradientTape() as tape:
+        loss = loss_function(y, model(x))
+    return tape.gradient(loss, raw(model.trainable_variables))
+
+
+def reduced(loss, variables, compression, library=dgc, **options):
+    """Gradients of ``loss()`` that a distributed tape of ``library`` has reduced."""
+    with tf.GradientTape() as tape:
+        value = loss()
+    given = dgc.Compression.none if compression is None else compression
+    return library.DistributedGradientTape(tape, compression=given, **options).gradient(value, variables)
+
+
+def tape_step(model, compression, step=0, library=dgc, **options):
+    """Reduced gradients of the model's loss at one batch."""
+    x, y = map(tf.constant, batch(step))
     variables = raw(model.trainable_variables)
-    compression = None
-    if way == "stock":
-        compression = dgc.Compression.dgc(variables, optimizer=inner, **(options or {}))
-    if way == "wrapper":
-        compression = dgc.Compression.dgc(optimizer=inner, **(options or {}))
+    return reduced(lambda: loss_function(y, model(x)), variables, compression, library, **options)
 
-    def one_step(x, y):
-        with tf.GradientTape() as tape:
-            loss = loss_function(y, model(x))
-        library = dgc if way == "wrapper" else hvd
-        given = dgc.Compression.none if compression is None else compression
-        tape = library.DistributedGradientTape(tape, compression=given, **(hvd_options or {}))
-        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
 
-    if graph:
-        one_step = tf.function(one_step)
+def stepper(model, inner, compression, library=dgc, graph=True, **options):
+    """A function of a step's number that makes it, as a custom loop does; ``rank``: whose batch, else this one's."""
+
+    def one(x, y):
+        variables = raw(model.trainable_variables)
+        gradients = reduced(lambda: loss_function(y, model(x)), variables, compression, library, **options)
+        own = variables if isinstance(inner, tf.compat.v1.train.Optimizer) else model.trainable_variables
+        inner.apply_gradients(zip(gradients, own, strict=True))
+
+    run = tf.function(one) if graph else one
+    return lambda step, rank=None: run(*map(tf.constant, batch(step, rank)))
+
+
+def compressor(way, model, inner, **options):
+    """A compressor for our tape ("wrapper") or Horovod's ("stock"), or none ("dense"); with the tape's library."""
+    if way == "dense":
+        return None, hvd
+    named = (raw(model.trainable_variables),) if way == "stock" else ()
+    return dgc.Compression.dgc(*named, optimizer=inner, **options), dgc if way == "wrapper" else hvd
+
+
+def train_loop(way, options=None, *, optimizer="momentum", graph=True, steps=20, hvd_options=None):
+    """A custom loop at changing learning rates; see :func:`compressor`."""
+    model, inner = make_model(), keras.optimizers.SGD(0.05, **OPTIMIZERS[optimizer])
+    compression, library = compressor(way, model, inner, **(options or {}))
+    one = stepper(model, inner, compression, library, graph, **(hvd_options or {}))
     for step in range(steps):
         inner.learning_rate = rate(step)
-        x, y = batch(step)
-        one_step(tf.constant(x), tf.constant(y))
+        one(step)
     return values(model), compression
+
+
+def compiled(inner, model=None, *, wrapped=True, compression=None, process_set=None, op=None, **options):
+    """A model compiled with ``inner``, which is made distributed unless ``wrapped`` is False.
+
+    What needs no graph of ours runs without one: building it takes longer than a short training.
+    """
+    model = model or make_model()
+    options.setdefault("run_eagerly", not wrapped)
+    given = {"compression": compression, "process_set": process_set, "op": op}
+    optimizer = dgck.DistributedOptimizer(inner, **given) if wrapped else inner
+    model.compile(optimizer=optimizer, loss=loss_function, **options)
+    return model
 
 
 def compile_model(compression, *, optimizer="momentum", model=None, learning_rate=None, wrapper=True, **arguments):
@@ -131,11 +173,44 @@ def compile_model(compression, *, optimizer="momentum", model=None, learning_rat
     return model
 
 
-def fit(model, steps=20, first=0, callbacks=(), rank=None):
+def fit(model, steps=20, first=0, callbacks=(), rank=None, **options):
     x, y = dataset(first + steps, rank)
     x, y = x[8 * first :], y[8 * first :]
-    history = model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return history.history
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": list(callbacks), **options}
+    return model.fit(x, y, **options).history
+
+
+def shared_folder():
+    """A folder that all ranks of this job see."""
+    return Path(hvd.broadcast_object(tempfile.mkdtemp(prefix="dgc-keras-"), name="folder"))
+
+
+def barrier():
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+def save(model, path):
+    """Rank 0's model; it is there for all ranks afterwards."""
+    if hvd.rank() == 0:
+        model.save(path)
+    barrier()
+
+
+@contextlib.contextmanager
+def warned(part):
+    """A list that gets the warnings of the block with this text, when it has ended."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if part in str(w.message)]
+
+
+def reloaded(model, load=keras.models.load_model, **options):
+    """The model as this rank has saved it and loads it again."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        return load(f"{folder}/model.keras", **options)
 
 
 def assert_close(found, wanted, tolerance):

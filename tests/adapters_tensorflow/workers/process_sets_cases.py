@@ -18,6 +18,14 @@ def sets():
     return hvd.add_process_set([r for r in range(hvd.size()) if r != 1]), hvd.add_process_set([1])
 
 
+def compiled(process_set, place, **options):
+    """A compiled model whose wrapper or compressor (``place``) was given the process set."""
+    in_compressor = {"process_set": process_set} if place == "compressor" else {}
+    in_wrapper = {"process_set": process_set} if place == "wrapper" else {}
+    compression = dgc.Compression.dgc(**m.SPARSE, **in_compressor)
+    return m.compile_model(compression, model=m.make_model(1 + hvd.rank()), **options, **in_wrapper), compression
+
+
 def assert_alike(model, members, name):
     """The model's values are those of rank 0."""
     for i, value in enumerate(m.values(model)):
@@ -35,15 +43,8 @@ def only_the_members_of_a_process_set_exchange():
         compression = dgc.Compression.dgc(optimizer=inner, process_set=members, **options)
         variables = m.raw(model.trainable_variables)
         for step in range(4):
-            x, y = (tf.constant(t) for t in m.batch(step))
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            mine = tf.GradientTape()
-            with mine:
-                again = m.loss_function(y, model(x))
-            own = mine.gradient(again, variables)
-            tape = dgc.DistributedGradientTape(tape, compression=compression, process_set=members)
-            found = tape.gradient(loss, variables)
+            own = m.own_gradients(model, *m.batch(step))
+            found = m.tape_step(model, compression, step, process_set=members)
             if step == 0 and hvd.rank() != 1:
                 wanted = [
                     hvd.allreduce(g, op=hvd.Average, process_set=members, name=f"{transport}{i}")
@@ -72,10 +73,7 @@ def fit_within_a_process_set():
     members, alone = sets()
     own = alone if hvd.rank() == 1 else members
     for place in ("wrapper", "compressor"):
-        in_compressor = {"process_set": own} if place == "compressor" else {}
-        in_wrapper = {"process_set": own} if place == "wrapper" else {}
-        compression = dgc.Compression.dgc(**m.SPARSE, **in_compressor)
-        model = m.compile_model(compression, model=m.make_model(1 + hvd.rank()), **in_wrapper)
+        model, compression = compiled(own, place)
         m.fit(model, 6, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
         assert compression.stats.steps == (0 if hvd.rank() == 1 else 6)
         if hvd.rank() != 1:
@@ -88,10 +86,7 @@ def a_rank_outside_fits_again_with_the_members_wrapper():
     """One script for all ranks, which names the members' process set on the rank outside, too."""
     members, _ = sets()
     for place in ("wrapper", "compressor"):
-        in_compressor = {"process_set": members} if place == "compressor" else {}
-        in_wrapper = {"process_set": members} if place == "wrapper" else {}
-        compression = dgc.Compression.dgc(**m.SPARSE, **in_compressor)
-        model = m.compile_model(compression, model=m.make_model(1 + hvd.rank()), learning_rate=0.05, **in_wrapper)
+        model, compression = compiled(members, place, learning_rate=0.05)
         for first in (0, 3, 6):
             if first == 6:  # another model's weights on one rank, whose broadcast all take part in
                 model.set_weights([w + hvd.rank() for w in model.get_weights()])
@@ -111,14 +106,8 @@ def stock_horovod_over_another_process_set():
         variables = m.raw(model.trainable_variables)
         compression = dgc.Compression.dgc(variables, optimizer=inner, process_set=members)
 
-        def step(**options):
-            x, y = (tf.constant(t) for t in m.batch(0))
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            tape = hvd.DistributedGradientTape(tape, compression=compression, **options)
-            return tape.gradient(loss, variables)
-
         # Raised while Horovod's function is traced: TensorFlow gives it a class of its own.
+        step = functools.partial(m.tape_step, model, compression, library=hvd)
         m.assert_raises(step, "ConfigError", "another process set than the compressor")
         assert len(step(process_set=members)) == len(variables)
         compression.close()

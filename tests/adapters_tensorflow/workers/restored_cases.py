@@ -1,6 +1,5 @@
 """Optimizers that were saved by one process, by several or by a dense run, in the hands of another kind of job."""
 
-import shutil
 import tempfile
 import warnings
 
@@ -11,21 +10,13 @@ import tensorflow as tf
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
-import dgc.tensorflow.keras as dgck
 
 keras = m.keras
 STEPS, MORE = 12, 6
 
 
-class Folder:
-    """Of this rank alone, for the length of a case."""
-
-    def __enter__(self):
-        self.name = tempfile.mkdtemp(prefix="dgc-restored-")
-        return self.name
-
-    def __exit__(self, *_):
-        shutil.rmtree(self.name)
+Folder = tempfile.TemporaryDirectory
+"""Of this rank alone, for the length of a case."""
 
 
 def sgd(**options):
@@ -33,18 +24,11 @@ def sgd(**options):
 
 
 def dense(**options):
-    model = m.make_model()
-    model.compile(optimizer=sgd(**options), loss=m.loss_function)
-    return model
+    return m.compiled(sgd(**options), wrapped=False)
 
 
 def distributed(process_set=None, **options):
-    model = m.make_model()
-    optimizer = dgck.DistributedOptimizer(
-        sgd(**options), compression=dgc.Compression.dgc(**m.SPARSITY_0), process_set=process_set
-    )
-    model.compile(optimizer=optimizer, loss=m.loss_function)
-    return model
+    return m.compiled(sgd(**options), compression=dgc.Compression.dgc(**m.SPARSITY_0), process_set=process_set)
 
 
 def fit(model, steps=STEPS, first=0):
@@ -53,12 +37,16 @@ def fit(model, steps=STEPS, first=0):
     return model
 
 
-def saved_by_one_process(folder, **options):
+def saved_by_one_process(**options):
     model = fit(distributed(m.alone(), **options))
     model.optimizer._dgc_settings.process_set = None  # what a job of one process would save
-    path = f"{folder}/one.keras"
-    model.save(path)
-    return path
+    return m.reloaded(model, load_silently)
+
+
+def load_silently(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return keras.models.load_model(path)
 
 
 def moved_by_zero_gradients(model, steps=40):
@@ -100,26 +88,13 @@ def no_update_is_left_in_the_slots_of_a_saved_model():
         assert_no_trace(model.optimizer, model, m.LEGACY)
         if not wrapped:
             continue
-        with Folder() as folder:
-            model.save(f"{folder}/model.keras")
-            loaded = keras.models.load_model(f"{folder}/model.keras")
-        moved = moved_by_zero_gradients(loaded)
+        moved = moved_by_zero_gradients(m.reloaded(model))
         assert moved == 0, moved
 
 
-def step_behind_a_tape(model, optimizer):
+def step_behind_a_tape(model, optimizer, graph=True):
     compression = dgc.Compression.dgc(optimizer=optimizer, **m.SPARSITY_0)
-    raw = m.raw(model.trainable_variables)
-    targets = raw if isinstance(optimizer, tf.compat.v1.train.Optimizer) else model.trainable_variables
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        optimizer.apply_gradients(zip(tape.gradient(loss, raw), targets, strict=True))
-
-    return step
+    return m.stepper(model, optimizer, compression, graph=graph)
 
 
 @case
@@ -132,7 +107,7 @@ def no_update_is_left_in_slots_behind_a_tape():
         step = step_behind_a_tape(model, optimizer)
         before = m.values(model)
         for i in range(3):
-            step(*map(tf.constant, m.batch(i)))
+            step(i)
         assert all((a != b).any() for a, b in zip(before, m.values(model), strict=True))
         assert_no_trace(optimizer, model)
 
@@ -144,12 +119,7 @@ def no_update_is_left_in_slots_behind_a_tape():
 def a_model_of_one_process_goes_on_on_several():
     kinds = [{}] if m.LEGACY else [{}, {"use_ema": True}, {"gradient_accumulation_steps": 2}]
     for options in kinds:
-        with Folder() as folder:
-            path = saved_by_one_process(folder, **options)
-            reference = fit(dense(**options))
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                loaded = keras.models.load_model(path)
+        reference, loaded = fit(dense(**options)), saved_by_one_process(**options)
         if options.get("gradient_accumulation_steps"):
             fit(reference, MORE, STEPS), fit(loaded, MORE, STEPS)
             m.assert_close(m.values(loaded), m.values(reference), 1e-5)
@@ -159,18 +129,14 @@ def a_model_of_one_process_goes_on_on_several():
 
 def dense_wrapper(**arguments):
     accumulating = {} if m.LEGACY else {"gradient_accumulation_steps": 2}
-    model = m.make_model()
-    model.compile(optimizer=dgck.DistributedOptimizer(sgd(**accumulating), **arguments), loss=m.loss_function)
-    return model, accumulating
+    return m.compiled(sgd(**accumulating), **arguments), accumulating
 
 
 @case
 def a_dense_wrapper_goes_on_with_its_momentum():
     """Which has the shapes of the added gradients that Keras 3 keeps."""
     model, accumulating = dense_wrapper()
-    with Folder() as folder:
-        fit(model).save(f"{folder}/dense.keras")
-        loaded = keras.models.load_model(f"{folder}/dense.keras")
+    loaded = m.reloaded(fit(model))
     fit(loaded, MORE, STEPS)
     reference = fit(fit(dense(**accumulating)), MORE, STEPS)
     m.assert_close(m.values(loaded), m.values(reference), 1e-5)
@@ -179,9 +145,7 @@ def a_dense_wrapper_goes_on_with_its_momentum():
 @case
 def a_dense_wrapper_goes_on_with_its_op():
     model, _ = dense_wrapper(op=hvd.Sum)
-    with Folder() as folder:
-        fit(model).save(f"{folder}/dense.keras")
-        loaded = keras.models.load_model(f"{folder}/dense.keras")
+    loaded = m.reloaded(fit(model))
     fit(loaded, MORE, STEPS), fit(model, MORE, STEPS)
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
 
@@ -218,15 +182,10 @@ def a_dense_checkpoint_goes_on_behind_a_tape():
         reference = fit(dense())
         path = tf.train.Checkpoint(model=reference, optimizer=reference.optimizer).save(f"{folder}/dense")
         model, optimizer = m.make_model(), sgd()
-        compression = dgc.Compression.dgc(optimizer=optimizer, **m.SPARSITY_0)
+        step = step_behind_a_tape(model, optimizer, graph=False)
         tf.train.Checkpoint(model=model, optimizer=optimizer).restore(path)
         for i in range(STEPS, STEPS + MORE):
-            x, y = m.batch(i, rank=0)
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            tape = dgc.DistributedGradientTape(tape, compression=compression)
-            gradients = tape.gradient(loss, m.raw(model.trainable_variables))
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            step(i, rank=0)
     m.assert_close(m.values(model), m.values(fit(reference, MORE, STEPS)), 1e-5)
 
 

@@ -18,10 +18,10 @@ def gradient(step, name):
     return np.random.default_rng([step, hvd.rank(), number]).standard_normal(SHAPES[name]).astype(np.float32)
 
 
-def with_torch(steps, momentum, nesterov, **options):
+def with_torch(name, options, steps, sgd):
     parameters = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in SHAPES.items()}
-    inner = torch.optim.SGD(parameters.values(), lr=1.0, momentum=momentum, nesterov=nesterov)
-    compression = dgc_torch.Compression.dgc(**options)
+    inner = torch.optim.SGD(parameters.values(), lr=1.0, **sgd)
+    compression = getattr(dgc_torch.Compression, name)(**options)
     optimizer = dgc_torch.DistributedOptimizer(inner, list(parameters.items()), compression=compression)
     results = []
     for step in range(steps):
@@ -32,38 +32,46 @@ def with_torch(steps, momentum, nesterov, **options):
         results.append({n: p.grad.numpy().copy() for n, p in parameters.items()})
         with optimizer.skip_synchronize():
             optimizer.step()
-    return results, compression.state_dict()
+    return results, compression
 
 
-def with_tensorflow(steps, momentum, nesterov, **options):
+def with_tensorflow(name, options, steps):
     variables = {n: tf.Variable(tf.ones(s), name=n) for n, s in SHAPES.items()}
-    compression = dgc_tensorflow.Compression.dgc(momentum=momentum, nesterov=nesterov, **options)
+    compression = getattr(dgc_tensorflow.Compression, name)(**options)
     results = []
     for step in range(steps):
-        with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(v * gradient(step, n)) for n, v in variables.items()])
-        tape = dgc_tensorflow.DistributedGradientTape(tape, compression=compression)
-        gradients = tape.gradient(loss, list(variables.values()))
+
+        def loss(step=step):
+            return tf.add_n([tf.reduce_sum(v * gradient(step, n)) for n, v in variables.items()])
+
+        gradients = m.reduced(loss, list(variables.values()), compression)
         results.append({n: g.numpy() for n, g in zip(variables, gradients, strict=True)})
-    return results, compression.state_dict()
+    return results, compression
+
+
+def both_agree(name, options, steps, **sgd):
+    """Results and states have the same bits; ``sgd``: PyTorch's optimizer hands it over, TensorFlow's tape is told."""
+    torchs, one = with_torch(name, options, steps, sgd)
+    tensorflows, other = with_tensorflow(name, {**options, **sgd}, steps)
+    for step, (a, b) in enumerate(zip(torchs, tensorflows, strict=True)):
+        for n in SHAPES:
+            np.testing.assert_array_equal(a[n], b[n], f"{name} {step} {n}")
+    m.assert_replicas(list(tensorflows[-1].values()))
+    states = one.state_dict()["parameters"], other.state_dict()["parameters"]
+    for n in SHAPES:
+        for key, array in states[0][n].items():
+            np.testing.assert_array_equal(array, states[1][n][key], f"{name} {n} {key}")
+    one.close()
+    other.close()
 
 
 @case
 def the_same_gradients_select_the_same_indices_and_leave_the_same_residuals():
-    for momentum, nesterov, options in (
-        (0.9, False, m.SPARSE),
-        (0.9, True, {"sparsity": [0.75, 0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 3, "min_numel": 64}),
-        (0.0, None, {"sparsity": 0.95, "min_numel": 64, "local_grad_clip_norm": 3.0}),
-    ):
-        torchs, torch_state = with_torch(8, momentum, bool(nesterov), **options)
-        tensorflows, tensorflow_state = with_tensorflow(8, momentum, nesterov, **options)
-        for step, (a, b) in enumerate(zip(torchs, tensorflows, strict=True)):
-            for name in SHAPES:
-                np.testing.assert_array_equal(np.flatnonzero(a[name]), np.flatnonzero(b[name]), f"{step} {name}")
-                np.testing.assert_array_equal(a[name], b[name], f"{step} {name}")
-        for name in SHAPES:
-            for key, array in torch_state["parameters"][name].items():
-                np.testing.assert_array_equal(array, tensorflow_state["parameters"][name][key], f"{name} {key}")
+    ramp = {"sparsity": [0.75, 0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 3, "min_numel": 64}
+    both_agree("dgc", m.SPARSE, 8, momentum=0.9, nesterov=False)
+    both_agree("dgc", ramp, 8, momentum=0.9, nesterov=True)
+    clipped = {"sparsity": 0.95, "min_numel": 64, "local_grad_clip_norm": 3.0}
+    both_agree("dgc", clipped, 8, momentum=0.0, nesterov=False)
 
 
 if __name__ == "__main__":

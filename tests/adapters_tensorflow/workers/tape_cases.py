@@ -155,12 +155,12 @@ def sparse_gradients_travel_horovods_way_or_dense():
             compression = dgc.Compression.dgc(optimizer=inner, **compression_options)
         for step in range(5):
             ids = tf.constant(np.random.default_rng([step, hvd.rank()]).integers(0, 50, 16))
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.tanh(tf.gather(table, ids) @ weight) ** 2)
+
+            def loss(ids=ids):
+                return tf.reduce_mean(tf.tanh(tf.gather(table, ids) @ weight) ** 2)
+
             library = hvd if compression is None else dgc
-            given = dgc.Compression.none if compression is None else compression
-            tape = library.DistributedGradientTape(tape, compression=given, sparse_as_dense=sparse_as_dense)
-            gradients = tape.gradient(loss, [table, weight])
+            gradients = m.reduced(loss, [table, weight], compression, library, sparse_as_dense=sparse_as_dense)
             if compression is not None:
                 assert isinstance(gradients[0], tf.IndexedSlices) is not sparse_as_dense
             inner.apply_gradients(zip(gradients, [table, weight], strict=True))
@@ -183,9 +183,7 @@ def float16_bfloat16_and_float64_variables():
             mine = tf.cast(tf.random.stateless_normal([40, 30], [3, hvd.rank()]), dtype)
 
             def one_step(variable=variable, compression=compression, mine=mine):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_sum(variable * mine)
-                return dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variable)
+                return m.reduced(lambda: tf.reduce_sum(variable * mine), variable, compression)
 
             result = (tf.function(one_step) if graph else one_step)()
             assert result.dtype == dtype
@@ -201,9 +199,11 @@ def a_non_finite_gradient_refuses_the_step_everywhere():
     for step in range(4):
         bad = step == 2 and hvd.rank() == 1
         factor = tf.constant(np.inf if bad else 1.0, tf.float32)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable * factor) + tf.reduce_sum(other)
-        gradients = dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, [variable, other])
+
+        def loss(factor=factor):
+            return tf.reduce_sum(variable * factor) + tf.reduce_sum(other)
+
+        gradients = m.reduced(loss, [variable, other], compression)
         finite = all(np.isfinite(g).all() for g in gradients)
         assert finite is (step != 2), (step, finite)
     assert compression.stats.refused_steps == 1
@@ -213,35 +213,24 @@ def a_non_finite_gradient_refuses_the_step_everywhere():
 @case
 def a_state_saved_in_the_middle_continues_bit_for_bit():
     for way in ("wrapper", "stock"):
-        model = m.make_model()
-        inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
-        variables = m.raw(model.trainable_variables)
+        model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
 
-        def start(way=way, inner=inner, variables=variables):
-            if way == "stock":
-                return dgc.Compression.dgc(variables, optimizer=inner, **m.SPARSE)
-            return dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
-
-        def steps(compression, first, last, way=way, inner=inner, variables=variables, model=model):
+        def steps(compression, library, first, last, inner=inner, model=model):
+            one = m.stepper(model, inner, compression, library, graph=False)
             for step in range(first, last):
                 inner.learning_rate = m.rate(step)
-                x, y = (tf.constant(t) for t in m.batch(step))
-                with tf.GradientTape() as tape:
-                    loss = m.loss_function(y, model(x))
-                tape = (dgc if way == "wrapper" else hvd).DistributedGradientTape(tape, compression=compression)
-                inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+                one(step)
 
-        first = start()
-        steps(first, 0, 9)
-        saved, weights = first.state_dict(), [v.numpy() for v in variables]
-        steps(first, 9, 15)
+        first, library = m.compressor(way, model, inner, **m.SPARSE)
+        steps(first, library, 0, 9)
+        saved, weights = first.state_dict(), m.values(model)
+        steps(first, library, 9, 15)
         wanted = m.values(model)
-        for variable, value in zip(variables, weights, strict=True):
-            variable.assign(value)
+        model.set_weights(weights)
         inner.momentum = 0.9
-        second = start()
+        second, _ = m.compressor(way, model, inner, **m.SPARSE)
         second.load_state_dict(saved)
-        steps(second, 9, 15)
+        steps(second, library, 9, 15)
         for a, b in zip(m.values(model), wanted, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -250,22 +239,12 @@ def a_state_saved_in_the_middle_continues_bit_for_bit():
 def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
     def prepare(way, graph):
         model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
-        variables = m.raw(model.trainable_variables)
-        named = (variables,) if way == "stock" else ()
-        compression = dgc.Compression.dgc(*named, optimizer=inner, **m.SPARSE)
-        library = dgc if way == "wrapper" else hvd
-
-        def one_step(x, y):
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            tape = library.DistributedGradientTape(tape, compression=compression)
-            inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
-
-        one_step = tf.function(one_step) if graph else one_step
+        compression, library = m.compressor(way, model, inner, **m.SPARSE)
+        one = m.stepper(model, inner, compression, library, graph)
 
         def train(first, last):
             for step in range(first, last):
-                one_step(*(tf.constant(array) for array in m.batch(step)))
+                one(step)
 
         return model, inner, compression, train
 

@@ -19,20 +19,13 @@ WAYS = {
 
 def loop(way, options, *, skipped=(), steps=10, graph=True, hvd_options=None):
     """``steps`` updates at changing learning rates; calls in ``skipped`` are exchanged and discarded."""
-    model = m.make_model()
-    inner = m.keras.optimizers.SGD(0.05, momentum=0.9)
+    model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
     variables = m.raw(model.trainable_variables)
-    given = (variables,) if way == "stock" else ()
-    compression = None if way == "dense" else dgc.Compression.dgc(*given, optimizer=inner, **options)
+    compression, library = m.compressor(way, model, inner, **options)
 
     def gradients_of(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        library = dgc if way == "wrapper" else hvd
-        chosen = dgc.Compression.none if compression is None else compression
-        return library.DistributedGradientTape(tape, compression=chosen, **(hvd_options or {})).gradient(
-            loss, variables
-        )
+        own = hvd_options or {}
+        return m.reduced(lambda: m.loss_function(y, model(x)), variables, compression, library, **own)
 
     if graph:
         gradients_of = tf.function(gradients_of)
@@ -88,20 +81,12 @@ def without_the_option_it_says_what_to_do():
 @case
 def a_rank_that_discards_alone_is_an_error_on_all():
     model = m.make_model()
-    variables = m.raw(model.trainable_variables)
     compression = dgc.Compression.dgc(momentum=0.9, discardable=True, **m.SPARSE)
-
-    def gradients_of(step):
-        x, y = m.batch(step)
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        return dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
-
-    gradients_of(0)
+    m.tape_step(model, compression)
     if hvd.rank() == 1:
         compression.discard_step()
     try:
-        gradients_of(1)
+        m.tape_step(model, compression, 1)
     except Exception as error:
         told = str(error)
     else:

@@ -1,7 +1,5 @@
 """What Horovod's wrappers offer beside the compressor: accumulation, local variables, loading; and what ours refuse."""
 
-import tempfile
-
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
@@ -20,8 +18,7 @@ TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": Tru
 def large_batches(steps=10):
     """A run without Horovod, on the same data as each rank's pairs of passes."""
     model = m.compile_model(None, learning_rate=0.05, process_set=m.alone())
-    x, y = m.dataset(steps, rank=0)
-    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    m.fit(model, steps, rank=0, batch_size=16)
     return m.values(model)
 
 
@@ -77,11 +74,8 @@ def two_dense_wrappers_in_one_graph_do_not_share_names():
     @tf.function
     def step(x, y):
         for optimizer, model in zip(optimizers, (first, second), strict=True):
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            variables = model.trainable_variables
-            gradients = tape.gradient(loss, m.raw(variables))
-            optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+            gradients = m.own_gradients(model, x, y)
+            optimizer.apply_gradients(list(zip(gradients, model.trainable_variables, strict=True)))
 
     for i in range(3):
         step(*map(tf.constant, m.batch(i)))
@@ -104,9 +98,7 @@ def a_dense_wrapper_adds_up_passes():
 
 @case("keras3")
 def a_dense_wrapper_takes_keras_accumulation():
-    model = m.make_model()
-    inner = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
-    model.compile(optimizer=dgck.DistributedOptimizer(inner), loss=m.loss_function)
+    model = m.compiled(keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2))
     m.fit(model, 10, rank=0)
     m.assert_close(m.values(model), large_batches(), 1e-5)
 
@@ -156,16 +148,14 @@ def gradients_of_local_variables_stay_on_their_rank():
 
 
 @case
-def local_variables_and_what_cannot_go_with_them():
+def passes_are_not_added_up_beside_local_variables():
     v, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
     gradients = [(tf.ones([64, 2]), v), (tf.ones([3]), own)]
-    adopted = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), compression=dgc.Compression.dgc())
     adding = dgck.DistributedOptimizer(
         keras.optimizers.SGD(1.0), compression=dgc.Compression.dgc(), backward_passes_per_step=2
     )
-    for optimizer, text in ((adopted, "momentum=0"), (adding, "backward_passes_per_step")):
-        optimizer.register_local_var(own)
-        m.assert_raises(lambda o=optimizer: o.apply_gradients(gradients), text, kinds=(ConfigError,))
+    adding.register_local_var(own)
+    m.assert_raises(lambda: adding.apply_gradients(gradients), "backward_passes_per_step", kinds=(ConfigError,))
     assert not np.asarray(own).any()
 
 
@@ -212,6 +202,9 @@ def a_partial_tape_leaves_layers_on_their_rank():
         mean = hvd.allreduce(local[0], op=hvd.Average, name="mean")
         m.assert_close([np.asarray(found[0])], [np.asarray(mean)], 1e-5)
         m.assert_close([np.asarray(found[-1])], [np.asarray(local[-1]) / hvd.size()], 1e-5)
+    own, shared = ours.get_local_and_global_gradients(loss, variables)
+    assert [v.ref() for v, _ in own] == [v.ref() for v in m.raw(last.trainable_variables)]
+    assert [v.ref() for v, _ in (*shared, *own)] == [v.ref() for v in variables]
     m.assert_raises(
         lambda: dgc.PartialDistributedGradientTape(tape, compression=compression, local_layers=[3]), "Keras layers"
     )
@@ -222,17 +215,13 @@ def a_partial_tape_leaves_layers_on_their_rank():
 
 @case
 def load_model_makes_a_dense_model_distributed():
-    model = m.make_model()
-    model.compile(optimizer=keras.optimizers.SGD(m.schedule(), momentum=0.9), loss=m.loss_function)
+    model = m.compiled(keras.optimizers.SGD(m.schedule(), momentum=0.9), wrapped=False)
     m.fit(model, 12, rank=0)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save(f"{folder}/model.keras")
-        loaded = dgck.load_model(f"{folder}/model.keras", compression=dgc.Compression.dgc(**m.SPARSITY_0))
-        loaded.save(f"{folder}/ours.keras")
-        again = dgck.load_model(f"{folder}/ours.keras")
-        m.assert_raises(
-            lambda: dgck.load_model(f"{folder}/ours.keras", compression=dgc.Compression.dgc()), "leave compression out"
-        )
+    loaded = m.reloaded(model, dgck.load_model, compression=dgc.Compression.dgc(**m.SPARSITY_0))
+    again = m.reloaded(loaded, dgck.load_model)
+    m.assert_raises(
+        lambda: m.reloaded(loaded, dgck.load_model, compression=dgc.Compression.dgc()), "leave compression out"
+    )
     assert again.optimizer.compression.config.sparsity == loaded.optimizer.compression.config.sparsity
     m.fit(model, 6, 12, rank=0)
     m.fit(loaded, 6, 12, rank=0)
@@ -254,8 +243,7 @@ class TellsOfItself(keras.optimizers.SGD):
 
 @case
 def callbacks_know_a_users_optimizer_from_one_of_ours():
-    model = m.make_model(seed=1 + hvd.rank())
-    model.compile(optimizer=TellsOfItself(0.05), loss=m.loss_function)
+    model = m.compiled(TellsOfItself(0.05), m.make_model(seed=1 + hvd.rank()), wrapped=False)
     for _ in range(2):
         m.fit(model, 1, rank=0, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
     m.assert_replicas(m.values(model))
@@ -268,12 +256,9 @@ def callbacks_know_a_users_optimizer_from_one_of_ours():
 
 @case("keras3")
 def load_model_knows_a_users_optimizer_from_one_of_ours():
-    model = m.make_model()
-    model.compile(optimizer=TellsOfItself(0.05, momentum=0.9), loss=m.loss_function)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save(f"{folder}/model.keras")
-        known = {"custom_objects": {"TellsOfItself": TellsOfItself}}
-        loaded = dgck.load_model(f"{folder}/model.keras", compression=dgc.Compression.dgc(**m.SPARSE), **known)
+    model = m.compiled(TellsOfItself(0.05, momentum=0.9), wrapped=False)
+    known = {"custom_objects": {"TellsOfItself": TellsOfItself}}
+    loaded = m.reloaded(model, dgck.load_model, compression=dgc.Compression.dgc(**m.SPARSE), **known)
     m.fit(loaded, 2)
     assert loaded.optimizer.compression.stats.steps == 2
     m.assert_replicas(m.values(loaded))
@@ -298,20 +283,14 @@ def a_model_that_lacks_options_loads_and_asks_for_them_before_it_is_trained():
             compression, model=model, optimizer=optimizer, learning_rate=0.05, run_eagerly=True, **arguments
         )
         m.fit(model, 1, rank=0)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(f"{folder}/model.keras")
-            again = keras.models.load_model(f"{folder}/model.keras")
-            given = dgck.load_model(f"{folder}/model.keras", compression=dgc.Compression.dgc())
+        again = m.reloaded(model)
+        given = m.reloaded(model, dgck.load_model, compression=dgc.Compression.dgc())
         text = m.assert_raises(lambda c=again: m.fit(c, 1), "which cannot be saved", "DistributedOptimizer(")
         assert f"saved with {name}," in text, text
         iterations = int(again.optimizer.iterations)
         assert iterations == 1
         # As the error says: the loaded optimizer is given its options again.
-        again.compile(
-            optimizer=dgck.DistributedOptimizer(again.optimizer, compression=dgc.Compression.dgc()),
-            loss=m.loss_function,
-            run_eagerly=True,
-        )
+        m.compiled(again.optimizer, again, compression=dgc.Compression.dgc(), run_eagerly=True)
         for whole in (again, given):
             m.fit(whole, 1, first=1)
             m.assert_replicas(m.values(whole))

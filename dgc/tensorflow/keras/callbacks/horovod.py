@@ -28,13 +28,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
-        """Broadcast from ``root_rank``.
+        """Broadcast from ``root_rank``; ``local_variables`` (one or several) stay as they are on each rank.
 
-        Args:
-            root_rank: whose values everybody gets.
-            device: accepted for Horovod's sake.
-            local_variables: a variable or several that stay as they are on each rank; not ones that are trained
-                together, whose gradients are exchanged.
+        Those are not trained together. ``device`` is accepted for Horovod's sake.
         """
         super().__init__()
         self._root_rank = root_rank
@@ -90,10 +86,12 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             return False
         optimizer = self.model.optimizer
         engine, members = _engine_of(optimizer), _process_set_of(optimizer)
+        ours = distributed_in(optimizer)
+        missing = () if ours is None else ours._dgc_settings.missing
         set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
-        own = [int(engine is not None and engine.was_changed()), bool(_missing(optimizer)), engine is not None, set_id]
+        own = [int(engine is not None and engine.was_changed()), bool(missing), engine is not None, set_id]
         rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
-        _refuse_one_sided(optimizer, rows, set_id)
+        _refuse_one_sided(missing, rows, set_id)
         return bool(rows[:, 0].any())
 
     def _broadcast(self, was_loaded: bool = False) -> None:
@@ -127,30 +125,20 @@ def _engine_of(optimizer: Optimizer) -> Any:
     return None if ours is None or ours.compression is None else ours.compression.engine
 
 
-def _missing(optimizer: Optimizer) -> tuple[str, ...]:
-    """Names of options without which a loaded model's optimizer cannot exchange."""
-    ours = distributed_in(optimizer)
-    return () if ours is None or is_alone(ours.process_set) is not False else ours._dgc_settings.lost
-
-
-def _refuse_one_sided(optimizer: Optimizer, rows: np.ndarray, set_id: int) -> None:
+def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
     """Say on every rank what some have loaded and cannot train, or cannot train with the others.
 
-    Args:
-        optimizer: this rank's.
-        rows: of each rank whether its variables changed, whether it lacks options, whether its compressor is bound, and
-            the number of its process set.
-        set_id: this rank's number of the process set.
+    ``missing`` and ``set_id`` are this rank's; ``rows`` are those that all ranks have sent.
 
     Raises:
         ConfigError: a rank lacks options.
         LayoutError: some ranks of the set have a compressor that is bound, and others have not.
     """
-    missing = np.flatnonzero(rows[:, 1]).tolist()
-    if missing:
-        names = ", ".join(_missing(optimizer)) or "options of its optimizer"
+    lacking = np.flatnonzero(rows[:, 1]).tolist()
+    if lacking:
+        names = ", ".join(missing) or "options of its optimizer"
         raise ConfigError(
-            f"rank {missing[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
+            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
             "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
             "compression=..., process_set=...), loss=...), before you train it further"
         )
@@ -218,10 +206,10 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
-    """Multiplies the learning rate by a function of the epoch.
+    """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
 
-    Horovod's ``momentum_correction`` is not needed: the compressor keeps the adopted momentum in step with every
-    change of the learning rate. It is accepted and has no effect.
+    ``momentum_correction`` has no effect: the compressor keeps the adopted momentum in step with every change of the
+    learning rate.
     """
 
     def __init__(
@@ -236,14 +224,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     ) -> None:
         """Set the learning rate to ``initial_lr * multiplier(epoch)`` in epochs [start_epoch, end_epoch).
 
-        Args:
-            initial_lr: the learning rate at multiplier 1.
-            multiplier: a function of the epoch, or the base of an exponential decay.
-            start_epoch: first epoch in which the callback acts.
-            end_epoch: first epoch in which it no longer acts; None for never.
-            staircase: change at epochs only, instead of at every step.
-            momentum_correction: without effect.
-            steps_per_epoch: needed with ``staircase=False`` where Keras does not know it.
+        ``multiplier`` is a function of the epoch, or the base of an exponential decay. With ``staircase`` it acts at
+        epochs only, instead of at every step, for which ``steps_per_epoch`` is needed where Keras does not know it.
 
         Raises:
             ConfigError: ``initial_lr`` is None.
@@ -265,19 +247,14 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         """Set the learning rate."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
-        if self.staircase:
-            if batch == 0:
-                self._set(self._epoch)
-            return
-        self._set(self._epoch + batch / self._steps())
+        if not self.staircase or batch == 0:
+            epoch = self._epoch if self.staircase else self._epoch + batch / self._steps()
+            self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the learning rate as ``lr``."""
         if logs is not None:
             logs["lr"] = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
-
-    def _set(self, epoch: float) -> None:
-        self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
 
     def _steps(self) -> int:
         steps = self.steps_per_epoch or self.params.get("steps")
@@ -300,15 +277,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Warm up over ``warmup_epochs``.
-
-        Args:
-            initial_lr: the learning rate after the warm-up (the one for all ranks together).
-            warmup_epochs: its length.
-            momentum_correction: without effect, see :class:`LearningRateScheduleCallback`.
-            steps_per_epoch: needed where Keras does not know it.
-            verbose: print the final learning rate on rank 0.
-        """
+        """Warm up to ``initial_lr``, the one for all ranks together; ``verbose`` prints it in the end on rank 0."""
         hvd = import_horovod()
 
         def multiplier(epoch: float) -> float:

@@ -12,8 +12,8 @@ from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay,
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
-from dgc.tensorflow.reduce.context import ReduceOptions
 from dgc.tensorflow.reduce.settings import Settings
+from dgc.tensorflow.reduce.step import ReduceOptions
 
 _PLACE = ("iterations", "learning_rate")
 """What a state holds beside the compressor's."""

@@ -35,8 +35,8 @@ from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import Variable, describe, raw_variable, unique_names
 from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
-from dgc.tensorflow.reduce.context import Context, Gradient
 from dgc.tensorflow.reduce.reducer import Reducer
+from dgc.tensorflow.reduce.step import Context, Gradient
 from dgc.transport.agreement import agree_or_raise
 
 
@@ -178,10 +178,9 @@ class MomentumCompressor(DGCCompressor):
         engine = self.engine
         assert engine is not None
         result = list(gradients)
-        for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        for place, (gradient, index) in enumerate(zip(gradients, engine.indices(variables), strict=True)):
             if not isinstance(gradient, tf.IndexedSlices):
                 continue
-            index = engine.index_of(variable)
             if index in self._compressed:
                 engine.fail(sparse_refusal(engine.names[index]))
             result[place] = tf.convert_to_tensor(gradient)
@@ -191,11 +190,13 @@ class MomentumCompressor(DGCCompressor):
         """Results times their variables' factors of the learning rate, which no momentum contains."""
         if not self.parameter_learning_rate:
             return list(results)
-        names = unique_names(list(variables)) if self.engine is None else self.engine.names
+        if self.engine is None:
+            names = unique_names(list(variables))
+        else:
+            names = [self.engine.names[index] for index in self.engine.indices(variables)]
         scaled = []
-        for place, (result, variable) in enumerate(zip(results, variables, strict=True)):
-            index = place if self.engine is None else self.engine.index_of(variable)
-            factor = self._factor_of(names[place if index is None else index])
+        for result, name in zip(results, names, strict=True):
+            factor = self._factor_of(name)
             assert not isinstance(result, Entries), "they are not asked for where there are factors"
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
         return scaled

@@ -4,10 +4,7 @@ import errno
 import inspect
 import os
 import shutil
-import tempfile
 import threading
-import warnings
-from pathlib import Path
 
 import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
@@ -52,18 +49,8 @@ CALLBACKS = {
 }
 
 
-def shared_folder():
-    """A folder that all ranks of this job see."""
-    name = np.frombuffer(tempfile.mkdtemp(prefix="dgc-keras-").encode().ljust(200), np.uint8)
-    return Path(hvd.broadcast(tf.constant(name), 0, name="folder").numpy().tobytes().decode().strip())
-
-
-def barrier():
-    hvd.allreduce(tf.zeros(1), name="barrier")
-
-
 def remove(folder):
-    barrier()
+    m.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(folder)
 
@@ -92,15 +79,13 @@ def compiled(schedule=0.05, seed=1, **options):
 def every_schedule_of_keras_goes_on_from_a_checkpoint():
     made = {n for n, s in inspect.getmembers(S, inspect.isclass) if issubclass(s, S.LearningRateSchedule)}
     assert made - {"LearningRateSchedule"} <= set(SCHEDULES), "a schedule of Keras is not tested"
-    folder = shared_folder()
+    folder = m.shared_folder()
     for name, make in SCHEDULES.items():
         own = CALLBACKS.get(name, lambda: None)
         callbacks = [c for c in (own(),) if c is not None]
         straight = compiled(make())
         m.fit(straight, 2, callbacks=[*callbacks, dgck.callbacks.CompressionCheckpoint(folder / name)])
-        if hvd.rank() == 0:
-            straight.save(folder / "model.keras")
-        barrier()
+        m.save(straight, folder / "model.keras")
         resumed = keras.models.load_model(folder / "model.keras")
         resumed.compile(optimizer=resumed.optimizer, loss=m.loss_function, run_eagerly=True)
         m.fit(straight, 2, first=2, callbacks=callbacks)
@@ -139,7 +124,7 @@ DAMAGES = {
 
 @case
 def a_file_that_cannot_be_read_is_named_on_every_rank():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = compiled()
     m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "good")])
     other = compiled(seed=2)
@@ -150,7 +135,7 @@ def a_file_that_cannot_be_read_is_named_on_every_rank():
             for rank in range(hvd.size()):
                 shutil.copy(folder / f"good.rank{rank}.npz", folder / f"{name}.rank{rank}.npz")
             damage(folder / f"{name}.rank1.npz")
-        barrier()
+        m.barrier()
         reading = dgck.callbacks.CompressionCheckpoint(folder / name)
         on_every_rank(lambda: m.fit(other, 1, callbacks=[reading]), text)  # noqa: B023
         for a, b in zip(m.values(other), before, strict=True):
@@ -161,7 +146,7 @@ def a_file_that_cannot_be_read_is_named_on_every_rank():
 
 @case
 def a_full_disk_on_one_rank_leaves_all_old_files():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = compiled()
     m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
     own = folder / f"state.rank{hvd.rank()}.npz"
@@ -178,7 +163,7 @@ def a_full_disk_on_one_rank_leaves_all_old_files():
         )
     finally:
         os.fsync = flush
-    barrier()
+    m.barrier()
     assert own.read_bytes() == before
     assert len(list(folder.iterdir())) == hvd.size()
     said = []
@@ -201,10 +186,8 @@ def a_full_disk_on_one_rank_leaves_all_old_files():
 
 def lost_in(model, first, *callbacks):
     """What the warning of a lost state names in two more steps; None without one."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with m.warned("nothing was loaded into the compressor") as texts:
         m.fit(model, 2, first=first, callbacks=callbacks)
-    texts = [str(w.message) for w in caught if "nothing was loaded into the compressor" in str(w.message)]
     assert len(texts) <= (hvd.rank() == 0), texts
     assert all("CompressionCheckpoint keeps both" in text for text in texts)
     said = hvd.broadcast_object("".join(texts), name="said")
@@ -213,7 +196,7 @@ def lost_in(model, first, *callbacks):
 
 @case
 def a_model_that_goes_on_without_the_compressor_s_state_says_so():
-    folder = shared_folder()
+    folder = m.shared_folder()
     adam = m.make_model(width=16)
     adam.compile(dgck.DistributedOptimizer(keras.optimizers.Adam(), compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
     paddle = m.make_model(width=16)
@@ -228,24 +211,20 @@ def a_model_that_goes_on_without_the_compressor_s_state_says_so():
         keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
         assert lost_in(model, 0, keep) is None
         path = folder / "model.keras"
-        if hvd.rank() == 0:
-            model.save(path)
-        barrier()
+        m.save(model, path)
         assert lost_in(model, 2) is None, "nothing was loaded"
         loaded = keras.models.load_model(path)
         assert lost_in(loaded, 2) == lost.strip()
         assert lost_in(loaded, 4) is None, "once is enough"
         assert lost_in(keras.models.load_model(path), 2, keep) is None, "the callback has brought it back"
-        if hvd.rank() == 0:
-            loaded.save(path)  # and of a model that was loaded, and saved once more
-        barrier()
+        m.save(loaded, path)  # and of a model that was loaded, and saved once more
         assert lost_in(keras.models.load_model(path), 4) == lost.strip()
     remove(folder)
 
 
 @case
 def weights_loaded_between_two_fits_say_what_is_lost():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model, root = compiled(), dgck.callbacks.BroadcastGlobalVariablesCallback(0)
     keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
     path = str(folder / f"rank{hvd.rank()}.weights.h5")

@@ -1,7 +1,6 @@
 """mixed_float16 on real ranks: one rank's overflow must be everybody's."""
 
 import itertools
-import tempfile
 
 import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
@@ -67,18 +66,14 @@ def a_loss_scale_optimizer_inside_is_taken_as_it_is():
 @case
 def the_scale_of_a_dense_run_goes_on():
     """Loaded and made distributed: from the initial scale on, every rank would skip one step after the other."""
-    model = m.make_model()
-    model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss=m.loss_function, run_eagerly=True)
+    model = m.compiled(keras.optimizers.SGD(0.01, momentum=0.9), wrapped=False, run_eagerly=True)
     m.fit(model, 2, rank=0)
     own = model.optimizer
     counter = own._loss_scale.counter if m.LEGACY else own.step_counter
     (own._loss_scale._current_loss_scale if m.LEGACY else own.dynamic_scale).assign(64.0)
     counter.assign(5)
     for compression in (None, dgc.Compression.dgc(**m.SPARSE)):
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(f"{folder}/model.keras")
-            plain = keras.models.load_model(f"{folder}/model.keras")
-            loaded = dgck.load_model(f"{folder}/model.keras", compression=compression)
+        plain, loaded = m.reloaded(model), m.reloaded(model, dgck.load_model, compression=compression)
         # Legacy Keras does not save the scale in this format.
         assert scale_of(loaded.optimizer) == scale_of(plain.optimizer)
         assert m.LEGACY or scale_of(loaded.optimizer) == 64.0

@@ -1,8 +1,5 @@
 """Keras' fit on real ranks; the same cases under Keras 3 and, with TF_USE_LEGACY_KERAS=1, under legacy Keras."""
 
-import os
-import tempfile
-
 import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
 import numpy as np
@@ -15,16 +12,6 @@ from dgc.core.state.file import load_state
 
 keras = m.keras
 ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
-
-
-def shared_folder():
-    """A folder that all ranks of this job see."""
-    name = np.frombuffer(tempfile.mkdtemp(prefix="dgc-keras-").encode().ljust(200), np.uint8)
-    return hvd.broadcast(tf.constant(name), 0, name="folder").numpy().tobytes().decode().strip()
-
-
-def barrier():
-    hvd.allreduce(tf.zeros(1), name="barrier")
 
 
 @case
@@ -82,8 +69,7 @@ def run_eagerly_is_the_same():
 @case
 def accumulated_passes_equal_one_large_batch():
     dense = m.compile_model(None, learning_rate=0.05)
-    x, y = m.dataset(10)
-    dense.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    m.fit(dense, 10, batch_size=16)
     compression = dgc.Compression.dgc(**m.SPARSITY_0)
     model = m.compile_model(
         compression, learning_rate=0.05, backward_passes_per_step=2, average_aggregated_gradients=True
@@ -94,28 +80,10 @@ def accumulated_passes_equal_one_large_batch():
     assert int(model.optimizer.iterations) == 10
 
 
-@case("keras3")
-def keras_gradient_accumulation_equals_one_large_batch():
-    dense = m.compile_model(None, learning_rate=0.05)
-    x, y = m.dataset(10)
-    dense.fit(x, y, batch_size=16, shuffle=False, verbose=0)
-    compression = dgc.Compression.dgc(**m.SPARSITY_0)
-    model = m.make_model()
-    inner = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
-    model.compile(optimizer=dgck.DistributedOptimizer(inner, compression=compression), loss=m.loss_function)
-    m.fit(model, 10)
-    m.assert_close(m.values(model), m.values(dense), 1e-5)
-    assert compression.stats.steps == 5
-    assert int(model.optimizer.iterations) == 5
-
-
 @case
 def other_optimizers_keep_their_state_and_get_error_feedback():
     compression = dgc.Compression.dgc(**m.SPARSE)
-    model = m.make_model()
-    model.compile(
-        optimizer=dgck.DistributedOptimizer(keras.optimizers.Adam(1e-3), compression=compression), loss=m.loss_function
-    )
+    model = m.compiled(keras.optimizers.Adam(1e-3), compression=compression, run_eagerly=True)
     m.fit(model)
     m.assert_replicas(m.values(model))
     assert compression.adoption.momentum == 0
@@ -125,7 +93,7 @@ def other_optimizers_keep_their_state_and_get_error_feedback():
 def the_root_s_weights_and_averaged_metrics_reach_everybody():
     model = m.make_model(seed=1 + hvd.rank())
     compression = dgc.Compression.dgc(**m.SPARSE)
-    m.compile_model(compression, model=model)
+    m.compile_model(compression, model=model, run_eagerly=True)
     assert m.replicas_differ(m.values(model))
     history = m.fit(model, 6, callbacks=[ROOT(0), dgck.callbacks.MetricAverageCallback()])
     m.assert_replicas(m.values(model))
@@ -136,19 +104,11 @@ def the_root_s_weights_and_averaged_metrics_reach_everybody():
 def warm_up_and_schedule_callbacks_equal_dense():
     def run(compression):
         model = m.compile_model(compression, learning_rate=0.05)
-        x, y = m.dataset(6)
-        model.fit(
-            x,
-            y,
-            batch_size=8,
-            epochs=4,
-            shuffle=False,
-            verbose=0,
-            callbacks=[
-                dgck.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=2),
-                dgck.callbacks.LearningRateScheduleCallback(0.05, 0.5, start_epoch=2),
-            ],
-        )
+        callbacks = [
+            dgck.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=2),
+            dgck.callbacks.LearningRateScheduleCallback(0.05, 0.5, start_epoch=2),
+        ]
+        m.fit(model, 6, callbacks=callbacks, epochs=4)
         rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
         return m.values(model), rate
 
@@ -160,19 +120,17 @@ def warm_up_and_schedule_callbacks_equal_dense():
 
 @case
 def a_saved_and_reloaded_run_continues_identically_on_each_rank():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), optimizer="nesterov", learning_rate=0.05)
-    checkpoint = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
     m.fit(model, 12, callbacks=[checkpoint])
     # The optimizer's schedule position, velocity and our residuals must all be there for the next line to hold.
-    path = os.path.join(folder, "model.keras")
-    if hvd.rank() == 0:
-        model.save(path)
-    barrier()
+    path = folder / "model.keras"
+    m.save(model, path)
     again = keras.models.load_model(path)
     assert type(again.optimizer).__name__ == type(model.optimizer).__name__
     m.fit(model, 10, first=12)
-    restoring = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    restoring = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
     m.fit(again, 10, first=12, callbacks=[restoring])
     for a, b in zip(m.values(model), m.values(again), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -184,16 +142,14 @@ def a_saved_and_reloaded_run_continues_identically_on_each_rank():
 
 @case
 def without_the_residuals_a_reloaded_run_is_refused_or_differs():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
     m.fit(model, 12)
-    path = os.path.join(folder, "model.keras")
-    if hvd.rank() == 0:
-        model.save(path)
-    barrier()
+    path = folder / "model.keras"
+    m.save(model, path)
     again = keras.models.load_model(path)
     m.assert_raises(
-        lambda: m.fit(again, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "nothing"))]),
+        lambda: m.fit(again, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "nothing")]),
         "restore the model and the compressor from the same moment",
     )
     m.fit(model, 10, first=12)
@@ -204,19 +160,17 @@ def without_the_residuals_a_reloaded_run_is_refused_or_differs():
 @case
 def only_one_rank_loads_the_model():
     """Keras names a loaded model's variables otherwise than a built one's, and its learning rate is its own."""
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
     m.fit(model, 4)
     model.optimizer.learning_rate = 0.025
-    checkpoint = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
     m.fit(model, 4, first=4, callbacks=[checkpoint])
-    path = os.path.join(folder, "model.keras")
-    if hvd.rank() == 0:
-        model.save(path)
-    barrier()
+    path = folder / "model.keras"
+    m.save(model, path)
     built = m.compile_model(dgc.Compression.dgc(**m.SPARSE), model=m.make_model(7), learning_rate=0.05)
     again = keras.models.load_model(path) if hvd.rank() == 0 else built
-    restoring = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "dgc-{epoch:02d}"))
+    restoring = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
     m.fit(again, 4, first=8, callbacks=[ROOT(0), restoring])
     m.fit(model, 4, first=8)
     m.assert_replicas(m.values(again))
@@ -227,19 +181,17 @@ def only_one_rank_loads_the_model():
 @case
 def only_one_rank_loads_a_model_that_the_others_cannot_go_on_with():
     """One that lacks options, and one while the others go on with a compressor that has made steps."""
-    folder = shared_folder()
+    folder = m.shared_folder()
     options = {} if hvd.rank() else {"loss_scale": lambda: 1.0}
     saved = m.compile_model(dgc.Compression.dgc(**options), run_eagerly=True)
     whole = m.compile_model(dgc.Compression.dgc(**m.SPARSE))
     for model in (saved, whole):
         m.fit(model, 1)
-    if hvd.rank() == 0:
-        saved.save(os.path.join(folder, "lacks.keras"))
-        whole.save(os.path.join(folder, "whole.keras"))
-    barrier()
+    m.save(saved, folder / "lacks.keras")
+    m.save(whole, folder / "whole.keras")
     fresh = m.compile_model(dgc.Compression.dgc(), model=m.make_model())
     for name, others, text in (("lacks", fresh, "which cannot be saved"), ("whole", whole, "load it on every rank")):
-        model = others if hvd.rank() else keras.models.load_model(os.path.join(folder, f"{name}.keras"))
+        model = others if hvd.rank() else keras.models.load_model(folder / f"{name}.keras")
         told = m.assert_raises(lambda: m.fit(model, 1, callbacks=[ROOT(0)]), text)  # noqa: B023
         assert "rank 0" in told or hvd.rank() == 0
     m.fit(whole, 1)
@@ -248,16 +200,15 @@ def only_one_rank_loads_a_model_that_the_others_cannot_go_on_with():
 
 @case
 def a_checkpoint_added_in_a_second_fit_and_one_every_few_steps():
-    folder = shared_folder()
+    folder = m.shared_folder()
     model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
     model.compile(optimizer=model.optimizer, loss=m.loss_function, steps_per_execution=4)
     m.fit(model, 8)
-    often = dgck.callbacks.CompressionCheckpoint(os.path.join(folder, "often"), save_freq=4)
+    often = dgck.callbacks.CompressionCheckpoint(folder / "often", save_freq=4)
     m.fit(model, 8, first=8, callbacks=[often])
-    assert os.path.exists(os.path.join(folder, f"often.rank{hvd.rank()}.npz"))
     again = m.compile_model(dgc.Compression.dgc(**m.SPARSE), model=m.make_model(), learning_rate=0.05)
     again.optimizer.bind(again.trainable_variables)
-    state = load_state(os.path.join(folder, f"often.rank{hvd.rank()}.npz"))
+    state = load_state(folder / f"often.rank{hvd.rank()}.npz")
     assert state["step"] == 16
 
 
@@ -266,10 +217,8 @@ def a_model_without_variables_is_broadcast_after_its_first_step():
     for steps, eager in ((1, False), (1, True), (4, False)):
         keras.utils.set_random_seed(1 + hvd.rank())
         model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(3)])
-        optimizer = dgck.DistributedOptimizer(
-            keras.optimizers.SGD(0.05, momentum=0.9), compression=dgc.Compression.dgc()
-        )
-        model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager, steps_per_execution=steps)
+        options = {"run_eagerly": eager, "steps_per_execution": steps}
+        m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), model, compression=dgc.Compression.dgc(), **options)
         if steps == 1:
             m.fit(model, 6, callbacks=[ROOT(0)])
             m.assert_replicas(m.values(model))
@@ -285,21 +234,19 @@ def evaluate_and_predict_talk_to_nobody():
         x, y = m.batch(0)
         assert np.isfinite(model.evaluate(x, y, verbose=0))
         assert model.predict(x, verbose=0).shape == (8, 3)
-    barrier()
+    m.barrier()
 
 
 @case
 def a_dense_run_s_momentum_becomes_u():
-    folder = shared_folder()
-    plain = m.make_model()
-    plain.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss=m.loss_function)
+    folder = m.shared_folder()
+    plain = m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), wrapped=False)
     # The same data on all ranks, so that a run without Horovod is a dense run.
     m.fit(plain, 6, rank=0)
-    path = os.path.join(folder, f"dense{hvd.rank()}.keras")
+    path = folder / f"dense{hvd.rank()}.keras"
     plain.save(path)
     model = keras.models.load_model(path)
-    distributed = dgck.DistributedOptimizer(model.optimizer, compression=dgc.Compression.dgc(**m.SPARSITY_0))
-    model.compile(optimizer=distributed, loss=m.loss_function)
+    m.compiled(model.optimizer, model, compression=dgc.Compression.dgc(**m.SPARSITY_0))
     m.fit(model, 6, first=6, rank=0)
     m.fit(plain, 6, first=6, rank=0)
     m.assert_close(m.values(model), m.values(plain), 1e-5)

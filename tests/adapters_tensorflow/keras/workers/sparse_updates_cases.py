@@ -37,9 +37,7 @@ def eagerly(model, optimizer, steps, each=None):
         if each is not None:
             each(model, optimizer, step)
         x, y = m.batch(step)
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x.astype(model.dtype)))
-        gradients = tape.gradient(loss, m.raw(model.trainable_variables))
+        gradients = m.own_gradients(model, x.astype(model.dtype), y)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         yield
 
@@ -74,18 +72,9 @@ def rates(model, optimizer, step):
 
 
 @case
-def sgd_without_momentum():
-    both(wrapped(sgd()), train=lambda *a: eagerly(*a, rates))
-
-
-@case
-def sgd_with_momentum():
-    both(wrapped(sgd(momentum=0.9)), train=lambda *a: eagerly(*a, rates))
-
-
-@case
-def sgd_with_nesterov():
-    both(wrapped(sgd(momentum=0.9, nesterov=True)), train=lambda *a: eagerly(*a, rates))
+def sgd_without_momentum_with_it_and_with_nesterov():
+    for options in ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}):
+        both(wrapped(sgd(**options)), train=lambda *a: eagerly(*a, rates))
 
 
 @case
@@ -190,9 +179,7 @@ def sparse_gradients_beside_it():
     def train(model, optimizer, steps):
         for step in range(steps):
             x, y = m.batch(step)
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(np.abs(x * 10).astype(np.int32)))
-            gradients = tape.gradient(loss, m.raw(model.trainable_variables))
+            gradients = m.own_gradients(model, np.abs(x * 10).astype(np.int32), y)
             given = gradients[0]
             poison = np.nan if step == 9 and hvd.rank() == 1 else 1.0
             gradients[0] = tf.IndexedSlices(given.values * poison, given.indices, given.dense_shape)
@@ -220,9 +207,7 @@ def what_was_read_before_a_step_stays():
     @tf.function
     def step(x, y):
         early = tf.identity(variable)
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        gradients = tape.gradient(loss, m.raw(model.trainable_variables))
+        gradients = m.own_gradients(model, x, y)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return early, tf.identity(variable)
 
@@ -344,9 +329,7 @@ def gradients_that_a_script_gets_are_dense():
     model = m.make_model()
     variables = m.raw(model.trainable_variables)
     compression = dgc.Compression.dgc(**OPTIONS, momentum=0)
-    with tf.GradientTape() as tape:
-        loss = m.loss_function(m.batch(0)[1], model(m.batch(0)[0]))
-    gradients = dgc.DistributedGradientTape(tape, compression=compression).gradient(loss, variables)
+    gradients = m.tape_step(model, compression)
     assert all(g.shape == v.shape for g, v in zip(gradients, variables, strict=True))
     assert compression.describe()["updates"] == "dense: the reduced gradients are returned to the script"
 
@@ -356,10 +339,7 @@ def gradients_aggregated_by_hand_are_dense():
 
     def train(model, optimizer, steps):
         for step in range(steps):
-            x, y = m.batch(step)
-            with tf.GradientTape() as tape:
-                loss = m.loss_function(y, model(x))
-            pairs = zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+            pairs = zip(m.own_gradients(model, *m.batch(step)), model.trainable_variables, strict=True)
             pairs = optimizer.aggregate_gradients(pairs)
             assert all(g.shape == v.shape for g, v in pairs)
             optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)

@@ -20,6 +20,15 @@ def variables():
     return tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
 
 
+def gradients_beside_local(shared, own, compression, library=dgc):
+    """Gradients of the sum of all variables behind a tape that leaves the one of ``own`` on its rank."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in (*shared, own)])
+    tape = library.DistributedGradientTape(tape, compression=compression)
+    tape.register_local_source(own)
+    return tape.gradient(loss, [*shared, own])
+
+
 # -- in graphs -----------------------------------------------------------------------------------------------------
 
 
@@ -68,12 +77,7 @@ def a_tape_hands_local_gradients_over_after_the_exchange():
 
         @tf.function
         def step(compression=compression, shared=shared, own=own):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
-            tape = dgc.DistributedGradientTape(tape, compression=compression)
-            tape.register_local_source(own)
-            _, gradient = tape.gradient(loss, [shared, own])
-            own.assign_sub(gradient)
+            own.assign_sub(gradients_beside_local([shared], own, compression)[1])
 
         graph = Graph(step)
         (update,) = graph.of_type("AssignSubVariableOp")
@@ -165,11 +169,7 @@ def ways():
     """name -> (compressor, what makes an eager step of a shared and a local gradient)."""
 
     def tape_step(compression, shared, own):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        tape.register_local_source(own)
-        tape.gradient(loss, [shared, own])
+        gradients_beside_local([shared], own, compression)
 
     def optimizer_step(optimizer):
         def step(compression, shared, own):
@@ -235,13 +235,9 @@ def beside_momentum_one_rank_alone_is_an_error_on_all():
         compression = dgc.Compression.dgc(momentum=0.9)
 
         def step(compression=compression, shared=shared, own=own):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
-            tape = dgc.DistributedGradientTape(tape, compression=compression)
             if hvd.rank() == 1:
-                tape.register_local_source(own)
-                return tape.gradient(loss, [shared, own])
-            return tape.gradient(loss, [shared])
+                return gradients_beside_local([shared], own, compression)
+            return m.reduced(lambda: tf.reduce_sum(shared), [shared], compression)
 
         m.assert_raises(step if eager else tf.function(step), "local variables", "momentum=0")
         assert compression.stats.steps == 0
@@ -265,11 +261,7 @@ def alone_beside_momentum_they_are_refused_too():
 def alone_they_are_scaled_like_horovods():
     for compression in (dgc.Compression.dgc(momentum=0), None):
         own = variables()[1]
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(own)
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        tape.register_local_source(own)
-        (gradient,) = tape.gradient(loss, [own])
+        (gradient,) = gradients_beside_local([], own, compression)
         np.testing.assert_allclose(np.asarray(gradient), 1.0 / hvd.size())
 
 
@@ -282,11 +274,8 @@ def stock_tape(compression, inner, steps=4, graph=False):
     given = compression(shared)
 
     def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
-        tape = hvd.DistributedGradientTape(tape, compression=given)
-        tape.register_local_source(own)
-        inner.apply_gradients(zip(tape.gradient(loss, [shared, own]), [shared, own], strict=True))
+        gradients = gradients_beside_local([shared], own, given, hvd)
+        inner.apply_gradients(zip(gradients, [shared, own], strict=True))
 
     run = tf.function(step) if graph else step
     for _ in range(steps):
@@ -324,11 +313,7 @@ def a_momentum_that_is_assigned_later_is_refused_behind_horovods_tape():
 
     @tf.function
     def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
-        tape = hvd.DistributedGradientTape(tape, compression=compression)
-        tape.register_local_source(own)
-        return tape.gradient(loss, [shared, own])
+        return gradients_beside_local([shared], own, compression, hvd)
 
     step()
     inner.momentum = 0.9
@@ -368,10 +353,7 @@ def a_users_own_attributes_are_not_horovods():
             self.compression = dgc.Compression.dgc([self.shared], optimizer=inner, **m.SPARSITY_0)
 
         def step(self):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(self.shared)
-            tape = hvd.DistributedGradientTape(tape, compression=self.compression)
-            return tape.gradient(loss, [self.shared])
+            return m.reduced(lambda: tf.reduce_sum(self.shared), [self.shared], self.compression, hvd)
 
     for graph in (False, True):
         script = Script()
