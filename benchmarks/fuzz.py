@@ -32,19 +32,11 @@ from contract_tools import CASES, Alone, Case  # noqa: E402
 from dgc.adapter.speed.work import Echo  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.wire import HEADER_BYTES, index_codec_names, padded, value_codec_names  # noqa: E402
-from dgc.core.wire.message import Sender  # noqa: E402
+from dgc.core.wire.message import RemoteFailure, Sender  # noqa: E402
 from dgc.core.wire.plan import Mode, plan_for  # noqa: E402
 from dgc.errors import DGCError  # noqa: E402
 
 SHAPES = {"conv": (6, 3, 3, 3), "fc": (19, 21), "head": (3, 5)}
-
-
-class _Codec:
-    """What stands in the header."""
-
-    def __init__(self, number: int, ids: tuple[int, int]) -> None:
-        self.compressor_id = number
-        self.indices, self.values = (type("Id", (), {"id": i})() for i in ids)
 
 
 class Target:
@@ -56,7 +48,7 @@ class Target:
         algorithm, spec = alone.algorithm, alone.spec
         self.plan = plan_for(
             alone.bucket,
-            _Codec(algorithm.number, algorithm.codec_ids(spec)),
+            (algorithm.number, *algorithm.codec_ids(spec)),
             algorithm.max_counts(spec),
             padded(algorithm.max_bytes(spec)),
             density=0.1,
@@ -69,9 +61,9 @@ class Target:
     def _message(self, step: int) -> np.ndarray:
         alone = self.alone
         payload, count, _ = alone.encode(alone.random(step), step=step)
-        self.sender.start(self.plan, fingerprint=77)
+        self.sender.start(self.plan, 5, fingerprint=77)
         self.sender.payload[: payload.size] = payload
-        self.sender.finish(5, count=count, nonfinite=False)
+        self.sender.finish(count=count, nonfinite=False)
         self.sender.exchange()
         return self.sender._gathered[0].copy()
 
@@ -79,11 +71,9 @@ class Target:
         """Receive and decode; returns "refused" or "decoded", raises what should never be raised."""
         self.sender._gathered = message[None]
         try:
-            incoming = self.sender.receive(5)[0]
-            if incoming.error is not None:
-                return "refused"
+            incoming = self.sender.receive()[0]
             decoded = self.alone.algorithm.decode(incoming.payload, incoming.count, self.alone.spec)
-        except DGCError:
+        except (DGCError, RemoteFailure):
             return "refused"
         spec = self.alone.spec
         if isinstance(decoded, SparseValues):

@@ -81,7 +81,7 @@ def test_a_codec_travels_in_messages_and_its_error_stays_in_the_residual(power):
     seen = []
 
     def look(rank, step, exchange, params, results):
-        message = exchange._buckets[0]._buffers.sender._gathered[0]
+        message = exchange._buckets[0]._sender._gathered[0]
         seen.append((unpack_header(message[:HEADER_BYTES]).value_codec, results))
 
     out = train(2, 6, sparsity=0.9, momentum=0.0, values="power", on_step=look)

@@ -180,10 +180,10 @@ class Choice:
         assert config is not None, "tensors without a compressor are not sparsified"
         work, wide = self._works[bucket.part], 2 if bucket.dtype == "float64" else 1
         alone = dataclasses.replace(layout, buckets=(bucket,))
-        ((encoder, _),) = make_encoders(alone, last_level(config), choose_kernels("cpu"), Echo(self._ranks))
+        ((members, _),) = make_encoders(alone, last_level(config), choose_kernels("cpu"), Echo(self._ranks))
         rest = bucket.size - bucket.sparse_size
-        dense = self._on_the_way(encoder.plan_at(None)) + wide * work.dense * bucket.size
-        sparse = self._on_the_way(encoder.plan_at(1.0 - config.sparsity[-1]))
+        dense = self._on_the_way(members[0].encoder.plan_at(None)) + wide * work.dense * bucket.size
+        sparse = self._on_the_way(members[0].encoder.plan_at(1.0 - config.sparsity[-1]))
         return dense, sparse + wide * (work.sparse * bucket.sparse_size + work.dense * rest)
 
     def _on_the_way(self, plan: BucketPlan) -> float:

@@ -7,37 +7,42 @@ buffer must not take in a refused step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.exchange.encoders.base import BucketStep, Buffers, Encoder, largest
+from dgc.core.exchange.encoders.base import BucketStep, Member
 from dgc.core.exchange.encoders.dense_vector import DenseVector
-from dgc.core.exchange.records import EntrySum, Outcome, RemoteFailure, StepContext
+from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.layout import Bucket
 from dgc.core.state.probe import Sent
 from dgc.core.state.state import BucketState, State
 from dgc.core.transport import Transport
 from dgc.core.wire.message import Incoming, Sender
-from dgc.core.wire.plan import BucketPlan, Mode
+from dgc.core.wire.plan import Mode
 from dgc.errors import DGCError
 
 
 class BucketExchange:
-    """Message, dense vector, counters and the error path of one bucket, around an encoder.
+    """Message, dense vector, counters and the error path of one bucket, around its encoders.
 
     Attributes:
         bucket: its layout.
-        encoder: how its sparsified tensors travel.
-        sent: whether this rank's message of the current step is out; an error can no longer be told the others in it.
-        outcome: of the current step, once the bucket has run.
+        encoder: the one in turn in the current step.
+        vector: what is summed densely.
+        at: the current step.
+        has_run: whether it was exchanged.
     """
+
+    at: BucketStep
+    has_run = False
 
     def __init__(
         self,
         bucket: Bucket,
-        encoder: Encoder,
+        members: Sequence[Member],
         vector: DenseVector,
         state: State,
         kernels: Kernels,
@@ -45,37 +50,45 @@ class BucketExchange:
         *,
         op: str,
     ) -> None:
-        """Allocate nothing yet: buffers come with the first step that needs them. ``op`` is "average" or "sum"."""
+        """Allocate nothing yet: buffers come with the first step that needs them.
+
+        Args:
+            bucket: the bucket.
+            members: its encoders, ascending by their first step.
+            vector: of the bucket.
+            state: of all buckets. Residual and momentum are the bucket's: the next member sends what one has not sent.
+            kernels: that work on the state.
+            transport: connects the ranks.
+            op: "average" or "sum".
+        """
         self.bucket = bucket
-        self.encoder = encoder
-        self.sent = False
-        self.outcome: Outcome | None = None
-        self._vector = vector
+        self.encoder = members[0].encoder
+        self.vector = vector
+        self._members = members
         self._states = state
         self._kernels = kernels
         self._memory = kernels.memory
         self._transport = transport
         self._share = 1.0 / transport.size if op == "average" else 1.0
-        self._buffers = Buffers(Sender(bucket.index, transport, self._memory), vector)
-        self._step: StepContext | None = None
-        self._at: BucketStep | None = None
+        self._sender = Sender(bucket.index, transport, self._memory)
+        self._elements = sum(s.length for s in bucket.segments)
+        self._sparse_elements = sum(s.length for s in bucket.sparse)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def start(self, step: StepContext) -> None:
         """Begin a step, to which all that follows belongs."""
-        self.sent = False
-        self.outcome = self._at = None
-        self._step = step
-
-    @property
-    def plan(self) -> BucketPlan:
-        """How the bucket is sent in this step."""
-        return self._current.plan
-
-    def begin(self) -> None:
-        """Let other threads begin to compress, while this one has another bucket to do; :meth:`run` goes on with it."""
-        self.encoder.begin(self._current)
+        member = self._members[0]
+        for later in self._members[1:]:
+            if step.step >= later.first:
+                member = later
+        self.encoder = member.encoder
+        density = None if step.density is None else member.schedule.density(step.step)
+        state = self._states.buckets[self.bucket.index]
+        if member is not self._members[0] and step.step == member.first:
+            state.thresholds[...] = np.nan  # each compressor remembers something else there
+        self.has_run = False
+        self.at = BucketStep(step, self.encoder.plan_at(density), state, self._sender, self.vector)
 
     def run(self) -> None:
         """Exchange the bucket; all its gradients are in.
@@ -85,24 +98,41 @@ class BucketExchange:
             WireError: a message does not belong to this bucket, step or layout.
             TransportError: a collective failed.
         """
-        at = self._current
-        step, outcome = at.step, at.outcome
-        with step.stats.timed("compress"):
-            self._write_message(at)
+        at = self.at
+        step, stats = at.step, at.step.stats
+        since = time.perf_counter()
+        self.encoder.compress(at)
         plan = at.plan
+        nonfinite = self.vector.pack(step, plan) or at.flagged
+        nonfinite |= self.vector.code_small(plan, at.state, self._sender.coded)
+        if plan.inline_bytes:
+            self._sender.inline(self.vector.values[plan.plain_start :])
+        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.joins)
+        since = stats.lap("compress", since)
         messages = self._exchange_messages(at)
-        outcome.flagged_by = tuple(m.sender for m in messages if m.nonfinite)
-        outcome.flagged = bool(outcome.flagged_by)
+        at.flagged_by = tuple([m.sender for m in messages if m.nonfinite])
+        at.flagged = bool(at.flagged_by)
         step.joined = {m.sender: m.joined for m in messages if m.joined}
         if plan.allreduces:
-            plain = self._vector.values[plan.plain_start :]
-            with step.stats.timed("exchange"):
-                self._transport.allreduce(plain, "sum")
-            step.stats.count_collective(plain.nbytes)
-        with step.stats.timed("apply"):
-            self._apply(at, messages)
-        self.outcome = outcome
-        self._count(at)
+            plain = self.vector.values[plan.plain_start :]
+            self._transport.allreduce(plain, "sum")
+            stats.count_collective(plain.nbytes)
+        since = stats.lap("exchange", since)
+        if plan.vector_size:
+            self.vector.add(plan, messages)
+            at.flagged |= not self.vector.average(self._share, plan)
+        if plan.is_active and not at.flagged:
+            if plan.mode is Mode.SUM:
+                self.vector.write_sum(step)
+            else:
+                self.encoder.apply(at, messages, self._share)
+        stats.lap("apply", since)
+        self.has_run = True
+        stats.dense_bytes += self._elements * plan.itemsize
+        stats.sparse_elements += self._sparse_elements
+        stats.entries_sent += self._sparse_elements if plan.mode is Mode.DENSE else at.count
+        if plan.mode is Mode.SPARSE:
+            stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 
     def send_error(self, error: DGCError, parameter: int | None) -> None:
         """Send a message of normal size that carries an error instead of entries.
@@ -110,132 +140,85 @@ class BucketExchange:
         Raises:
             RemoteFailure: always; with the first failing rank's error, which may be another's.
         """
-        at = self._current
+        at = self.at
         self.encoder.catch_up(at)
-        self._buffers.start(at.step, at.plan)
-        self._buffers.sender.write_error(at.step.step, error, parameter)
+        at.start_message()
+        self._sender.write_error(error, parameter)
         self._exchange_messages(at)
-
-    def overflows(self) -> Callable[[], bool]:
-        """Ask whether a result will not fit the narrower type it is cast to (the same answer on every rank).
-
-        What comes back answers, and flags the outcome: once all buckets have been asked, a device is waited for once.
-        """
-        at = self._current
-        answer = self._vector.overflows(at.step, at.plan, at.state.u)
-
-        def flagged() -> bool:
-            self.required_outcome.flagged = answer()
-            return self.required_outcome.flagged
-
-        return flagged
 
     def finish(self, *, refused: bool) -> None:
         """Write the results of dense tensors.
 
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
-        at, outcome = self._current, self.required_outcome
+        at = self.at
         self.encoder.finish(at, refused=refused)
-        if refused and outcome.flagged:
+        if refused and at.flagged:
             for item in at.step.submissions.of(self.bucket.segments):
                 self._memory.fill(item.result, np.nan)
             self.take_deferred()
             return
         if not refused:
-            self._vector.commit(at.plan, at.state)
-        self._vector.write(at.step, at.plan, at.state.u, refused=refused)
-        if refused or outcome.deferred is None:
+            self.vector.commit(at.plan, at.state)
+        self.vector.write(at.step, at.state.u, refused=refused)
+        if refused or at.deferred is None:
             self.write_deferred()
 
-    def commit(self) -> None:
-        """Let what was sent leave the residual; again does nothing."""
-        if self.outcome is not None and not self.outcome.committed:
-            self.outcome.committed = True
-            self.encoder.commit(self._current, self._state)
-
-    def commit_to(self, copy: BucketState) -> Array | None:
-        """Let what was sent leave a copy of the residual, unless it has left that already.
+    def commit(self, copy: BucketState | None = None) -> Array | None:
+        """Let what was sent leave the residual, or a copy of it; again does nothing.
 
         Returns:
             (k,) positions of what was sent; None for all of them or none.
         """
-        if self.outcome is None or self.outcome.committed:
+        if not self.has_run or self.at.is_committed:
             return None
-        return self.encoder.commit(self._current, copy)
+        at = self.at
+        at.is_committed = copy is None
+        return self.encoder.commit(at, copy or at.state)
 
     def take_deferred(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
-        if self.outcome is None or self._step is None:
+        if not self.has_run:
             return None
-        deferred, self.outcome.deferred = self.outcome.deferred, None
-        self._step.submissions.release(self.bucket.segments)
+        at = self.at
+        for segment in self.bucket.segments:
+            at.step.submissions.pop(segment.parameter, None)
+        deferred, at.deferred = at.deferred, None
         return deferred
 
     def write_deferred(self) -> None:
         """Write them where they were to go."""
-        if self.outcome is not None and self._step is not None and self.outcome.deferred is not None:
-            self.outcome.deferred.write(self._step, self._kernels)
+        if self.has_run and self.at.deferred is not None:
+            self.at.deferred.write(self.at.step, self._kernels)
         self.take_deferred()
 
     def probe(self) -> Sent | str:
         """Copy the residual before and after the commit of a finished step to the host; or say why there is none."""
-        if (empty := self.encoder.why_empty(self._current)) is not None:
+        at = self.at
+        if (empty := self.encoder.why_empty(at)) is not None:
             return empty
-        after = self._state.copy()
-        positions = self.commit_to(after)
-        values = self._memory.to_host(self._state.v), self._memory.to_host(after.v)
+        after = at.state.copy()
+        positions = self.commit(after)
+        values = self._memory.to_host(at.state.v), self._memory.to_host(after.v)
         if positions is not None and not isinstance(positions, np.ndarray):
             positions = self._memory.to_host(positions)
         return Sent(positions, *values)
 
     def refusal(self, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
-        step = self._current.step
-        ranks = self.required_outcome.flagged_by
-        if own in ranks or not ranks:
-            where = f"{self._transport.label(own)} in the gradient of {names[self._worst_parameter(step)]!r}"
+        at = self.at
+        if own in at.flagged_by or not at.flagged_by:
+            gradients = {s.parameter: at.step.submissions[s.parameter].gradient for s in self.bucket.segments}
+            worst = max(gradients, key=lambda parameter: _worst(gradients[parameter]))
+            where = f"{self._transport.label(own)} in the gradient of {names[worst]!r}"
         else:
-            where = f"{self._transport.label(ranks[0])}, whose own warning names the parameter"
+            where = f"{self._transport.label(at.flagged_by[0])}, whose own warning names the parameter"
         return (
-            f"NaN, infinity or an overflow in step {step.step}, met by {where}: the step is refused, and that bucket's "
-            "results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training without "
-            "compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
+            f"NaN, infinity or an overflow in step {at.step.step}, met by {where}: the step is refused, and that "
+            "bucket's results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training "
+            "without compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
             "(loss_scale=scaler), or do not call step() when a gradient is NaN"
         )
-
-    @property
-    def required_outcome(self) -> Outcome:
-        """:attr:`outcome` of a bucket that has run."""
-        assert self.outcome is not None, "the bucket has run"
-        return self.outcome
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    @property
-    def _state(self) -> BucketState:
-        return self._states.buckets[self.bucket.index]
-
-    @property
-    def _current(self) -> BucketStep:
-        if self._at is None:
-            assert self._step is not None, "a step has begun"
-            self._at = BucketStep(self._step, self.encoder.plan(self._step), self._state, self._buffers)
-        return self._at
-
-    def _worst_parameter(self, step: StepContext) -> int:
-        """The parameter whose gradient is not finite, or else has the largest entry."""
-        size = {s.parameter: _worst(step.submissions[s.parameter].gradient) for s in self.bucket.segments}
-        return max(size, key=lambda parameter: size[parameter])
-
-    def _write_message(self, at: BucketStep) -> None:
-        self.encoder.compress(at)
-        nonfinite = self._vector.pack(at.step, at.plan) or at.outcome.flagged
-        sender = self._buffers.sender
-        nonfinite |= self._vector.code_small(at.plan, at.state, sender.coded)
-        if at.plan.inline_bytes:
-            sender.inline(self._vector.values[at.plan.plain_start :])
-        sender.finish(at.step.step, count=at.outcome.count, nonfinite=nonfinite, joined=at.step.joins)
 
     def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
         """Gather the messages of all ranks.
@@ -243,44 +226,16 @@ class BucketExchange:
         Raises:
             RemoteFailure: a rank sent an error.
         """
-        self.sent = True
-        step, plan = at.step, at.plan
-        with step.stats.timed("exchange"):
-            self._buffers.sender.exchange()
-        step.stats.bytes_sent += plan.message_bytes
-        step.stats.bytes_received += plan.message_bytes * (self._transport.size - 1)
-        messages = self._buffers.sender.receive(step.step)
-        for message in messages:
-            if message.error is not None:
-                raise RemoteFailure(message.error)
-        return messages
-
-    def _apply(self, at: BucketStep, messages: Sequence[Incoming]) -> None:
-        plan, outcome = at.plan, at.outcome
-        if plan.vector_size:
-            self._vector.add(plan, messages)
-            if not self._vector.average(self._share, plan):
-                outcome.flagged = True
-        if not plan.ks or outcome.flagged:
-            return
-        if plan.mode is Mode.SUM:
-            self._vector.write_sum(at.step, plan)
-        else:
-            self.encoder.apply(at, messages, self._share)
-
-    def _count(self, at: BucketStep) -> None:
-        stats, plan, itemsize = at.step.stats, at.plan, 8 if self.bucket.dtype == "float64" else 4
-        stats.dense_bytes += itemsize * sum(s.length for s in self.bucket.segments)
-        elements = sum(s.length for s in self.bucket.sparse)
-        stats.sparse_elements += elements
-        stats.entries_sent += elements if plan.mode is Mode.DENSE else at.outcome.count
-        if plan.mode is Mode.SPARSE:
-            stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
+        at.is_out = True
+        self._sender.exchange()
+        at.step.stats.bytes_sent += at.plan.message_bytes
+        at.step.stats.bytes_received += at.plan.message_bytes * (self._transport.size - 1)
+        return self._sender.receive()
 
 
 def _worst(gradient: object) -> float:
     """The largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which is not waited for."""
     if not isinstance(gradient, np.ndarray) or not gradient.size:
         return -1.0
-    found = largest(gradient)
+    found = max(float(gradient.max()), -float(gradient.min()))
     return found if found == found else float("inf")

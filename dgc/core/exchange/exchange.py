@@ -5,6 +5,7 @@ The caller's side; the buckets run in :mod:`~dgc.core.exchange.pipeline`.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -83,8 +84,11 @@ class Exchange:
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
         self._kernels = kernels
-        made = zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
-        self._buckets = [BucketExchange(b, *each, self.state, kernels, transport, op=config.op) for b, each in made]
+        made = make_encoders(layout, config, kernels, transport)
+        self._buckets = [
+            BucketExchange(bucket, *each, self.state, kernels, transport, op=config.op)
+            for bucket, each in zip(layout.buckets, made, strict=True)
+        ]
         self.latest = Step(self.state, self._buckets, transport, exact=config.discardable)
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
@@ -130,7 +134,9 @@ class Exchange:
             self.fail(wrong, index)
         try:
             with self.latest.lock:
-                if self._begin().submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
+                context = self.latest.context or self._begin()
+                context.has_limits |= limit is not None
+                if context.submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
                     self.latest.lock.notify_all()
         except LayoutError as error:
             self.fail(error, index)
@@ -147,7 +153,8 @@ class Exchange:
         step = self.latest
         step.require_usable()
         with step.lock:
-            self._begin()
+            if step.context is None:
+                self._begin()
             step.announce(error, parameter)
         self.wait()
         if step.stage is Stage.THROUGH:
@@ -161,8 +168,10 @@ class Exchange:
         context = self.latest.context
         if context is None:
             return True
-        with context.stats.timed("wait"):
-            return self.latest.wait(timeout)
+        since = time.perf_counter()
+        done = self.latest.wait(timeout)
+        context.stats.lap("wait", since)
+        return done
 
     def finish(self) -> bool:
         """Wait until all buckets are through and write the results of dense tensors.
@@ -188,23 +197,26 @@ class Exchange:
         assert context is not None, "a step is under way"
         if self.on_joined is not None and 0 < len(context.joined) < self.transport.size:
             self.on_joined(context)
-        refused = any(bucket.required_outcome.flagged for bucket in self._buckets)
-        if not refused:
-            answers = [bucket.overflows() for bucket in self._buckets]
-            refused = any([answer() for answer in answers])
-        if refused and not callable(self.loss_scale):
-            self._warn_of_refusal()
-        with context.stats.timed("apply"):
-            for bucket in self._buckets:
-                bucket.finish(refused=refused)
+        since = time.perf_counter()
+        flagged = [bucket for bucket in self._buckets if bucket.at.flagged]
+        if not flagged and context.has_limits:
+            asked = [(b, b.vector.overflows(context, b.at.state.u)) for b in self._buckets]
+            flagged = [bucket for bucket, overflows in asked if overflows()]
+            for bucket in flagged:
+                bucket.at.flagged = True
+        refused = bool(flagged)
+        if flagged and not callable(self.loss_scale):
+            self._warn_of_refusal(flagged[0])
+        for bucket in self._buckets:
+            bucket.finish(refused=refused)
         self.state.step += not refused
         if self.probe is not None and not refused and len(context.joined) < self.transport.size:
             self.probe.measure(context, self._buckets)
         self.joined = context.joined
-        with context.stats.timed("apply"):
-            step.finish(refused=refused)
-            if not (self.awaits_update or step.exact):
-                step.applied()
+        step.finish(refused=refused)
+        if not (self.awaits_update or step.exact):
+            step.applied()
+        context.stats.lap("apply", since)
         self.stats.record(context.stats, refused=refused)
         return refused
 
@@ -215,8 +227,9 @@ class Exchange:
             LayoutError: names a missing one.
         """
         step = self.latest
-        missing = (Submissions(self.layout) if step.context is None else step.context.submissions).missing()
-        if missing and step.announced is None and step.error is None:
+        given = {} if step.context is None else step.context.submissions
+        if len(given) < len(self.layout.parameters) and step.announced is None and step.error is None:
+            missing = [p.name for i, p in enumerate(self.layout.parameters) if i not in given]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             error = LayoutError(
                 f"no gradient of {missing[0]!r}{more} was given in this step; every parameter of the compressor needs "
@@ -360,9 +373,7 @@ class Exchange:
         return self._pipeline.close()
 
     def _begin(self) -> StepContext:
-        """The context of the step under way, or of a new one. The caller holds the lock."""
-        if self.latest.context is not None:
-            return self.latest.context
+        """The context of a new step. The caller holds the lock."""
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
             self.latest.announce(refused)
@@ -378,21 +389,20 @@ class Exchange:
             submissions=Submissions(self.layout),
             defers=self.defers,
             joins=self.joins,
-            weight=self._weight(),
+            weight=self._weight() if self.joined else 1.0,
         )
         self._pipeline.start(context)
         return context
 
     def _weight(self) -> float:
         """What the gradients are multiplied by, since results are divided by the number of all ranks."""
-        ranks, by_training = self.transport.size, any(f & Flags.BY_TRAINING for f in self.joined.values())
-        reweighted = by_training and self.config.op == "average" and len(self.joined) < ranks
-        return ranks / (ranks - len(self.joined)) if reweighted else 1.0
+        ranks, joined = self.transport.size, len(self.joined)
+        by_training = any(f & Flags.BY_TRAINING for f in self.joined.values())
+        return ranks / (ranks - joined) if by_training and self.config.op == "average" and joined < ranks else 1.0
 
-    def _warn_of_refusal(self) -> None:
+    def _warn_of_refusal(self, bucket: BucketExchange) -> None:
         """Once, where no GradScaler skips the step: on ranks that met the value, and on rank 0."""
-        bucket = next(b for b in self._buckets if b.required_outcome.flagged)
-        ranks, own = bucket.required_outcome.flagged_by, self.transport.rank
+        ranks, own = bucket.at.flagged_by, self.transport.rank
         inside = self.transport.inside
         if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):
             self._warned = True

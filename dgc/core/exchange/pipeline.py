@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.gradients.clipping import Clipping
 from dgc.core.exchange.gradients.nodes import Announced, NodeSums
-from dgc.core.exchange.records import RemoteFailure, StepContext
+from dgc.core.exchange.records import StepContext
 from dgc.core.exchange.step import Event, Stage, Step
 from dgc.core.kernels.base import Kernels
 from dgc.core.transport import Transport
+from dgc.core.wire.message import RemoteFailure
 from dgc.errors import DGCError, RemoteError, StallError, TransportError
 
 _CLOSE_PATIENCE = 5.0
@@ -87,7 +89,8 @@ class Pipeline:
         self._kernels.adopt_thread()
         while True:
             with step.lock:
-                step.lock.wait_for(lambda: step.stage is Stage.OPEN or step.closed)
+                while step.stage is not Stage.OPEN and not step.closed:
+                    step.lock.wait()
                 if step.closed:
                     if step.stage is Stage.OPEN:
                         step.broke(TransportError("this compressor was closed in the middle of a step"))
@@ -121,7 +124,7 @@ class Pipeline:
             for index in range(len(self._buckets)):
                 if not self._wait_for_gradients(context, index):
                     return False
-                if index == 0:
+                if index == 0 and self._step.exact:
                     self._step.require_agreement(context.stats)
                 self._run_bucket(context, index)
         finally:
@@ -131,11 +134,11 @@ class Pipeline:
 
     def _wait_for_gradients(self, context: StepContext, index: int) -> bool:
         """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
-        step, needed = self._step, None if self._clipping.needs_all_gradients else index
+        step, missing = self._step, context.submissions.missing
+        whole = self._clipping.needs_all_gradients
         with step.lock:
-            step.lock.wait_for(
-                lambda: context.submissions.is_complete(needed) or step.announced is not None or step.closed
-            )
+            while (any(missing) if whole else missing[index]) and step.announced is None and not step.closed:
+                step.lock.wait()
             return not step.closed
 
     def _run_bucket(self, context: StepContext, index: int) -> None:
@@ -156,10 +159,10 @@ class Pipeline:
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                if bucket.sent and (isinstance(error, DGCError) or self._sends_no_more(index)):
+                if bucket.at.is_out and (isinstance(error, DGCError) or self._sends_no_more(index)):
                     raise  # the others see it in the messages as well, or cannot hear of it in this step
                 step.announce(_told(error))
-                if bucket.sent:
+                if bucket.at.is_out:
                     return  # the message of the next bucket tells the others
                 announced = step.announced
         else:
@@ -174,7 +177,7 @@ class Pipeline:
 
     def _sends_no_more(self, index: int) -> bool:
         """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
-        return index == len(self._buckets) - 1 or self._buckets[index].plan.allreduces
+        return index == len(self._buckets) - 1 or self._buckets[index].at.plan.allreduces
 
     def _add_up(self, context: StepContext, index: int, nodes: NodeSums) -> Announced | None:
         """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
@@ -184,18 +187,19 @@ class Pipeline:
         """
         stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
         buckets = self._buckets[max(index, self._summed) : stop]
-        with context.stats.timed("exchange"):
-            try:
-                if self._step.announced is None:
-                    for each in buckets:
-                        each.encoder.await_gradients(context)
-                        nodes.collect(context, each.bucket)
-            except Exception as error:
-                self._step.announce(_told(error))
-            announced = nodes.agree(self._step.announced)
-            if announced is None:
+        since = time.perf_counter()
+        try:
+            if self._step.announced is None:
                 for each in buckets:
-                    nodes.add_up(context, each.bucket)
+                    each.encoder.await_gradients(context)
+                    nodes.collect(context, each.bucket)
+        except Exception as error:
+            self._step.announce(_told(error))
+        announced = nodes.agree(self._step.announced)
+        if announced is None:
+            for each in buckets:
+                nodes.add_up(context, each.bucket)
+        context.stats.lap("exchange", since)
         self._summed = max(self._summed, stop)
         return announced
 
@@ -204,21 +208,26 @@ class Pipeline:
         if index < self._prepared:
             return
         bucket = self._buckets[index]
-        with context.stats.timed("compress"):
-            self._clip(context, index)
-            if self._kernels.overlaps and bucket.encoder.begins_early:
-                bucket.begin()
+        since = time.perf_counter()
+        self._clip(context, index)
+        if self._kernels.overlaps and bucket.encoder.begins_early:
+            bucket.encoder.begin(bucket.at)
+        context.stats.lap("compress", since)
         self._prepared = index + 1
 
     def _clip(self, context: StepContext, index: int) -> None:
         """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
         if index < self._clipped:
             return
-        stop = self._stop(context, index) if self._waits and self._nodes is None else index + 1
+        stop = index + 1
+        if self._clipping.needs_all_gradients:
+            stop = len(self._buckets)
+        elif self._waits and self._nodes is None:
+            stop = self._stop(context, index)
         ready = self._buckets[index:stop]
-        for each in self._buckets if self._clipping.needs_all_gradients else ready:
+        for each in ready:
             each.encoder.await_gradients(context)
-        self._clipping.fill_in(context, *(each.bucket for each in ready))
+        self._clipping.fill_in(context, [each.bucket for each in ready])
         self._clipped = stop
 
     def _prepare_following(self, context: StepContext, index: int) -> None:
@@ -234,7 +243,7 @@ class Pipeline:
     def _stop(self, context: StepContext, index: int) -> int:
         """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
         stop = index + 1
-        while stop < len(self._buckets) and context.submissions.is_complete(stop):
+        while stop < len(self._buckets) and not context.submissions.missing[stop]:
             stop += 1
         return stop
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.kernels.base import Array, Kernels
+from dgc.core.kernels.base import Kernels
 from dgc.core.state.layout import Bucket, Layout, Segment
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, LayoutError
 
 
 @dataclass(slots=True)
@@ -34,25 +33,16 @@ class Submission:
     ready: Any = None
 
 
-class Submissions:
-    """The gradients of one step, as they arrive. The caller holds the lock of the step."""
+class Submissions(dict[int, Submission]):
+    """The gradients of one step by parameter, as they arrive. The caller holds the lock of the step."""
 
     def __init__(self, layout: Layout) -> None:
         """Expect every parameter of the layout once."""
+        super().__init__()
         self._layout = layout
-        self._items: list[Submission | None] = [None] * len(layout.parameters)
-        self._missing = [len(b.segments) for b in layout.buckets]
+        self.missing = [len(b.segments) for b in layout.buckets]
+        """Gradients of each bucket that have not arrived."""
         self._events: dict[int, list[Any]] = {}
-
-    def __len__(self) -> int:
-        """Number of parameters."""
-        return len(self._items)
-
-    def __getitem__(self, parameter: int) -> Submission:
-        """What was handed over for a parameter of a bucket that is complete."""
-        item = self._items[parameter]
-        assert item is not None, "a bucket runs only when all its gradients are in"
-        return item
 
     def of(self, segments: Sequence[Segment]) -> list[Submission]:
         """What was handed over for the segments of a complete bucket."""
@@ -64,38 +54,25 @@ class Submissions:
         Raises:
             LayoutError: the parameter has one in this step.
         """
-        if self._items[parameter] is not None:
+        if parameter in self:
             raise LayoutError(
                 f"the gradient of {self._layout.parameters[parameter].name!r} was given twice in one step; call "
                 "synchronize() or step() after each backward pass, or set backward_passes_per_step"
             )
-        self._items[parameter] = item
+        self[parameter] = item
         bucket, _ = self._layout.places[parameter]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] or item.ready is None:
-            return self._missing[bucket] == 0
+        self.missing[bucket] -= 1
+        if self.missing[bucket] or item.ready is None:
+            return self.missing[bucket] == 0
         # One event for each stream: it stands behind all that the stream was given before.
-        members = [self._items[s.parameter] for s in self._layout.buckets[bucket].segments]
-        streams = {m.ready.stream: m.ready for m in members if m is not None and m.ready is not None}
+        members = self.of(self._layout.buckets[bucket].segments)
+        streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
         self._events[bucket] = [ready.record() for ready in streams.values()]
         return True
 
     def events(self, bucket: int) -> Sequence[Any]:
         """What has to come before the gradients of a complete bucket may be read on a device."""
         return self._events.get(bucket, ())
-
-    def release(self, segments: Sequence[Segment]) -> None:
-        """Keep nobody's memory alive: all has been read and written."""
-        for segment in segments:
-            self._items[segment.parameter] = None
-
-    def is_complete(self, bucket: int | None = None) -> bool:
-        """Whether all gradients of a bucket, or of the step, are in."""
-        return not (any(self._missing) if bucket is None else self._missing[bucket])
-
-    def missing(self) -> list[str]:
-        """Names of the parameters without a gradient."""
-        return [p.name for p, item in zip(self._layout.parameters, self._items, strict=True) if item is None]
 
 
 @dataclass(slots=True)
@@ -135,6 +112,9 @@ class Hyper:
         )
 
 
+_SECONDS = {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
+
+
 @dataclass
 class StepStats:
     """One step, or the sum over several. Bytes are those this rank handed to (or got from) collectives.
@@ -147,7 +127,7 @@ class StepStats:
         entries_sent: sparsified entries selected on this rank.
         sparse_elements: elements of the sparsified tensors, those of a dense step included.
         small_bytes: of ``bytes_sent``, those of tensors that were sent dense beside sparsified ones.
-        seconds: per phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
+        seconds: by phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
     """
 
     bytes_sent: int = 0
@@ -156,9 +136,7 @@ class StepStats:
     entries_sent: int = 0
     sparse_elements: int = 0
     small_bytes: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=_SECONDS.copy)
 
     @property
     def ratio(self) -> float:
@@ -182,14 +160,11 @@ class StepStats:
         self.bytes_sent += nbytes
         self.bytes_received += nbytes
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the duration of the with-block to ``seconds[phase]``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
+    def lap(self, phase: str, since: float) -> float:
+        """Count the seconds since ``since``, an earlier ``perf_counter()`` or lap; returns the time that it is."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - since
+        return now
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for printing and logging."""
@@ -223,8 +198,9 @@ class StepContext:
     """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
     submissions: Submissions
     stats: StepStats = field(default_factory=StepStats)
-    clip: list[float] | None = None
-    """Clipping factor of each parameter, filled in bucket by bucket; None without clipping."""
+    scales: list[float] = field(init=False)
+    """What each parameter's gradient is multiplied by before anything else: weight / loss scale, and its clipping
+    factor once :class:`~dgc.core.exchange.gradients.clipping.Clipping` has met its bucket."""
     defers: bool = False
     """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
     joins: int = 0
@@ -233,8 +209,14 @@ class StepContext:
     """Rank -> those flags, of the ranks that do so; once the messages are in."""
     weight: float = 1.0
     """What gradients are multiplied by: P / T where averages are over T training ranks."""
+    has_limits: bool = False
+    """Whether a result is to be cast to a narrower type."""
     coming_scale: Callable[[], float] | None = None
     """Where the loss scale is still on its way: returns it. Waits."""
+
+    def __post_init__(self) -> None:
+        """Begin without clipping factors."""
+        self.scales = [self.weight / self.loss_scale] * len(self.hyper.momentum)
 
     def await_scale(self) -> ConfigError | None:
         """Have the loss scale; returns what is wrong with it, for all ranks."""
@@ -247,12 +229,8 @@ class StepContext:
             return ConfigError(f"loss_scale could not be read: {type(error).__name__}: {error}")
         if (refused := refused_scale(scale)) is None:
             self.loss_scale = float(scale)
+            self.scales = [self.weight / self.loss_scale] * len(self.scales)
         return refused
-
-    def gradient_scale(self, parameter: int) -> float:
-        """What a gradient is multiplied by before anything else: weight / loss scale, times its clipping factor."""
-        scale = self.weight / self.loss_scale
-        return scale if self.clip is None else scale * self.clip[parameter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +261,6 @@ class EntrySum:
         positions, values = add_up(entries, factor, np.dtype(bucket.dtype))
         return cls(bucket, positions, values, bounds_of(bucket, positions))
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values are."""
-        return bool(np.isfinite(self.values).all())
-
     def tensors(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The tensors that anything was sent of: (parameter, (m,) int64 places within it, (m,) values)."""
         for segment, first, stop in zip(self.bucket.sparse, self.bounds, self.bounds[1:], strict=False):
@@ -314,44 +287,6 @@ def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:
     if (positions[bounds[used + 1] - 1] >= ends[used]).any():
         raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
     return bounds
-
-
-@dataclass(frozen=True, slots=True)
-class SentEntries:
-    """What a message holds of a bucket: (k,) positions, and (k,) values as the receivers read them."""
-
-    positions: Array
-    values: Array
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a bucket leaves behind for the end of the step.
-
-    Attributes:
-        count: entries that this rank has put into its message.
-        flagged: whether a value is not finite; once the messages are in, on any rank.
-        sent: what a selection has put into its message, until that is committed.
-        committed: whether what was sent has left the residual.
-        flagged_by: the ranks that met such a value before they sent anything.
-        deferred: the results of the sparsified tensors that have not been written.
-    """
-
-    count: int = 0
-    flagged: bool = False
-    sent: SentEntries | None = None
-    committed: bool = False
-    flagged_by: tuple[int, ...] = ()
-    deferred: EntrySum | None = None
-
-
-class RemoteFailure(Exception):
-    """Another rank (or this one) sent an error instead of a message."""
-
-    def __init__(self, error: DGCError) -> None:
-        """Wrap the error to raise to the user."""
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass

@@ -61,6 +61,7 @@ class Event(enum.Enum):
     RESET = "`reset()`, `load_state_dict()`"
 
 
+_UNDER_WAY = (Stage.OPEN, Stage.THROUGH, Stage.BROKEN)
 _BETWEEN = (Stage.NONE, Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED, Stage.REFUSED)
 
 TABLE: dict[tuple[Stage, Event], Stage] = {
@@ -126,7 +127,7 @@ class Step:
     @property
     def under_way(self) -> bool:
         """Whether the step has begun and not ended."""
-        return self.stage in (Stage.OPEN, Stage.THROUGH, Stage.BROKEN)
+        return self.stage in _UNDER_WAY
 
     @property
     def undecided(self) -> bool:
@@ -145,7 +146,7 @@ class Step:
             TransportError: the exchange was closed, or belongs to the process that this one was forked from.
             RemoteError: an earlier step failed.
         """
-        if self.in_child:
+        if self._process != _forks:
             raise TransportError(
                 "this process was forked from one that exchanges gradients, and cannot exchange any: start the job "
                 "with one process for each rank"
@@ -158,7 +159,7 @@ class Step:
             )
 
     def require_agreement(self, stats: StepStats) -> None:
-        """Compare the number of discarded steps among the ranks; collective where steps can be discarded.
+        """Compare the number of discarded steps among the ranks; collective.
 
         A rank that discarded a step which another one applied would exchange messages of another step, which may even
         have another size.
@@ -169,8 +170,6 @@ class Step:
         Raises:
             ConfigError: the ranks differ. All ranks get it.
         """
-        if not self.exact:
-            return
         counts = np.empty((self._transport.size, 8), np.uint8)
         self._transport.allgather(np.array([self.discarded], np.int64).view(np.uint8), counts)
         stats.bytes_sent += 8
@@ -207,7 +206,7 @@ class Step:
                     return False
                 raise RuntimeError(f"{event.name} came in the stage {self.stage.name}")
             self.stage = following
-            if not self.under_way:
+            if following not in _UNDER_WAY:
                 self.context = None
             self.lock.notify_all()
             return True
@@ -256,7 +255,7 @@ class Step:
 
     def applied(self) -> None:
         """Let the step count: what was sent leaves the residual."""
-        if self.undecided:
+        if self.stage is Stage.EXCHANGED:
             for bucket in self._buckets:
                 bucket.commit()
             self._captured = False
@@ -304,11 +303,11 @@ class Step:
 
     def counted(self) -> State:
         """The state with the step applied: a copy of it while that is undecided."""
-        if not self.undecided:
+        if self.stage is not Stage.EXCHANGED:
             return self._state
         counted = self._state.copy()
         for bucket, copy in zip(self._buckets, counted.buckets, strict=True):
-            bucket.commit_to(copy)
+            bucket.commit(copy)
         return counted
 
     def _copy(self) -> None:

@@ -51,7 +51,7 @@ class Segment:
     offset: int
     length: int
 
-    @property
+    @cached_property
     def slice(self) -> slice:
         """The segment's range in the bucket's flat space."""
         return slice(self.offset, self.offset + self.length)
@@ -76,12 +76,12 @@ class Bucket:
     """Elements from ``sparse_size`` on, padding included, of dense tensors that may travel coded: those of float32
     that are dense because of their shape or size. The others, which a user named, come after them."""
 
-    @property
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """All segments in the order of the flat space."""
         return self.sparse + self.dense
 
-    @property
+    @cached_property
     def small(self) -> tuple[Segment, ...]:
         """Dense segments that may travel coded."""
         return tuple(s for s in self.dense if s.offset < self.sparse_size + self.small_size)
@@ -129,12 +129,12 @@ class Layout:
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(p.numel for p in self.parameters)
 
-    @property
+    @cached_property
     def sparse_numel(self) -> int:
         """Elements of the sparsified parameters."""
         return sum(s.length for b in self.buckets for s in b.sparse)

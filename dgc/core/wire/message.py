@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,52 +24,67 @@ _NO_PARAMETER = 2**32 - 1
 _JOINED = Flags.JOINED | Flags.BY_TRAINING
 
 
+class RemoteFailure(Exception):
+    """A rank, another one or this one, sent an error instead of a message."""
+
+    def __init__(self, error: errors.DGCError) -> None:
+        """Wrap the error to raise to the user."""
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(slots=True)
 class Incoming:
-    """One rank's message of one bucket, checked. ``who`` is its sender as a user reads it."""
+    """One rank's message of one bucket, checked. ``origin`` names both, for errors."""
 
     sender: int
-    who: str
+    origin: str
     count: int
     nonfinite: bool
     payload: np.ndarray
     inline: np.ndarray
     coded: np.ndarray
-    error: errors.DGCError | None = None
-    joined: int = 0
+    joined: int
     """Of :class:`Flags`: JOINED, BY_TRAINING."""
 
-
-@contextmanager
-def blaming(who: str, bucket: int) -> Iterator[None]:
-    """Say whose message of which bucket is damaged.
-
-    Raises:
-        WireError: for a WireError or LayoutError inside.
-    """
-    try:
-        yield
-    except (errors.WireError, errors.LayoutError) as error:
-        raise errors.WireError(f"message of {who} for bucket {bucket}: {error}") from error
+    def damaged(self, error: errors.DGCError) -> errors.WireError:
+        """The error about this message, by what its content was refused for."""
+        return errors.WireError(f"message of {self.origin}: {error}")
 
 
 class Sender:
     """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks."""
 
+    _plan: BucketPlan
+    _header: Header
+    """Of an ordinary message of this step with as many entries as may be."""
+
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
         """Allocate nothing yet; buffers, of ``memory``, follow the plan given to :meth:`start`."""
         self._memory = memory or HostMemory()
-        self._fingerprint = self._joined = 0
         self._bucket = bucket
         self._transport = transport
-        self._plan: BucketPlan | None = None
+        self._joined = 0
         self._message = np.empty(0, np.uint8)
         self._gathered = np.empty((0, 0), np.uint8)
 
-    def start(self, plan: BucketPlan, fingerprint: int) -> None:
+    def start(self, plan: BucketPlan, step: int, fingerprint: int) -> None:
         """Begin a message of the plan's size; all ranks must have the same fingerprint in this step."""
         self._plan = plan
-        self._fingerprint = fingerprint
+        self._joined = 0
+        compressor, indices, values = plan.ids
+        self._header = Header(
+            compressor=compressor,
+            index_codec=indices,
+            value_codec=values,
+            step=step,
+            fingerprint=fingerprint,
+            bucket=self._bucket,
+            count=sum(plan.ks),
+            payload_bytes=plan.payload_bytes,
+            dense_bytes=plan.dense_bytes,
+            dense_codec=int(plan.small.values.id) if plan.small else 0,
+        )
         if self._message.size != plan.message_bytes:
             ranks, size = self._transport.size, plan.message_bytes
             self._message = self._memory.host_array(size, np.uint8)
@@ -81,75 +94,76 @@ class Sender:
     @property
     def payload(self) -> np.ndarray:
         """Where the sparse payload goes, (payload_bytes,) uint8."""
-        return self._message[HEADER_BYTES : HEADER_BYTES + self._required_plan.payload_bytes]
+        return self._message[HEADER_BYTES : self._plan.coded_bytes_at]
 
     @property
     def coded(self) -> np.ndarray:
         """Where the coded small tensors go, (coded_bytes,) uint8."""
-        at = self._required_plan.coded_bytes_at
-        return self._message[at : at + self._required_plan.coded_bytes]
+        return self._message[self._plan.coded_bytes_at : self._plan.inline_bytes_at]
 
     def inline(self, vector: np.ndarray) -> None:
         """Put the plain part of the dense vector into the message."""
-        at = self._required_plan.inline_bytes_at
+        at = self._plan.inline_bytes_at
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
-    def finish(self, step: int, *, count: int, nonfinite: bool, joined: int = 0) -> None:
+    def finish(self, *, count: int, nonfinite: bool, joined: int = 0) -> None:
         """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank that has run out of data."""
         self._joined = joined
-        pack_header(self._header(step, joined | Flags.NONFINITE * nonfinite, count=count), self._message)
+        pack_header(self._header._replace(count=count, flags=joined | Flags.NONFINITE * nonfinite), self._message)
 
-    def write_error(self, step: int, error: errors.DGCError, parameter: int | None) -> None:
+    def write_error(self, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
-        code = error_code(error)
         text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
         self._message[HEADER_BYTES:] = 0
         self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         concerned = _NO_PARAMETER if parameter is None else parameter
-        header = self._header(step, Flags.ERROR, error_code=code, error_parameter=concerned)
-        pack_header(header, self._message)
+        code = error_code(error)
+        pack_header(
+            self._header._replace(count=0, flags=Flags.ERROR, error_code=code, error_parameter=concerned), self._message
+        )
 
     def exchange(self) -> None:
         """Allgather the messages, blocking."""
         self._transport.allgather(self._message, self._gathered)
 
-    def receive(self, step: int) -> list[Incoming]:
-        """Check and take apart all ranks' messages, in rank order; only the errors, if a rank sent one.
+    def receive(self) -> list[Incoming]:
+        """Check and take apart all ranks' messages, in rank order.
 
         Raises:
+            RemoteFailure: a rank sent an error; with that of the lowest one.
             ConfigError: the ranks have different options in this step.
             WireError: a header does not fit this bucket, step, layout or codec.
         """
-        plan = self._required_plan
-        expected = self._header(step, count=sum(plan.ks))
+        plan, expected, label = self._plan, self._header, self._transport.label
         headers = [unpack_header(data) for data in self._gathered]
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
-        failed = [i for i, header in enumerate(headers) if header.flags & Flags.ERROR]
-        if failed:
-            return [_failure(headers[i], self._gathered[i], i, self._transport.label(i)) for i in failed]
+        for sender, header in enumerate(headers):
+            if header.flags & Flags.ERROR:
+                text = bytes(self._gathered[sender, HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
+                code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
+                raise RemoteFailure(ERROR_CLASSES[code](f"{label(sender)} failed in step {header.step}: {text}"))
         if len({header.flags & _JOINED for header in headers} - {0}) > 1:
             raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all of them the same")
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
-            who, own = self._transport.label(sender), self._transport.label(self._transport.rank)
-            joined = header.flags & _JOINED
+            who, joined = label(sender), header.flags & _JOINED
             if joined or self._joined:  # a rank without data does not follow schedules
-                header = header._replace(fingerprint=self._fingerprint)
-            if header.fingerprint != self._fingerprint:
+                header = header._replace(fingerprint=expected.fingerprint)
+            if header.fingerprint != expected.fingerprint:
                 raise errors.ConfigError(
-                    f"{who} and {own} disagree in step {step} about the learning rate, momentum, Nesterov, weight "
-                    "decay or the layout: schedulers and loaded checkpoints must set the same values on every rank "
-                    "(load a checkpoint on all ranks, or broadcast the optimizer's state; decide about a learning rate "
-                    "from metrics that are averaged over the ranks)"
+                    f"{who} and {label(self._transport.rank)} disagree in step {expected.step} about the learning "
+                    "rate, momentum, Nesterov, weight decay or the layout: schedulers and loaded checkpoints must set "
+                    "the same values on every rank (load a checkpoint on all ranks, or broadcast the optimizer's "
+                    "state; decide about a learning rate from metrics that are averaged over the ranks)"
                 )
             check_header(header, expected, who)
             coded, at = plan.coded_bytes_at, plan.inline_bytes_at
             message = Incoming(
                 sender=sender,
-                who=who,
+                origin=f"{who} for bucket {self._bucket}",
                 count=header.count,
                 nonfinite=bool(header.flags & Flags.NONFINITE),
-                payload=data[HEADER_BYTES : HEADER_BYTES + plan.payload_bytes],
+                payload=data[HEADER_BYTES:coded],
                 inline=data[at : at + plan.inline_bytes],
                 coded=data[coded:at],
                 joined=joined,
@@ -157,39 +171,7 @@ class Sender:
             incoming.append(message)
         return incoming
 
-    @property
-    def _required_plan(self) -> BucketPlan:
-        assert self._plan is not None, "start() comes first"
-        return self._plan
-
-    def _header(
-        self, step: int, flags: int = 0, *, count: int = 0, error_code: int = 0, error_parameter: int = 0
-    ) -> Header:
-        plan = self._required_plan
-        return Header(
-            compressor=plan.codec.compressor_id,
-            index_codec=plan.codec.indices.id,
-            value_codec=plan.codec.values.id,
-            step=step,
-            fingerprint=self._fingerprint,
-            bucket=self._bucket,
-            count=count,
-            payload_bytes=plan.payload_bytes,
-            dense_bytes=plan.dense_bytes,
-            flags=flags,
-            error_code=error_code,
-            error_parameter=error_parameter,
-            dense_codec=int(plan.small.values.id) if plan.small else 0,
-        )
-
 
 def error_code(error: errors.DGCError) -> int:
     """The number of an error's class among :data:`ERROR_CLASSES`."""
     return next((i for i, c in enumerate(ERROR_CLASSES) if isinstance(error, c)), 0)
-
-
-def _failure(header: Header, data: np.ndarray, sender: int, who: str) -> Incoming:
-    text = bytes(data[HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
-    code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
-    error = ERROR_CLASSES[code](f"{who} failed in step {header.step}: {text}")
-    return Incoming(sender, who, 0, False, data[:0], data[:0], data[:0], error)

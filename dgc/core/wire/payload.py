@@ -17,13 +17,12 @@ SPARSE_ID = 1
 class SparseCodec:
     """Encodes selected entries of one bucket at one density; knows what the receiver will read."""
 
-    def __init__(self, bucket: Bucket, k: int, indices: str, values: str, compressor: int = SPARSE_ID) -> None:
+    def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
         """Look up the codecs; ``indices="auto"`` takes the smallest for k entries of this bucket.
 
         Raises:
             ConfigError: an unknown codec name; the message lists the valid ones.
         """
-        self.compressor_id = compressor
         self._bucket = bucket
         n = bucket.sparse_size
         self.indices = resolve_index_codec(indices, n, k)

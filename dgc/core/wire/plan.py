@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from dgc.core.config.schedule import entries_to_send
 from dgc.core.state.layout import Bucket
@@ -50,8 +50,8 @@ class BucketPlan:
     mode: Mode
     density: float | None
     """Of the schedule in this step; None in a dense step."""
-    codec: Any
-    """A :class:`SparseCodec`, or what stands in a header for one: ``compressor_id``, ``indices.id``, ``values.id``."""
+    ids: tuple[int, int, int]
+    """Numbers of the compressor, the index codec and the value codec in the header."""
     ks: tuple[int, ...]
     itemsize: int
     payload_bytes: int
@@ -60,38 +60,50 @@ class BucketPlan:
     inline: bool
     message_bytes: int
     small: SmallCodec | None = None
+    selection: SparseCodec | None = None
 
-    @property
+    @cached_property
+    def is_active(self) -> bool:
+        """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
+        return self.mode is not Mode.DENSE and bool(self.ks)
+
+    @cached_property
+    def codec(self) -> SparseCodec:
+        """What writes and reads selected entries."""
+        assert self.selection is not None, "the plan is one of selected entries"
+        return self.selection
+
+    @cached_property
     def plain_start(self) -> int:
         """Where the plain part begins in the vector."""
         return self.small.size if self.small else 0
 
-    @property
+    @cached_property
     def coded_bytes_at(self) -> int:
         """Offset of the coded small tensors in the message, which is where its dense section begins."""
         return HEADER_BYTES + self.payload_bytes
 
-    @property
+    @cached_property
     def coded_bytes(self) -> int:
         """Bytes of the coded small tensors; 0 when they do not travel coded."""
         return self.small.max_bytes if self.small else 0
 
-    @property
+    @cached_property
     def inline_bytes_at(self) -> int:
         """Offset of the inline vector in the message."""
         return self.coded_bytes_at + self.coded_bytes
 
-    @property
+    @cached_property
     def inline_bytes(self) -> int:
         """Bytes of the vector's plain part; 0 when it does not travel in the message."""
         return (self.vector_size - self.plain_start) * self.itemsize if self.inline else 0
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the message's dense section: coded small tensors, then the inline vector."""
         return self.coded_bytes + self.inline_bytes
 
-    @property
+    @cached_property
     def allreduces(self) -> bool:
         """Whether an allreduce of the vector's plain part follows the message."""
         return self.vector_size > self.plain_start and not self.inline
@@ -122,30 +134,33 @@ def make_plan(
         LayoutError: the message would reach 2 GiB.
     """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
-    codec = SparseCodec(bucket, sum(ks), indices, values, compressor)
-    return plan_for(bucket, codec, ks, codec.max_bytes, density=density, ranks=ranks, small=small)
+    codec = SparseCodec(bucket, sum(ks), indices, values)
+    ids = (compressor, int(codec.indices.id), int(codec.values.id))
+    return plan_for(bucket, ids, ks, codec.max_bytes, density=density, ranks=ranks, small=small, selection=codec)
 
 
 def plan_for(
     bucket: Bucket,
-    codec: Any,
+    ids: tuple[int, int, int],
     ks: tuple[int, ...],
     payload_bytes: int,
     *,
     density: float | None,
     ranks: int,
     small: str = "float32",
+    selection: SparseCodec | None = None,
 ) -> BucketPlan:
     """Decide how ``bucket`` travels when its sparsified tensors make up to ``payload_bytes`` of payload.
 
     Args:
         bucket: the bucket.
-        codec: see :class:`BucketPlan`.
+        ids: see :class:`BucketPlan`.
         ks: the most entries of each sparsified tensor.
         payload_bytes: what a message of entries reserves for them.
         density: share of entries that the schedule allows, or None for a dense step (before the ramp-up).
         ranks: P.
         small: name of the value codec for the small tensors; "float32" is what all dense tensors travel as.
+        selection: what writes the payload, where selected entries do without an algorithm.
 
     Raises:
         LayoutError: the message would reach 2 GiB.
@@ -171,7 +186,7 @@ def plan_for(
             f"bucket {bucket.index} would send a message of {message} bytes; the limit is 2 GiB: "
             "choose a higher sparsity, or exclude its largest parameter"
         )
-    return BucketPlan(mode, density, codec, ks, itemsize, payload, start, vector, inline, message, coder)
+    return BucketPlan(mode, density, ids, ks, itemsize, payload, start, vector, inline, message, coder, selection)
 
 
 def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:

@@ -55,17 +55,15 @@ def test_loss_scale_must_be_positive_and_finite(later):
 def test_a_bucket_is_complete_with_its_last_gradient_in_whatever_order(order):
     layout = make_layout(parameters(), make_config({"min_numel": 64, "bucket_bytes": 2048}))
     given_so_far, item = Submissions(layout), Submission(np.zeros(1), np.zeros(1))
-    names = list(SHAPES)
     for place, parameter in enumerate(order):
-        assert set(given_so_far.missing()) == {names[i] for i in order[place:]}
+        assert set(given_so_far) == set(order[:place])
         bucket, _ = layout.places[parameter]
         members = {segment.parameter for segment in layout.buckets[bucket].segments}
         assert given_so_far.add(parameter, item) == (members <= set(order[: place + 1]))
-        assert given_so_far.is_complete(bucket) == (members <= set(order[: place + 1]))
+        assert (given_so_far.missing[bucket] == 0) == (members <= set(order[: place + 1]))
         with pytest.raises(LayoutError, match="given twice"):
             given_so_far.add(parameter, item)
-    assert given_so_far.is_complete()
-    assert not given_so_far.missing()
+    assert not any(given_so_far.missing)
 
 
 def test_ranks_compare_everything_that_they_must_share_and_no_rounding():

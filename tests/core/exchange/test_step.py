@@ -225,7 +225,7 @@ def send_on(exchange, stage, event):
     elif event is Event.BREAK:
         exchange.latest.broke(RemoteError("given up"))
     elif event is Event.REFUSE:
-        exchange._buckets[0].outcome.flagged = True
+        exchange._buckets[0].at.flagged = True
         assert exchange.finish()
     elif event is Event.FINISH:
         exchange.awaits_update = True

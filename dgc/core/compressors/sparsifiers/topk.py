@@ -29,7 +29,7 @@ class _Selection(Algorithm):
 
     def _codec(self, spec: BucketSpec) -> SparseCodec:
         k = sum(self.max_counts(spec))
-        return SparseCodec(spec.bucket, k, self.config.indices, self.config.values, self.number)
+        return SparseCodec(spec.bucket, k, self.config.indices, self.config.values)
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         codec = self._codec(spec)

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.exchange.encoders.base import (
-    BucketStep,
-    Encoder,
-    is_active,
-    masks,
-    put_entries,
-    segment_work,
-    small_codec,
-    why_empty,
-)
+from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.encoders.finite import is_finite
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array, Kernels
@@ -29,23 +19,9 @@ from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
 from dgc.core.wire import HEADER_BYTES, padded
-from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
-from dgc.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class _Id:
-    """Stands in a plan for a codec of which only the number is asked."""
-
-    id: int
-
-
-@dataclass(frozen=True)
-class _HeaderIds:
-    compressor_id: int
-    indices: _Id
-    values: _Id
+from dgc.errors import ConfigError, LayoutError, WireError
 
 
 class AlgorithmEncoder(Encoder):
@@ -75,19 +51,15 @@ class AlgorithmEncoder(Encoder):
         """
         if kernels.on_device and not self.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
-        self._bucket = bucket
+        keeps = algorithm.error_feedback and algorithm.config.error_feedback
+        super().__init__(bucket, algorithm.config, kernels, transport.size, keeps_residual=keeps)
         self._algorithm = algorithm
-        self._config = algorithm.config
-        self._keeps_residual = algorithm.error_feedback and algorithm.config.error_feedback
-        self._kernels = kernels
-        self._memory = kernels.memory
         self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
             for s in bucket.sparse
         )
         self._total = layout.sparse_numel
-        self._plans: dict[float | None, BucketPlan] = {}
         self._specs: dict[float, BucketSpec] = {}
         self._own = np.empty(0, np.uint8)
         self._count_sent = 0
@@ -95,57 +67,52 @@ class AlgorithmEncoder(Encoder):
         self._shared_in: StepContext | None = None
         self._measured_in: StepContext | None = None
 
-    def plan(self, step: StepContext) -> BucketPlan:  # noqa: D102
-        return self.plan_at(step.density)
-
-    def plan_at(self, density: float | None) -> BucketPlan:  # noqa: D102
-        if density not in self._plans:
-            spec = self._spec(1.0 if density is None else density)
-            algorithm, active = self._algorithm, density is not None and bool(self._tensors)
-            ids = algorithm.codec_ids(spec) if active else (0, 0)
-            self._plans[density] = plan_for(
-                self._bucket,
-                _HeaderIds(algorithm.number, _Id(ids[0]), _Id(ids[1])),
-                algorithm.max_counts(spec) if active else (),
-                padded(algorithm.max_bytes(spec)) if active else 0,
-                density=density,
-                ranks=self._transport.size,
-                small=small_codec(self._config, density),
-            )
-        return self._plans[density]
+    def _make_plan(self, density: float | None) -> BucketPlan:
+        spec = self._spec(1.0 if density is None else density)
+        algorithm, active = self._algorithm, density is not None and bool(self._tensors)
+        indices, values = algorithm.codec_ids(spec) if active else (0, 0)
+        return plan_for(
+            self._bucket,
+            (algorithm.number, indices, values),
+            algorithm.max_counts(spec) if active else (),
+            padded(algorithm.max_bytes(spec)) if active else 0,
+            density=density,
+            ranks=self._ranks,
+            small=self._small(density),
+        )
 
     def compress(self, at: BucketStep) -> None:  # noqa: D102
-        step, plan, state, buffers, outcome = at.step, at.plan, at.state, at.buffers, at.outcome
-        if not is_active(plan, self._tensors):
-            buffers.start(step, plan)
+        step, plan, state = at.step, at.plan, at.state
+        if not plan.is_active:
+            at.start_message()
             return
         algorithm, spec = self._algorithm, self._spec(plan.density)
         info = StepInfo(step.step, self._transport.rank, self._config.seed, state.thresholds)
-        outcome.flagged = self._accumulate(at, info)
+        at.flagged = self._accumulate(at, info)
         if algorithm.shares:
             info.shared = self._share(step, self._prepare(state, spec))
         in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
         if in_message:
-            buffers.start(step, plan)
-            self._own = buffers.payload
+            at.start_message()
+            self._own = at.sender.payload
         elif self._own.size != padded(algorithm.max_bytes(spec)):
             self._own = self._memory.host_array(padded(algorithm.max_bytes(spec)), np.uint8)
-        outcome.count, used = self._encode(state, spec, info)
+        at.count, used = self._encode(state, spec, info)
         self._own[used:] = 0
-        self._count_sent = outcome.count
+        self._count_sent = at.count
         if in_message:
             return
         if self._varies(plan):
             plan = at.plan = self._fit(step, plan, used)
-        buffers.start(step, plan)
+        at.start_message()
         if plan.mode is Mode.SPARSE:
-            buffers.payload[...] = self._own[: plan.payload_bytes]
+            at.sender.payload[...] = self._own[: plan.payload_bytes]
         else:
-            self._fill_vector(buffers.vector.values, spec)
+            self._fill_vector(at.vector.values, spec)
 
     def catch_up(self, at: BucketStep) -> None:  # noqa: D102
         step, plan = at.step, at.plan
-        if not is_active(plan, self._tensors):
+        if not plan.is_active:
             return
         if self._algorithm.shares and self._shared_in is not step:
             self._share(step, np.zeros(len(self._tensors)))
@@ -161,7 +128,7 @@ class AlgorithmEncoder(Encoder):
         decoded = [self._decode(message, spec) for message in messages]
         entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
         if len(entries) == len(decoded):
-            put_entries(at, self._bucket, entries, factor, self._kernels)
+            self._put(at, entries, factor)
             return
         results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         for result in results:
@@ -173,26 +140,21 @@ class AlgorithmEncoder(Encoder):
             with np.errstate(over="ignore", invalid="ignore"):
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
-        at.outcome.flagged = not all(is_finite(result) for result in results)
+        at.flagged = not all(is_finite(result) for result in results)
 
     def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
-        if not is_active(at.plan, self._tensors):
-            return
-        self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
-        if not self._keeps_residual:
-            self._memory.fill(at.state.v, 0)
+        if at.plan.is_active:
+            self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
+        super().finish(at, refused=refused)
 
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
-        return self._subtract(at.plan, state) if self._keeps_residual and is_active(at.plan, self._tensors) else None
-
-    def why_empty(self, at: BucketStep) -> str | None:  # noqa: D102
-        return why_empty(is_active(at.plan, self._tensors), self._keeps_residual, self._algorithm.name)
+        return self._subtract(at.plan, state) if self._keeps_residual and at.plan.is_active else None
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _accumulate(self, at: BucketStep, info: StepInfo) -> bool:
         """Add the gradients to u and v; returns whether one is not finite."""
-        state, work = at.state, segment_work(self._bucket, self._config, at, self._transport.size)
+        state, work = at.state, self._work(at)
         if not self._algorithm.needs_increment:
             return self._kernels.accumulate(work, state.u, state.v)
         info.increment = np.zeros_like(state.v)
@@ -247,7 +209,7 @@ class AlgorithmEncoder(Encoder):
         decoded = self._algorithm.decode(self._own, self._count_sent, spec)
         if isinstance(decoded, SparseValues):
             late = not self._algorithm.has_room_for_all(spec)
-            masking = late and masks(self._config, len(decoded.positions), sum(t.n for t in self._tensors))
+            masking = late and self._masks(len(decoded.positions))
             self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
             return decoded.positions
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
@@ -255,8 +217,10 @@ class AlgorithmEncoder(Encoder):
         return None
 
     def _decode(self, message: Incoming, spec: BucketSpec) -> SparseValues | DenseValues:
-        with blaming(message.who, self._bucket.index):
+        try:
             return self._algorithm.decode(message.payload, message.count, spec)
+        except (WireError, LayoutError) as error:
+            raise message.damaged(error) from error
 
     def _spec(self, density: float | None) -> BucketSpec:
         assert density is not None

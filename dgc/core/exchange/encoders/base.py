@@ -8,43 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.encoders.dense_vector import DenseVector
-from dgc.core.exchange.records import EntrySum, Outcome, StepContext
+from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels, SegmentWork
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire.message import Incoming, Sender
-from dgc.core.wire.plan import BucketPlan, Mode
-
-
-class Buffers:
-    """The message of a bucket and its dense vector, in buffers that are kept from step to step."""
-
-    def __init__(self, sender: Sender, vector: DenseVector) -> None:
-        """Allocate nothing yet."""
-        self.sender = sender
-        self.vector = vector
-        self._plan: BucketPlan | None = None
-
-    def start(self, step: StepContext, plan: BucketPlan) -> None:
-        """Begin a message of the plan's sizes; in each step before anything is written."""
-        if self._plan is not plan:
-            self.vector.wait_for_buffers()
-            self._plan = plan
-        self.sender.start(plan, step.fingerprint)
-        self.vector.start(plan)
-
-    @property
-    def payload(self) -> np.ndarray:
-        """(plan.payload_bytes,) uint8, of any content."""
-        return self.sender.payload
+from dgc.core.wire.plan import BucketPlan
 
 
 @dataclass(slots=True)
@@ -55,15 +33,34 @@ class BucketStep:
         step: all gradients of the bucket are in.
         plan: how the bucket is sent; once compressed, with the sizes that this step's messages have on all ranks.
         state: u and v, which take in the gradients and nothing else before the commit, and thresholds; in place.
-        buffers: where the payload goes; for a dense sum of entries, the vector.
-        outcome: gets the count, whether a value is not finite, and what was sent.
+        sender: the message, whose payload an encoder writes.
+        vector: what is summed densely; in a dense sum of entries an encoder writes its sparsified part.
+        count: entries that this rank has put into its message.
+        sent: positions and values of a selection as the receivers read them, (k,) each, until that is committed.
+        flagged: whether a value is not finite; once the messages are in, on any rank.
+        flagged_by: the ranks that met such a value before they sent anything.
+        is_out: whether this rank's message is out; an error can no longer be told the others in it.
+        is_committed: whether what was sent has left the residual.
+        deferred: the results of the sparsified tensors that have not been written.
     """
 
     step: StepContext
     plan: BucketPlan
     state: BucketState
-    buffers: Buffers
-    outcome: Outcome = field(default_factory=Outcome)
+    sender: Sender
+    vector: DenseVector
+    count: int = 0
+    sent: tuple[Array, Array] | None = None
+    flagged: bool = False
+    flagged_by: tuple[int, ...] = ()
+    is_out: bool = False
+    is_committed: bool = False
+    deferred: EntrySum | None = None
+
+    def start_message(self) -> None:
+        """Begin a message of the plan's sizes; in each step before anything of it or of the vector is written."""
+        self.vector.start(self.plan)
+        self.sender.start(self.plan, self.step.step, self.step.fingerprint)
 
 
 class Encoder(ABC):
@@ -75,28 +72,41 @@ class Encoder(ABC):
 
     begins_early = False
 
+    def __init__(
+        self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int, *, keeps_residual: bool
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            bucket: the bucket.
+            config: of its compressor.
+            kernels: of the host or of a device.
+            ranks: P.
+            keeps_residual: whether what is not sent stays in v.
+        """
+        self._bucket = bucket
+        self._config = config
+        self._kernels = kernels
+        self._memory = kernels.memory
+        self._ranks = ranks
+        self._keeps_residual = keeps_residual
+        self._elements = sum(s.length for s in bucket.sparse)
+        self._plans: dict[float | None, BucketPlan] = {}
+
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 
-    @abstractmethod
-    def plan(self, step: StepContext) -> BucketPlan:
-        """How the bucket travels in this step; asked once per step."""
-
-    @abstractmethod
     def plan_at(self, density: float | None) -> BucketPlan:
-        """How the bucket travels at a density; None for a dense step.
+        """How the bucket is sent at a density; None for a dense step.
 
         Raises:
             LayoutError: a message would be too large.
         """
+        if density not in self._plans:
+            self._plans[density] = self._make_plan(density)
+        return self._plans[density]
 
-    def check_sizes(self, sparsities: Sequence[float]) -> None:
-        """Make the plans of a whole schedule.
-
-        Raises:
-            LayoutError: a message would be too large.
-        """
-        for sparsity in sparsities:
-            self.plan_at(1.0 - sparsity)
+    @abstractmethod
+    def _make_plan(self, density: float | None) -> BucketPlan: ...
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -125,8 +135,8 @@ class Encoder(ABC):
         """Write the results of the sparsified tensors: the messages' sum in rank order, times ``share``.
 
         Args:
-            at: its plan's mode is SPARSE. Where the step ``defers``, entries may become ``outcome.deferred`` instead of
-                being written; the outcome is flagged where a message holds NaN or infinity, or the sum overflows.
+            at: its plan's mode is SPARSE. Where the step ``defers``, entries may become ``at.deferred`` instead of
+                being written; ``at`` is flagged where a message holds NaN or infinity, or the sum overflows.
             messages: of all ranks.
             share: 1 / P, or 1 for a sum.
 
@@ -136,7 +146,8 @@ class Encoder(ABC):
 
     def finish(self, at: BucketStep, *, refused: bool) -> None:
         """End the exchange of a step, whatever becomes of it: a compressor without a residual empties v."""
-        return
+        if not self._keeps_residual and at.plan.is_active:
+            self._memory.fill(at.state.v, 0)
 
     @abstractmethod
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:
@@ -150,79 +161,66 @@ class Encoder(ABC):
             (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
         """
 
-    @abstractmethod
     def why_empty(self, at: BucketStep) -> str | None:
         """Say why nothing stays in the residual after the step; None where something does."""
+        if not at.plan.is_active:
+            return "the step was dense: everything was sent"
+        if self._keeps_residual:
+            return None
+        return f"{self._config.algorithm} keeps no residual here: what a step does not send is not sent later"
 
+    # -- shared by encoders ----------------------------------------------------------------------------------------
 
-def largest(values: np.ndarray) -> float:
-    """The largest magnitude, NaN if there is one; two reads without a temporary array."""
-    return max(float(values.max()), -float(values.min())) if values.size else 0.0
-
-
-def put_entries(
-    at: BucketStep, bucket: Bucket, entries: Sequence[tuple[Any, Any]], factor: float, kernels: Kernels
-) -> None:
-    """The last part of :meth:`Encoder.apply` where messages hold entries and the results are on the host."""
-    total = EntrySum.of(bucket, entries, factor)
-    at.outcome.flagged = not total.is_finite
-    if at.step.defers and not at.outcome.flagged:
-        at.outcome.deferred = total
-    else:
-        total.write(at.step, kernels)
-
-
-def why_empty(active: bool, keeps_residual: bool, name: str) -> str | None:
-    """:meth:`Encoder.why_empty` of an encoder by whether it was active, and keeps a residual."""
-    if not active:
-        return "the step was dense: everything was sent"
-    return None if keeps_residual else f"{name} keeps no residual here: what a step does not send is not sent later"
-
-
-def is_active(plan: BucketPlan, tensors: Sequence[Any]) -> bool:
-    """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
-    return plan.mode is not Mode.DENSE and bool(tensors)
-
-
-def masks(config: DGCConfig, sent: int, elements: int) -> bool:
-    """Whether momentum is cleared where entries were sent.
-
-    That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
-
-    Args:
-        config: the options.
-        sent: entries that this rank sends.
-        elements: those that they are chosen from.
-    """
-    return config.momentum_masking and sent < elements
-
-
-def small_codec(config: DGCConfig, density: float | None) -> str:
-    """Which value codec small tensors travel with: none in a dense step, or where sparsity is 0, which is one."""
-    exact = density is None or (density == 1.0 and compressor_class(config.algorithm).scheduled)
-    return "float32" if exact else config.small
-
-
-def segment_work(bucket: Bucket, config: DGCConfig, at: BucketStep, ranks: int) -> list[SegmentWork]:
-    """What the kernels do with each sparsified tensor of the bucket in this step."""
-    step, hyper = at.step, at.step.hyper
-    share = config.own_share(ranks)
-    work = []
-    for segment, k in zip(bucket.sparse, at.plan.ks, strict=True):
-        i = segment.parameter
-        item = step.submissions[i]
-        decay = hyper.weight_decay[i] * share
-        work.append(
-            SegmentWork(
-                gradient=item.gradient,
-                parameter=item.parameter if decay else None,
-                offset=segment.offset,
-                length=segment.length,
-                k=k,
-                momentum=hyper.momentum[i],
-                nesterov=hyper.nesterov[i],
-                weight_decay=decay,
-                scale=step.gradient_scale(i),
+    def _work(self, at: BucketStep) -> list[SegmentWork]:
+        """What the kernels do with each sparsified tensor of the bucket in this step."""
+        step, hyper = at.step, at.step.hyper
+        share = self._config.own_share(self._ranks)
+        work = []
+        for segment, k in zip(self._bucket.sparse, at.plan.ks, strict=True):
+            i = segment.parameter
+            item = step.submissions[i]
+            decay = hyper.weight_decay[i] * share
+            work.append(
+                SegmentWork(
+                    gradient=item.gradient,
+                    parameter=item.parameter if decay else None,
+                    offset=segment.offset,
+                    length=segment.length,
+                    k=k,
+                    momentum=hyper.momentum[i],
+                    nesterov=hyper.nesterov[i],
+                    weight_decay=decay,
+                    scale=step.scales[i],
+                )
             )
-        )
-    return work
+        return work
+
+    def _put(self, at: BucketStep, entries: Sequence[tuple[Any, Any]], factor: float) -> None:
+        """Add up the entries that came, and write or defer their sum."""
+        total = EntrySum.of(self._bucket, entries, factor)
+        at.flagged = not np.isfinite(total.values).all()
+        if at.step.defers and not at.flagged:
+            at.deferred = total
+        else:
+            total.write(at.step, self._kernels)
+
+    def _masks(self, sent: int) -> bool:
+        """Whether momentum is cleared where so many entries were sent.
+
+        That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
+        """
+        return self._config.momentum_masking and sent < self._elements
+
+    def _small(self, density: float | None) -> str:
+        """The value codec of small tensors: exact in a dense step, or where sparsity is 0, which is one."""
+        exact = density is None or (density == 1.0 and compressor_class(self._config.algorithm).scheduled)
+        return "float32" if exact else self._config.small
+
+
+@dataclass(frozen=True)
+class Member:
+    """An encoder of a bucket, the step from which on it is in turn, and its schedule."""
+
+    first: int
+    encoder: Encoder
+    schedule: Schedule

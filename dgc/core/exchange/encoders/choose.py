@@ -15,8 +15,7 @@ from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import Schedule
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.base import Encoder
-from dgc.core.exchange.encoders.composite import CompositeEncoder, Member
+from dgc.core.exchange.encoders.base import Encoder, Member
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
@@ -30,8 +29,8 @@ _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl
 
 def make_encoders(
     layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
-) -> list[tuple[Encoder, DenseVector]]:
-    """The encoder of each bucket of the layout, and its dense vector.
+) -> list[tuple[list[Member], DenseVector]]:
+    """The encoders of each bucket of the layout in their turn, at least one, and its dense vector.
 
     Raises:
         ConfigError: the compressor works on host memory and the kernels do not.
@@ -40,11 +39,21 @@ def make_encoders(
     own_share = config.own_share(transport.size)
     vectors = [_vector(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
     maker = _Maker(vectors, layout, kernels, transport)
-    make = maker.composites if config.algorithm in WRAPPERS else maker.encoders
-    encoders = make(layout.buckets, config)
-    for encoder in encoders:
-        encoder.check_sizes(config.sparsity)
-    return list(zip(encoders, vectors, strict=True))
+    parts = config.own if config.algorithm in WRAPPERS else Parts((0,), (config,))
+    members: dict[int, list[Member]] = {b.index: [] for b in layout.buckets}
+    for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
+        by_step = config.algorithm == "by_step"
+        # Buckets of tensors that no member compresses stand with the first one, which only sums them.
+        mine = [b for b in layout.buckets if by_step or len(parts.keys) == 1 or b.part == place]
+        first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
+        member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
+        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
+        schedule = Schedule(member.sparsity, first, member.rampup_step)
+        for bucket, encoder in zip(mine, maker.encoders(mine, member), strict=True):
+            for sparsity in schedule.sparsity:
+                encoder.plan_at(1.0 - sparsity)
+            members[bucket.index].append(Member(first, encoder, schedule))
+    return [(members[b.index], vector) for b, vector in zip(layout.buckets, vectors, strict=True)]
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
@@ -86,21 +95,6 @@ class _Maker:
     layout: Layout
     kernels: Kernels
     transport: Transport
-
-    def composites(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
-        parts: Parts = config.own
-        members: dict[int, list[Member]] = {b.index: [] for b in buckets}
-        for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
-            by_step = config.algorithm == "by_step"
-            # Buckets of tensors that no member compresses stand with the first one, which only sums them.
-            mine = [b for b in buckets if by_step or b.part == place]
-            first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
-            member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
-            member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
-            schedule = Schedule(member.sparsity, first, member.rampup_step)
-            for bucket, encoder in zip(mine, self.encoders(mine, member), strict=True):
-                members[bucket.index].append(Member(first, encoder, schedule))
-        return [CompositeEncoder(members[b.index]) for b in buckets]
 
     def encoders(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
         row = compressor_class(config.algorithm)

@@ -46,26 +46,18 @@ class Clipping:
         self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
         """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
 
-    def fill_in(self, step: StepContext, *buckets: Bucket) -> None:
-        """Set ``step.clip`` for the parameters of ``buckets``; a dense step is clipped globally or not at all."""
+    def fill_in(self, step: StepContext, buckets: Iterable[Bucket]) -> None:
+        """Clip the gradients of ``buckets``, or once all of them; a dense step is clipped globally or not at all."""
         if self._threshold is None:
             return
+        chosen: Iterable[int] = range(len(step.scales))
+        if not self.needs_all_gradients:
+            if step.density is None:
+                return
+            chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
+        squares = self._kernels.sums_of_squares([step.submissions[i].gradient for i in chosen])
         if self.needs_all_gradients:
-            if step.clip is None:
-                total = np.array([self._sums_of_squares(step, range(len(step.submissions))).sum()])
-                step.clip = self._factors(total, step) * len(step.submissions)
-            return
-        if step.density is None:
-            return
-        if step.clip is None:
-            step.clip = [1.0] * len(step.submissions)
-        chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
-        for i, factor in zip(chosen, self._factors(self._sums_of_squares(step, chosen), step), strict=True):
-            step.clip[i] = factor
-
-    def _factors(self, squares: np.ndarray, step: StepContext) -> list[float]:
-        assert self._threshold is not None
-        return clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
-
-    def _sums_of_squares(self, step: StepContext, parameters: Iterable[int]) -> np.ndarray:
-        return self._kernels.sums_of_squares([step.submissions[i].gradient for i in parameters])
+            squares = np.full(len(squares), squares.sum())
+        factors = clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
+        for i, factor in zip(chosen, factors, strict=True):
+            step.scales[i] *= factor

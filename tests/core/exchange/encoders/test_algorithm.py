@@ -7,7 +7,7 @@ from exchange_tools import gradient, parameters
 from dgc.core.compressors.build import make_config
 from dgc.core.compressors.registry import compressor_class, compressor_names
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.base import BucketStep, Buffers
+from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
@@ -47,8 +47,8 @@ def prepared(name, options, density=0.5):
     for i, p in enumerate(layout.parameters):
         step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", kernels)
-    buffers = Buffers(Sender(0, transport), DenseVector(bucket, kernels))
-    return encoder, BucketStep(step, encoder.plan(step), state, buffers), transport
+    sender, vector = Sender(0, transport), DenseVector(bucket, kernels)
+    return encoder, BucketStep(step, encoder.plan_at(density), state, sender, vector), transport
 
 
 @pytest.mark.parametrize("density", [0.5, 0.01, None])
@@ -120,5 +120,5 @@ def test_no_momentum_is_cleared_where_no_entry_waits_for_room(name, options, den
     encoder.compress(at)
     velocity = state.u.copy()
     encoder.commit(at, state)
-    assert 0 < at.outcome.count < state.v.size
+    assert 0 < at.count < state.v.size
     assert (state.u != velocity).any() == clears

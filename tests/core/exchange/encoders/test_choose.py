@@ -13,7 +13,6 @@ from dgc.core.compressors.registry import compressor_class, compressor_names
 from dgc.core.compressors.sparsifiers.topk import Topk
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.choose import is_unchanged, make_encoders, runs_on_devices
-from dgc.core.exchange.encoders.composite import CompositeEncoder
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.state.layout import Parameter, make_layout
@@ -28,7 +27,7 @@ def member(algorithm, **options):
 
 def encoders(config, specs=None, kernels=None):
     layout = make_layout(specs or parameters(), config)
-    return layout, [e for e, _ in make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)]
+    return layout, [m for m, _ in make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)]
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -36,7 +35,7 @@ def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm
     config = make_config({"min_numel": 64}, algorithm=name)
     _, found = encoders(config)
     plain = compressor_class(name).is_plain_selection(config)
-    assert {type(e) for e in found} == {TopKEncoder if plain else AlgorithmEncoder}
+    assert {type(m.encoder) for (m,) in found} == {TopKEncoder if plain else AlgorithmEncoder}
 
 
 @pytest.mark.parametrize(
@@ -77,18 +76,16 @@ def test_by_step_every_bucket_has_all_members_each_from_its_step():
     )
     layout, found = encoders(config)
     assert len(found) == len(layout.buckets) > 1
-    for encoder in found:
-        assert type(encoder) is CompositeEncoder
-        assert [m.first for m in encoder.members] == [5, 9]
-        assert [type(m.encoder) for m in encoder.members] == [TopKEncoder, AlgorithmEncoder]
-        assert [m.encoder._config.op for m in encoder.members] == ["sum", "sum"]
+    for members in found:
+        assert [m.first for m in members] == [5, 9]
+        assert [type(m.encoder) for m in members] == [TopKEncoder, AlgorithmEncoder]
+        assert [m.encoder._config.op for m in members] == ["sum", "sum"]
 
 
 def test_by_size_a_bucket_has_the_member_of_its_tensors():
     config = make_wrapper_config("by_size", {0: member("qsgd"), 1000: member("topk")}, {"min_numel": 64})
     layout, found = encoders(config)
-    for bucket, encoder in zip(layout.buckets, found, strict=True):
-        (only,) = encoder.members
+    for bucket, (only,) in zip(layout.buckets, found, strict=True):
         assert type(only.encoder) is (AlgorithmEncoder if bucket.part == 0 else TopKEncoder)
     assert {bucket.part for bucket in layout.buckets} == {0, 1}
 
@@ -121,4 +118,4 @@ def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
         config = make_config({"min_numel": 64}, algorithm=row.name)
         assert runs_on_devices(config) is not changed
         expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder
-        assert {type(e) for e in encoders(config)[1]} == {expected}
+        assert {type(m.encoder) for (m,) in encoders(config)[1]} == {expected}

@@ -76,6 +76,21 @@ def test_a_value_that_is_not_finite_is_met_where_it_is_sent_dense(density, spoil
     assert vector.pack(step, plan) == (density is None or spoil in DENSE)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_the_vector_waits_before_its_memory_is_replaced_and_only_then(same):
+    class Waiting(DenseVector):
+        waits = 0
+
+        def _wait(self):
+            self.waits += 1
+
+    vector, plan, *_ = prepared(0.001)
+    waiting = Waiting(vector._bucket, ReferenceKernels())
+    waiting.start(plan)
+    waiting.start(plan if same else make_plan(vector._bucket, density=None, ranks=2, indices="int32", values="float32"))
+    assert waiting.waits == 2 - same
+
+
 def test_a_sum_that_overflows_is_met():
     vector, plan, _, _ = prepared(None)
     vector.values.fill(1e38)
@@ -92,7 +107,7 @@ def test_results_are_momentum_sgd_and_a_refused_step_leaves_the_momentum(refused
     vector.average(0.5, plan)
     bucket = vector._bucket
     u = np.full(bucket.size, 0.25, np.float32)
-    vector.write(step, plan, u, refused=refused)
+    vector.write(step, u, refused=refused)
     for segment in bucket.segments:
         mean = grads[NAMES[segment.parameter]] / 8
         velocity = np.float32(0.9 * 0.25) + mean
@@ -106,7 +121,7 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written():
         vector, plan, step, _ = prepared(None, limit=limit)
         vector.pack(step, plan)
         u = np.full(vector._bucket.size, 0.25, np.float32)
-        assert vector.overflows(step, plan, u)() is answer
+        assert vector.overflows(step, u)() is answer
         np.testing.assert_array_equal(u, np.float32(0.25))
         for i in range(len(SHAPES)):
             np.testing.assert_array_equal(step.submissions[i].result, 7)
@@ -136,7 +151,7 @@ def written(monkeypatch, small, *, decay, nesterov):
     for segment in bucket.segments:
         u[segment.slice] = gradient(1, 0, segment.parameter, segment.length)
     vector.pack(step, plan)
-    vector.write(step, plan, u, refused=False)
+    vector.write(step, u, refused=False)
     return results, u
 
 

@@ -8,7 +8,7 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors.build import make_config
-from dgc.core.exchange.encoders.base import BucketStep, Buffers
+from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
@@ -30,27 +30,27 @@ def prepared(density=0.1, ranks=2, kernels=KERNELS, algorithm="dgc", **options):
         step.submissions.add(i, Submission(gradient(0, 0, i, p.numel), np.full(p.numel, 7, np.float32)))
     state = BucketState(bucket.size, bucket.sparse_size, len(bucket.sparse), "float32", KERNELS)
     vector = DenseVector(bucket, KERNELS)
-    buffers = Buffers(Sender(0, SimpleNamespace(rank=0, size=ranks)), vector)
+    sender = Sender(0, SimpleNamespace(rank=0, size=ranks))
     encoder = TopKEncoder(bucket, config, kernels, ranks)
-    return encoder, BucketStep(step, encoder.plan(step), state, buffers)
+    return encoder, BucketStep(step, encoder.plan_at(density), state, sender, vector)
 
 
 @pytest.mark.parametrize(("density", "ranks", "mode"), [(0.1, 2, Mode.SPARSE), (0.5, 64, Mode.SUM)])
 def test_what_is_sent_and_what_stays_add_up(density, ranks, mode):
     encoder, at = prepared(density, ranks)
-    step, plan, state, outcome = at.step, at.plan, at.state, at.outcome
+    step, plan, state = at.step, at.plan, at.state
     assert plan.mode is mode
     encoder.compress(at)
     for segment in encoder._bucket.sparse:
         np.testing.assert_array_equal(state.v[segment.slice], step.submissions[segment.parameter].gradient)
-    assert encoder.commit(at, at.state).size == outcome.count
+    assert encoder.commit(at, at.state).size == at.count
     sent = np.zeros_like(state.v)
     if mode is Mode.SPARSE:
-        positions, values = plan.codec.decode(at.buffers.payload, outcome.count)
+        positions, values = plan.codec.decode(at.sender.payload, at.count)
         sent[positions] = values
     else:
-        sent[: encoder._bucket.sparse_size] = at.buffers.vector.values[: encoder._bucket.sparse_size]
-    assert np.count_nonzero(sent) == outcome.count == sum(plan.ks)
+        sent[: encoder._bucket.sparse_size] = at.vector.values[: encoder._bucket.sparse_size]
+    assert np.count_nonzero(sent) == at.count == sum(plan.ks)
     for segment in encoder._bucket.sparse:
         np.testing.assert_array_equal((sent + state.v)[segment.slice], step.submissions[segment.parameter].gradient)
 
@@ -60,7 +60,7 @@ def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step(refus
     encoder, at = prepared(algorithm="topk", error_feedback=False)
     state = at.state
     encoder.compress(at)
-    assert at.outcome.count
+    assert at.count
     encoder.finish(at, refused=refused)
     assert not state.v.any()
     encoder.commit(at, at.state)
@@ -70,12 +70,11 @@ def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step(refus
 
 def test_in_a_dense_step_the_kernels_have_nothing_to_do():
     encoder, at = prepared(None, kernels=Mock(spec=["memory"]))
-    outcome = at.outcome
     encoder.begin(at)
     encoder.abandon()
     encoder.compress(at)
     assert at.plan.mode is Mode.DENSE
-    assert (outcome.count, outcome.sent) == (0, None)
+    assert (at.count, at.sent) == (0, None)
     assert encoder.commit(at, at.state) is None
     assert "dense" in encoder.why_empty(at)
 
@@ -95,15 +94,15 @@ class Early(ReferenceKernels):
 
 def test_what_was_begun_is_finished_once_and_not_done_again():
     encoder, at = prepared(kernels=(kernels := Early()))
-    plan, outcome = at.plan, at.outcome
+    plan = at.plan
     encoder.begin(at)
     encoder.compress(at)
     encoder.abandon()
     assert (kernels.begun, kernels.finished) == (1, 1)
-    positions, values = plan.codec.decode(at.buffers.payload, outcome.count)
+    positions, values = plan.codec.decode(at.sender.payload, at.count)
     twin, at = prepared()
     twin.compress(at)
-    for one, other in zip((positions, values), plan.codec.decode(at.buffers.payload, outcome.count), strict=True):
+    for one, other in zip((positions, values), plan.codec.decode(at.sender.payload, at.count), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

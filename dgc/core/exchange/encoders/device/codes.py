@@ -22,7 +22,7 @@ from dgc.core.state.layout import Bucket, Layout
 from dgc.core.state.state import BucketState
 from dgc.core.transport import Transport
 from dgc.core.wire import padded
-from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan
 from dgc.errors import WireError
 
@@ -66,12 +66,14 @@ class DeviceCodesEncoder(AlgorithmEncoder):
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         for message in messages:
-            with blaming(message.who, self._bucket.index):
+            try:
                 self._check(message)
+            except WireError as error:
+                raise message.damaged(error) from error
         results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         payloads = [message.payload for message in messages]
         factor = share * at.step.loss_scale
-        damaged, at.outcome.flagged = self._kernels.add_codes(results, self._parts, payloads, factor)
+        damaged, at.flagged = self._kernels.add_codes(results, self._parts, payloads, factor)
         if damaged:
             self._find_damaged(messages, at.plan)
 
@@ -122,6 +124,5 @@ class DeviceCodesEncoder(AlgorithmEncoder):
             WireError: always; the host reads the messages again to find the one.
         """
         for message in messages:
-            with blaming(message.who, self._bucket.index):
-                self._algorithm.decode(message.payload, message.count, self._spec(plan.density))
+            self._decode(message, self._spec(plan.density))
         raise WireError("a code is none that a sender writes, on the device alone; its memory may be at fault")

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config.config import DGCConfig
-from dgc.core.exchange.encoders.base import BucketStep, is_active, segment_work
+from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.encoders.device.vector import DeviceVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
-from dgc.core.exchange.records import SentEntries, StepContext
+from dgc.core.exchange.records import StepContext
+from dgc.core.kernels.base import Array
 from dgc.core.kernels.compile import entry
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.buckets import Begun
@@ -28,7 +29,7 @@ from dgc.core.kernels.gpu.tables import INDICES_UINT16, VALUES_FLOAT16, WIRE_TIL
 from dgc.core.state.layout import Bucket
 from dgc.core.state.state import BucketState
 from dgc.core.wire import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId, padded
-from dgc.core.wire.message import Incoming, blaming
+from dgc.core.wire.message import Incoming
 from dgc.core.wire.plan import BucketPlan, Mode
 from dgc.errors import WireError
 
@@ -67,17 +68,17 @@ class DeviceEncoder(TopKEncoder):
 
     def begin(self, at: BucketStep) -> None:  # noqa: D102
         plan, state = at.plan, at.state
-        form, active = _format(plan), is_active(plan, plan.ks)
+        form, active = _format(plan), plan.is_active
         if active and form is None:
             return
-        at.buffers.start(at.step, plan)
+        at.start_message()
         self._enqueued = self._kernels.begin(
-            segment_work(self._bucket, self._config, at, self._ranks) if active else [],
+            self._work(at) if active else [],
             state.u,
             state.v,
             state.thresholds,
             form,
-            at.buffers.payload,
+            at.sender.payload,
             self._vector.gradients(at.step, plan),
             self._vector.values[: plan.vector_size],
             scratch=self._scratch,
@@ -93,7 +94,7 @@ class DeviceEncoder(TopKEncoder):
         self.abandon()
 
     def compress(self, at: BucketStep) -> None:  # noqa: D102
-        active = is_active(at.plan, at.plan.ks)
+        active = at.plan.is_active
         if active and _format(at.plan) is None:
             super().compress(at)
             return
@@ -104,8 +105,8 @@ class DeviceEncoder(TopKEncoder):
         done = enqueued.finish()
         self._vector.is_packed = True
         if active:
-            at.outcome.sent = SentEntries(done.positions, done.values)
-        at.outcome.count, at.outcome.flagged = done.count, done.nonfinite
+            at.sent = done.positions, done.values
+        at.count, at.flagged = done.count, done.nonfinite
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         form = _format(at.plan)
@@ -114,8 +115,10 @@ class DeviceEncoder(TopKEncoder):
             return
         # A damaged message is refused before anything is applied.
         for message in messages:
-            with blaming(message.who, self._bucket.index):
+            try:
                 check_payload(form, message.payload, self._bucket.sparse_size, message.count, at.plan.codec.indices)
+            except WireError as error:
+                raise message.damaged(error) from error
         self._kernels.receive(
             [item.result for item in at.step.submissions.of(self._bucket.sparse)],
             self._bucket.sparse_offsets,
@@ -126,9 +129,9 @@ class DeviceEncoder(TopKEncoder):
         )
         # What other ranks send is finite, and nobody waits for the device to look at the sum.
 
-    def _mask(self, plan: BucketPlan, state: BucketState, sent: SentEntries, masking: bool) -> None:
+    def _mask(self, plan: BucketPlan, state: BucketState, positions: Array, values: Array, masking: bool) -> None:
         mask = self._kernels.mask if _format(plan) is None else self._kernels.subtract
-        mask(state.u, state.v, sent.positions, sent.values, masking=masking)
+        mask(state.u, state.v, positions, values, masking=masking)
 
     def _put(self, at: BucketStep, entries: Sequence[tuple[Any, Any]], factor: float) -> None:
         results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]

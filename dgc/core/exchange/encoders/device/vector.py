@@ -29,30 +29,30 @@ class DeviceVector(DenseVector):
         super().start(plan)
         self.is_packed = False
 
-    def wait_for_buffers(self) -> None:  # noqa: D102
+    def _wait(self) -> None:
         self._kernels.wait()
 
     def pack(self, step: StepContext, plan: BucketPlan) -> bool:  # noqa: D102
         if plan.vector_size == 0 or self.is_packed:
             return False
         # In a dense sum of selected entries, the sparsified part is filled already.
-        first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - plan.vector_start
+        first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - self._first
         return self._kernels.pack(self.gradients(step, plan, first), self.values[first:])
 
-    def write_sum(self, step: StepContext, plan: BucketPlan) -> None:  # noqa: D102
+    def write_sum(self, step: StepContext) -> None:  # noqa: D102
         tensors = [
             DenseTensor(result=step.submissions[s.parameter].result, vector=s.offset, scale=step.loss_scale)
             for s in self._bucket.sparse
         ]
         self._kernels.write(tensors, self.values)
 
-    def write(self, step: StepContext, plan: BucketPlan, u: object, *, refused: bool) -> None:  # noqa: D102
-        self._kernels.write(self._updates(step, plan, refused), self.values, u)
+    def write(self, step: StepContext, u: object, *, refused: bool) -> None:  # noqa: D102
+        self._kernels.write(self._updates(step, refused), self.values, u)
 
-    def overflows(self, step: StepContext, plan: BucketPlan, u: object) -> Callable[[], bool]:
+    def overflows(self, step: StepContext, u: object) -> Callable[[], bool]:
         """See :meth:`DenseVector.overflows`. The answer waits, but only for parameters of a narrow type."""
-        tensors = [t for t in self._updates(step, plan) if t.limit is not None]
-        if plan.mode is not Mode.DENSE:
+        tensors = [t for t in self._updates(step) if t.limit is not None]
+        if self._plan is not None and self._plan.mode is not Mode.DENSE:
             sparse = step.submissions.of(self._bucket.sparse)
             tensors += [DenseTensor(result=i.result, limit=i.limit) for i in sparse if i.limit is not None]
         return self._kernels.exceeds(tensors, self.values, u)
@@ -62,16 +62,16 @@ class DeviceVector(DenseVector):
         return [
             DenseTensor(
                 gradient=step.submissions[s.parameter].gradient,
-                vector=s.offset - plan.vector_start - first,
-                scale=step.gradient_scale(s.parameter),
+                vector=s.offset - self._first - first,
+                scale=step.scales[s.parameter],
             )
-            for s in self.segments(plan)
+            for s in self.segments
         ]
 
-    def _updates(self, step: StepContext, plan: BucketPlan, refused: bool = False) -> list[DenseTensor]:
+    def _updates(self, step: StepContext, refused: bool = False) -> list[DenseTensor]:
         """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
         hyper, tensors = step.hyper, []
-        for segment in self.segments(plan):
+        for segment in self.segments:
             i, item, share = segment.parameter, step.submissions[segment.parameter], self.share_of(segment)
             decay = 0.0 if refused else hyper.weight_decay[i] * share
             tensors.append(
@@ -79,7 +79,7 @@ class DeviceVector(DenseVector):
                     result=item.result,
                     parameter=item.parameter if decay else None,
                     u=segment.offset,
-                    vector=segment.offset - plan.vector_start,
+                    vector=segment.offset - self._first,
                     momentum=0.0 if refused else hyper.momentum[i],
                     nesterov=hyper.nesterov[i],
                     weight_decay=decay,

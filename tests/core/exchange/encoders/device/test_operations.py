@@ -39,7 +39,7 @@ def operations_of_a_step(options, limit=None, algorithm="dgc"):
 
     def wait(step, index):
         with state.lock:
-            state.lock.wait_for(lambda: step.submissions.is_complete() or state.closed)
+            state.lock.wait_for(lambda: not any(step.submissions.missing) or state.closed)
             return not state.closed
 
     pipeline._wait_for_gradients = wait

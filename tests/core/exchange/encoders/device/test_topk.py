@@ -161,7 +161,7 @@ def in_order(exchange):
 
     def wait(step, index):
         with pipeline._step.lock:
-            pipeline._step.lock.wait_for(lambda: step.submissions.is_complete() or pipeline._step.closed)
+            pipeline._step.lock.wait_for(lambda: not any(step.submissions.missing) or pipeline._step.closed)
             return not pipeline._step.closed
 
     pipeline._wait_for_gradients = wait

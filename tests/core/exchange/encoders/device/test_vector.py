@@ -74,8 +74,8 @@ def test_equals_the_cpu(density, loss_scale, refused, options):
     for run in runs:
         assert run.vector.average(0.5, run.plan)
         if run.plan.mode is Mode.SUM:
-            run.vector.write_sum(run.step, run.plan)
-        run.vector.write(run.step, run.plan, run.u, refused=refused)
+            run.vector.write_sum(run.step)
+        run.vector.write(run.step, run.u, refused=refused)
         run.wait()
     same(*runs)
     assert any((result != 7).any() for result in mine.results)
@@ -94,7 +94,7 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written(limit
     mine.vector.pack(mine.step, mine.plan)
     mine.wait()
     before = mine.u.copy()
-    asked = mine.vector.overflows(mine.step, mine.plan, mine.u)
+    asked = mine.vector.overflows(mine.step, mine.u)
     assert asked() is answer
     np.testing.assert_array_equal(mine.u, before)
     for result in mine.results:
