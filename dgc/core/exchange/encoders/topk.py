@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.config import DGCConfig
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
@@ -60,10 +62,10 @@ class TopKEncoder(Encoder):
         else:
             selection = self._kernels.accumulate_and_select(self._work(at), state.u, state.v, state.thresholds)
         positions, values = selection.positions, selection.values
-        if plan.mode is Mode.SPARSE:
-            decoded = plan.codec.encode(positions, values, at.sender.payload)
-        else:
-            decoded = plan.codec.roundtrip(positions, values)
+        is_message = plan.mode is Mode.SPARSE
+        payload = at.sender.payload if is_message else np.empty(plan.codec.max_bytes, np.uint8)
+        decoded = plan.codec.encode(positions, values, payload)
+        if not is_message:
             at.vector.values[: self._bucket.sparse_size] = 0
             at.vector.values[positions] = decoded
         at.sent = positions, decoded

@@ -164,10 +164,3 @@ class ValueCodec(Protocol):
             WireError: ``data`` is too short or damaged, or ``bounds`` do not cover ``count`` entries.
         """
         ...
-
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        """What every receiver will read: ``decode(encode(values))``, bit for bit, as a fresh array.
-
-        The sender keeps ``values - roundtrip(values, bounds)`` in its residual.
-        """
-        ...

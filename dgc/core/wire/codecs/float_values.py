@@ -42,10 +42,6 @@ class _PlainValues:
         numbers, consumed = _read(data, count, self.dtype, self.name)
         return numbers.astype(self.dtype), consumed
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        check_values(values, self.dtype, self.name)
-        return values.copy()
-
 
 class Float32Values(_PlainValues):
     """32 bits an entry, exact."""
@@ -127,11 +123,6 @@ class Float16Values:
         halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
         return _times_power_of_two(halves.astype(np.float32), exponent), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        halves, exponent = self._scale_down(values)
-        return _times_power_of_two(halves.astype(np.float32), exponent)
-
     def _scale_down(self, values: np.ndarray) -> tuple[np.ndarray, int]:
         largest = float(np.abs(values).max()) if values.size else 0.0
         if largest == 0.0:
@@ -171,10 +162,6 @@ class Bfloat16Values:
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
-
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        return (_upper_halves(values) << np.uint32(16)).view(np.float32)
 
 
 _SMALLEST_NORMAL = 0x00800000  # 2^-126, the smallest normal float32

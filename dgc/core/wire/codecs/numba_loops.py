@@ -1,9 +1,5 @@
 """The loops of the codecs, compiled by Numba; import this on first use, since Numba takes seconds to load.
 
-For the default codecs they are one call instead of a dozen,
-each of which starts with cold caches: after a compress pass the caches hold gradients, and every NumPy call pays for
-fetching its code again: 5 buckets of 6500 entries took 1.1 ms to encode where the same calls in a tight loop take 0.3.
-
 All word arithmetic is in uint64: Numba turns a mix of int64 and uint64 into float64.
 """
 
@@ -20,9 +16,6 @@ _SMALLEST_NORMAL = np.uint32(0x38800000)
 
 _ROUNDER = np.float32(12582912)
 """1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again."""
-
-_NORMAL = 0x00800000
-"""Bits of the smallest normal float32."""
 
 
 @intrinsic
@@ -81,37 +74,6 @@ def largest_magnitude(values: np.ndarray) -> int:
     return largest
 
 
-@helper
-def _write_halves(values, factor, halves):
-    for i in range(halves.size):
-        halves[i] = _half_of(_bits(values[i] * factor))
-
-
-@helper
-def _read_halves(halves, factor, values):
-    for i in range(halves.size):
-        values[i] = _value_of(uint32(halves[i])) * factor
-
-
-@helper
-def _write_tiles(positions, counts, offsets):
-    k = positions.size
-    for i in range(k):
-        offsets[i] = positions[i] & 0xFFFF
-    first = 0
-    for tile in range(counts.size):
-        # The first position beyond the tile, by bisection: k is small beside the tiles, or many share one.
-        low, high = first, k
-        while low < high:
-            middle = (low + high) // 2
-            if positions[middle] >> 16 > tile:
-                high = middle
-            else:
-                low = middle + 1
-        counts[tile] = low - first
-        first = low
-
-
 @entry(__file__)
 def to_halves(values: np.ndarray, factor: np.float32, halves: np.ndarray) -> None:
     """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
@@ -121,7 +83,8 @@ def to_halves(values: np.ndarray, factor: np.float32, halves: np.ndarray) -> Non
         factor: float32, a power of two that leaves every magnitude below 65520.
         halves: (k,) uint16, filled.
     """
-    _write_halves(values, factor, halves)
+    for i in range(halves.size):
+        halves[i] = _half_of(_bits(values[i] * factor))
 
 
 @entry(__file__)
@@ -153,46 +116,21 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
         counts: (tiles,) uint32, receives the number of positions in each tile.
         offsets: (k,) uint16, receives each position's place in its tile.
     """
-    _write_tiles(positions, counts, offsets)
-
-
-@entry(__file__)
-def encode_message(positions: np.ndarray, values: np.ndarray, tiles: int, out: np.ndarray, decoded: np.ndarray) -> int:
-    """An index block of ``uint16`` and a value block of ``float16`` after it, in one go.
-
-    Args:
-        positions: (k,) int64, ascending.
-        values: (k,) float32.
-        tiles: tiles of 65 536 elements in the bucket.
-        out: uint8, long enough.
-        decoded: (k,) float32, receives the values as they will be read.
-
-    Returns:
-        Bytes written; -1, and nothing of use in ``out``, when the largest value needs the codec's care.
-    """
     k = positions.size
-    largest = uint32(0)
-    for x in values:
-        largest = max(largest, _bits(x) & uint32(0x7FFFFFFF))
-    exponent = (np.int64(largest) >> 23) - 141
-    if largest < _NORMAL or exponent > 112 or exponent < -112:
-        return -1
-    table = _padded(4 * tiles)
-    block = table + _padded(2 * k)
-    first = block + 8
-    used = first + _padded(2 * k)
-    out[4 * tiles : table] = 0
-    out[table + 2 * k : block] = 0
-    out[block + 4 : first] = 0
-    out[first + 2 * k : used] = 0
-    out[block : block + 4].view(np.int32)[0] = exponent
-    down = _float(uint32((127 - exponent) << 23))
-    up = _float(uint32((127 + exponent) << 23))
-    halves = out[first : first + 2 * k].view(np.uint16)
-    _write_tiles(positions, out[: 4 * tiles].view(np.uint32), out[table : table + 2 * k].view(np.uint16))
-    _write_halves(values, down, halves)
-    _read_halves(halves, up, decoded)
-    return used
+    for i in range(k):
+        offsets[i] = positions[i] & 0xFFFF
+    first = 0
+    for tile in range(counts.size):
+        # The first position beyond the tile, by bisection: k is small beside the tiles, or many share one.
+        low, high = first, k
+        while low < high:
+            middle = (low + high) // 2
+            if positions[middle] >> 16 > tile:
+                high = middle
+            else:
+                low = middle + 1
+        counts[tile] = low - first
+        first = low
 
 
 @intrinsic

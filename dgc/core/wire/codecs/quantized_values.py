@@ -57,12 +57,6 @@ class Int8Values:
             raise WireError(f"{self.name}: an entry is -128, the codec writes -127..127. The message is damaged.")
         return self._restore(quantized, largest, sizes), block.size
 
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
-        quantized, largest = self._quantize(values, bounds, sizes)
-        return self._restore(quantized.view(np.uint8), largest, sizes)
-
     @staticmethod
     def _quantize(values: np.ndarray, bounds: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         filled = sizes > 0
@@ -115,9 +109,6 @@ class _TwoMeans:
         table = 8 * sizes.size
         codes = np.unpackbits(block[table:], count=self.bits * count, bitorder="little").reshape(-1, self.bits)
         return self._restore(codes, block[:table].view("<f4").reshape(-1, 2), sizes), block.size
-
-    def roundtrip(self, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        return self._restore(*self._coded(values, bounds))
 
     def _coded(self, values: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (k, bits) uint8 or bool, (groups, 2) float32 means, 0 without members, and the groups' sizes."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from dgc.core.config.checks import require_unused
-from dgc.core.wire.codecs.base import IndexCodec, IndexCodecId, ValueCodec, ValueCodecId
+from dgc.core.wire.codecs.base import IndexCodec, ValueCodec
 from dgc.core.wire.codecs.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
 from dgc.core.wire.codecs.indices import EliasFanoIndices, Int32Indices, Uint16Indices
 from dgc.core.wire.codecs.quantized_values import Int2Values, Int8Values, SignValues
@@ -18,63 +17,23 @@ FREE_NUMBERS = range(128, 256)
 """Numbers in a message's header that this package never gives to a codec of its own."""
 
 
-class _Named(Protocol):
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-
-_Codec = TypeVar("_Codec", bound=_Named)
-
-
-def by_name(codecs: Iterable[_Codec], ids: type[IntEnum]) -> dict[str, _Codec]:
-    """Check codecs against the numbers of the format and return them by name.
-
-    Args:
-        codecs: every codec of one kind.
-        ids: the numbers of that kind; ``NONE`` stands for no codec.
-
-    Raises:
-        ConfigError: two codecs share a name or a number, a number is no member of ``ids``, a member has no codec, or
-            the names differ.
-    """
-    numbers = {member.name: int(member) for member in ids}
-    table: dict[str, _Codec] = {}
-    for codec in codecs:
-        if codec.name in table:
-            raise ConfigError(f"two codecs are named {codec.name!r}.")
-        if numbers.get(codec.name.upper()) != codec.id:
-            raise ConfigError(
-                f"codec {codec.name!r} has number {int(codec.id)}, which {ids.__name__} does not give it."
-            )
-        table[codec.name] = codec
-    missing = [name for name in numbers if name != "NONE" and name.lower() not in table]
-    if missing:
-        raise ConfigError(f"{ids.__name__} has members without a codec: {', '.join(missing)}.")
-    return table
-
-
 # Cheapest to decode first: smallest_index_codec() breaks ties by this order.
-_INDEX_CODECS: dict[str, IndexCodec] = by_name((Int32Indices(), Uint16Indices(), EliasFanoIndices()), IndexCodecId)
-_VALUE_CODECS: dict[str, ValueCodec] = by_name(
-    (
-        Float16Values(),
-        Float32Values(),
-        Bfloat16Values(),
-        Int8Values(),
-        Int2Values(),
-        SignValues(),
-        Float64Values(),
-    ),
-    ValueCodecId,
+_OWN_INDEX_CODECS: tuple[IndexCodec, ...] = (Int32Indices(), Uint16Indices(), EliasFanoIndices())
+_OWN_VALUE_CODECS: tuple[ValueCodec, ...] = (
+    Float16Values(),
+    Float32Values(),
+    Bfloat16Values(),
+    Int8Values(),
+    Int2Values(),
+    SignValues(),
+    Float64Values(),
 )
+_INDEX_CODECS = {codec.name: codec for codec in _OWN_INDEX_CODECS}
+_VALUE_CODECS = {codec.name: codec for codec in _OWN_VALUE_CODECS}
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "indices": (IndexCodec, _INDEX_CODECS),
     "values": (ValueCodec, _VALUE_CODECS),
 }
-_OWN_INDEX_CODECS = tuple(_INDEX_CODECS.values())
 
 
 def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
@@ -117,7 +76,9 @@ def index_codec(name: str) -> IndexCodec:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    return _look_up(_INDEX_CODECS, name, "indices")
+    if name not in _INDEX_CODECS:
+        raise _unknown(name, "indices", _INDEX_CODECS)
+    return _INDEX_CODECS[name]
 
 
 def value_codec(name: str) -> ValueCodec:
@@ -126,7 +87,9 @@ def value_codec(name: str) -> ValueCodec:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    return _look_up(_VALUE_CODECS, name, "values")
+    if name not in _VALUE_CODECS:
+        raise _unknown(name, "values", _VALUE_CODECS)
+    return _VALUE_CODECS[name]
 
 
 @lru_cache(maxsize=1024)
@@ -169,11 +132,5 @@ def resolve_index_codec(name: str, n: int, k: int) -> IndexCodec:
     return _INDEX_CODECS[name]
 
 
-def _look_up(table: dict[str, _Codec], name: str, option: str) -> _Codec:
-    if name not in table:
-        raise _unknown(name, option, tuple(table))
-    return table[name]
-
-
-def _unknown(name: str, option: str, known: tuple[str, ...]) -> ConfigError:
+def _unknown(name: str, option: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")

@@ -47,10 +47,7 @@ def received(codec, values, bounds):
     assert consumed == used
     assert decoded.dtype == codec.dtype
     assert decoded.flags.writeable
-    sent = codec.roundtrip(values, bounds)
-    assert sent.tobytes() == decoded.tobytes()
-    assert not np.may_share_memory(sent, values)
-    assert values.tobytes() == original.tobytes()
+    assert not np.may_share_memory(decoded, buffer)
     return decoded
 
 
@@ -179,8 +176,6 @@ def test_other_types_are_refused_not_cast(codec):
     for values in (np.ones(3, other), np.ones(3, np.int32), np.ones((3, 1), codec.dtype)):
         with pytest.raises(WireError, match=f"{codec.name}: values are"):
             codec.encode(values, np.array([0, 3]), out)
-        with pytest.raises(WireError, match=f"{codec.name}: values are"):
-            codec.roundtrip(values, np.array([0, 3]))
 
 
 @codecs

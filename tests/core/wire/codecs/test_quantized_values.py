@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from codec_tools import read_back
 
 from dgc.core.wire import value_codec
 from dgc.errors import WireError
@@ -16,7 +17,6 @@ def test_bounds_that_do_not_cover_the_entries_are_refused(name, bounds):
     for call in (
         lambda: codec.encode(np.ones(3, np.float32), bounds, np.empty(1000, np.uint8)),
         lambda: codec.decode(np.zeros(1000, np.uint8), 3, bounds),
-        lambda: codec.roundtrip(np.ones(3, np.float32), bounds),
     ):
         with pytest.raises(WireError, match="run from 0 to 3"):
             call()
@@ -33,9 +33,9 @@ def test_int8_refuses_the_value_it_never_writes():
 def test_groups_have_scales_of_their_own():
     values = np.array([1000.0, -500.0, 0.001, -0.0005, 3.0], np.float32)
     bounds = np.array([0, 2, 2, 4, 5])
-    np.testing.assert_allclose(value_codec("int8").roundtrip(values, bounds), values, rtol=0.01)
+    np.testing.assert_allclose(read_back(value_codec("int8"), values, bounds), values, rtol=0.01)
     for name in ("int2", "sign"):
-        np.testing.assert_array_equal(value_codec(name).roundtrip(values, bounds), values)
+        np.testing.assert_array_equal(read_back(value_codec(name), values, bounds), values)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_groups_have_scales_of_their_own():
     ids=["two magnitudes", "all equal", "zeros", "an outlier", "subnormal", "a sum beyond float32", "one"],
 )
 def test_int2_is_one_of_two_magnitudes(values, decoded):
-    got = value_codec("int2").roundtrip(np.array(values, np.float32), np.array([0, len(values)]))
+    got = read_back(value_codec("int2"), np.array(values, np.float32), np.array([0, len(values)]))
     np.testing.assert_array_equal(got, np.array(decoded, np.float32))
 
 
 def test_sign_is_the_mean_of_each_sign():
     values = np.array([1.0, 3.0, -2.0, -6.0, 0.0, -1.0, -3.0], np.float32)
-    decoded = value_codec("sign").roundtrip(values, np.array([0, 5, 7]))
+    decoded = read_back(value_codec("sign"), values, np.array([0, 5, 7]))
     np.testing.assert_array_equal(decoded, np.array([4 / 3, 4 / 3, -4.0, -4.0, 4 / 3, -2.0, -2.0], np.float32))
