@@ -353,15 +353,15 @@ def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
     return data[at : at + size].copy().view(dtype)
 
 
-def take_scales(data: np.ndarray, at: int, count: int) -> np.ndarray:
-    """Read float32 numbers that are finite and not negative.
+def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) -> np.ndarray:
+    """Read float32 numbers that are finite and, unless ``signed``, not negative.
 
     Raises:
         WireError: one is not.
     """
     scales = take(data, at, count, np.float32)
-    if not (np.isfinite(scales) & (scales >= 0)).all():
-        raise WireError("a scale is no finite number >= 0; the message is damaged")
+    if not (np.isfinite(scales) & (signed | (scales >= 0))).all():
+        raise WireError(f"a scale is no finite number{'' if signed else ' >= 0'}; the message is damaged")
     return scales
 
 

@@ -193,16 +193,15 @@ class BucketExchange:
         self.take_deferred()
 
     def probe(self) -> Sent | str:
-        """Copy the residual before and after the commit of a finished step to the host; or say why there is none."""
+        """See :data:`~dgc.core.state.probe.Sent`; or why nothing stays in the residual."""
         at = self.at
         if (empty := self.encoder.why_empty(at)) is not None:
             return empty
         after = at.state.copy()
         positions = self.commit(after)
-        values = self._memory.to_host(at.state.v), self._memory.to_host(after.v)
         if positions is not None and not isinstance(positions, np.ndarray):
             positions = self._memory.to_host(positions)
-        return Sent(positions, *values)
+        return positions, self._memory.to_host(at.state.v), self._memory.to_host(after.v)
 
     def refusal(self, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""

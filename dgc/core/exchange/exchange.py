@@ -244,11 +244,7 @@ class Exchange:
         self.latest.applied()
 
     def drop(self) -> bool:
-        """Leave the results of the latest step unused: what was sent in it stays in the residual.
-
-        Returns:
-            False when there is nothing to drop: no step, or one that was refused, applied or dropped.
-        """
+        """See :meth:`~dgc.core.exchange.step.Step.drop`."""
         return self.latest.drop()
 
     def deferred(self) -> list[EntrySum]:
@@ -283,11 +279,8 @@ class Exchange:
     def require_between_steps(self, what: str) -> None:
         """Refuse what would use the transport, or read the state, beside a step.
 
-        Args:
-            what: is called, for the message.
-
         Raises:
-            LayoutError: a step is under way on this rank.
+            LayoutError: a step is under way on this rank, where ``what`` is called.
         """
         if self.in_step:
             raise LayoutError(
@@ -300,11 +293,8 @@ class Exchange:
 
         A step that failed is half in it, unless a copy from before it was put back (``discardable=True``).
 
-        Args:
-            what: is called, for the message.
-
         Raises:
-            LayoutError: a step is under way on this rank, or one has failed.
+            LayoutError: a step is under way on this rank, or one has failed, where ``what`` is called.
         """
         self.require_between_steps(what)
         step = self.latest
@@ -365,11 +355,7 @@ class Exchange:
             self.latest.fail(given_up)
 
     def close(self) -> bool:
-        """End the communication thread. The transport stays open: it belongs to the caller.
-
-        Returns:
-            False if the transport must not be closed: see :meth:`dgc.core.exchange.pipeline.Pipeline.close`.
-        """
+        """End the communication thread; False where the transport must not be closed: see :meth:`Pipeline.close`."""
         return self._pipeline.close()
 
     def _begin(self) -> StepContext:

@@ -9,35 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from dgc.core.kernels.base import HostMemory
 from dgc.core.state.layout import Bucket, Layout, Segment
 
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What left a bucket's residual in one step. Arrays are on the host.
-
-    Attributes:
-        positions: (k,) within the bucket, ascending; None for all elements.
-        before: (n,) the residual with this step's gradient, before anything was sent.
-        after: (n,) the residual after it.
-    """
-
-    positions: np.ndarray | None
-    before: np.ndarray
-    after: np.ndarray
+Sent: TypeAlias = tuple[np.ndarray | None, np.ndarray, np.ndarray]
+"""On the host: (k,) ascending positions in the bucket that were sent, None for all; and (n,) the residual with this
+step's gradient before and after that."""
 
 
 class Source(Protocol):
-    """A bucket that can be probed; see :meth:`dgc.core.exchange.bucket.BucketExchange.probe`."""
+    """A bucket that can be probed."""
 
     bucket: Bucket
 
     def probe(self) -> Sent | str:
-        """What leaves the residual, or why nothing stays in it."""
+        """What leaves the residual in a finished step, or why nothing stays in it."""
         ...
 
 
@@ -124,12 +114,7 @@ class Probe:
     """
 
     def __init__(self, layout: Layout, sink: Sink) -> None:
-        """Probe no step yet.
-
-        Args:
-            layout: of the exchange.
-            sink: chooses the steps, and takes the metrics.
-        """
+        """Probe no step yet of the exchange with this layout."""
         self.step: int | None = None
         self.figures: dict[str, TensorFigures] = {}
         self.left_out: dict[str, str] = {}
@@ -137,12 +122,7 @@ class Probe:
         self._sink = sink
 
     def measure(self, step: Any, buckets: Sequence[Source]) -> None:
-        """Probe a finished step, before what was sent leaves the residual; never raises.
-
-        Args:
-            step: it; has a number, ``step``.
-            buckets: of the exchange.
-        """
+        """Probe a finished step, numbered ``step.step``, before what was sent leaves the residual; never raises."""
         if self._sink.is_off:
             self._sink.remind()
             return
@@ -175,13 +155,9 @@ class Probe:
 
 
 def _figures(segment: Segment, sent: Sent) -> TensorFigures:
+    positions, *residuals = sent
     count = segment.length
-    if sent.positions is not None:
-        first, stop = np.searchsorted(sent.positions, [segment.offset, segment.slice.stop])
+    if positions is not None:
+        first, stop = np.searchsorted(positions, [segment.offset, segment.slice.stop])
         count = int(stop - first)
-    before, after = sent.before[segment.slice], sent.after[segment.slice]
-    return TensorFigures(segment.length, count, _squares(before), _squares(after))
-
-
-def _squares(values: np.ndarray) -> float:
-    return float(np.einsum("i,i->", values, values, dtype=np.float64))
+    return TensorFigures(segment.length, count, *(HostMemory().sum_of_squares(r[segment.slice]) for r in residuals))

@@ -8,6 +8,7 @@ from exchange_tools import gradient, make_exchange, parameters, run_step
 from exchange_tools import train as train_small
 
 from dgc.core.exchange.bucket import BucketExchange
+from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
@@ -82,17 +83,17 @@ def test_with_threads_to_spare_everything_is_the_same(kernels, options):
 def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(threads, monkeypatch):
     events = []
 
-    def note(name):
-        real = getattr(BucketExchange, name)
+    def note(owner, name, bucket):
+        real = getattr(owner, name)
 
         def noted(self, *arguments):
-            events.append((name, self.bucket.index))
+            events.append((name, getattr(self, bucket).index))
             return real(self, *arguments)
 
-        monkeypatch.setattr(BucketExchange, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    note("begin")
-    note("run")
+    note(TopKEncoder, "begin", "_bucket")
+    note(BucketExchange, "run", "bucket")
 
     def one_rank(transport):
         exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
@@ -125,14 +126,14 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
         buckets = exchange._buckets
         if transport.rank == 1:
             if fails == "to begin the third bucket":
-                buckets[2].begin = broken
+                buckets[2].encoder.begin = broken
             else:
-                buckets[0]._buffers.sender.finish = broken
+                buckets[0]._sender.finish = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(1, transport.rank))
         assert all(bucket.encoder._begun is None for bucket in buckets)
-        vars(buckets[2]).pop("begin", None)
-        vars(buckets[0]._buffers.sender).pop("finish", None)
+        vars(buckets[2].encoder).pop("begin", None)
+        vars(buckets[0]._sender).pop("finish", None)
         exchange.reset()
         again = [run_step(exchange, gradients(step, transport.rank)) for step in range(3)]
         exchange.close()

@@ -17,8 +17,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from dgc.core.compressors.base import PerTensor, StepInfo, Tensor
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, put, take_scales
 from dgc.core.config.config import DGCConfig
+from dgc.errors import WireError
 
 TILE = 4096
 """Elements that are added up together."""
@@ -59,6 +60,48 @@ class Coded(PerTensor):
     @abstractmethod
     def form(self, tensor: Tensor) -> CodeForm:
         """How this tensor's block lies."""
+
+    @abstractmethod
+    def quantise(
+        self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scales, float32, and (n,) uint8 codes of a tensor; arguments as for :meth:`encode_tensor`."""
+
+    @abstractmethod
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
+        """The (n,) float32 that scales and codes stand for.
+
+        Raises:
+            WireError: they are none that a sender writes.
+        """
+
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+        return self.form(tensor).bytes(tensor.n)
+
+    def encode_tensor(  # noqa: D102
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> int:
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
+        scales, codes = self.quantise(x, tensor, spec, info)
+        block, bits = out[put(out, 0, scales) :], self.form(tensor).bits
+        if bits:
+            packing.pack(codes, bits, block)
+        else:
+            packing.pack_trits(codes, block)
+        return tensor.n
+
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+        from dgc.core.compressors.quantizers import numba_packing as packing
+
+        form, codes = self.form(tensor), np.empty(tensor.n, np.uint8)
+        scales = take_scales(data, 0, form.scales, signed=form.kind == "sign")
+        block = data[scales.nbytes :]
+        if form.bits:
+            packing.unpack(block, form.bits, codes)
+        elif not packing.unpack_trits(block, codes):
+            raise WireError("a byte is no five ternary numbers; the message is damaged")
+        return self.restore(scales, codes, tensor)
 
     @classmethod
     def runs_on_device(cls, config: DGCConfig) -> bool:  # noqa: D102

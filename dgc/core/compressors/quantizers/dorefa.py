@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale
 from dgc.core.compressors.quantizers.codes import Coded, CodeForm
 from dgc.core.config.checks import require_integer, require_number
 
@@ -58,28 +58,19 @@ class Dorefa(Coded):
     def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:  # noqa: D102
         return as_scale(float(moments[:, 0].max())), math.inf
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return self.form(tensor).bytes(tensor.n)
-
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    def quantise(  # noqa: D102
+        self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> tuple[np.ndarray, np.ndarray]:
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
         scale = as_scale(float(np.abs(x).max(initial=0.0)))
         codes = np.empty(tensor.n, np.uint8)
         loops.round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
-        packing.pack(codes, self.options.bits, out[put(out, 0, np.array([scale], np.float32)) :])
-        return tensor.n
+        return np.array([scale], np.float32), codes
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
-        scale = take_scales(data, 0, 1)[0]
-        codes = np.empty(tensor.n, np.uint8)
-        packing.unpack(data[4:], self.options.bits, codes)
         out = np.empty(tensor.n, np.float32)
-        loops.scale_span(codes, scale, self._levels, out)
+        loops.scale_span(codes, scales[0], self._levels, out)
         return out

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, put, take
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor
 from dgc.core.compressors.quantizers.codes import Coded, CodeForm
 from dgc.core.config.checks import require_choice
-from dgc.errors import WireError
 
 
 @dataclass(frozen=True)
@@ -50,33 +49,22 @@ class Onebit(Coded):
         shape = self._shape(tensor)
         return CodeForm("sign", 1, 1, scales=2 * shape[1], group=tensor.n, shape=shape)
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return self.form(tensor).bytes(tensor.n)
-
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    def quantise(  # noqa: D102
+        self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> tuple[np.ndarray, np.ndarray]:
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
         shape = self._shape(tensor)
         means, signs = np.empty((2, shape[1]), np.float32), np.empty(tensor.n, np.uint8)
         loops.split_means(np.ascontiguousarray(x).reshape(shape), means, signs)
         np.nan_to_num(means, copy=False)  # a mean beyond float32 becomes its largest number
-        packing.pack(signs, 1, out[put(out, 0, means) :])
-        return tensor.n
+        return means, signs
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
-        shape = self._shape(tensor)
-        means = take(data, 0, 2 * shape[1], np.float32).reshape(2, -1)
-        if not np.isfinite(means).all():
-            raise WireError("a mean is not finite; the message is damaged")
-        signs, out = np.empty(tensor.n, np.uint8), np.empty(shape, np.float32)
-        packing.unpack(data[means.nbytes :], 1, signs)
-        loops.spread_means(signs, means, out)
+        out = np.empty(self._shape(tensor), np.float32)
+        loops.spread_means(codes, scales.reshape(2, -1), out)
         return out.reshape(-1)
 
     def _shape(self, tensor: Tensor) -> tuple[int, int, int]:

@@ -77,29 +77,11 @@ class Qsgd(Coded):
         return CodeForm("signed", own.bits, self._levels, self._groups(tensor), own.bucket_size, norm=own.norm)
 
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        norms = 4 * self._groups(tensor)
         if not self.varying:
-            return self.form(tensor).bytes(tensor.n)
+            return super().tensor_bytes(tensor, spec)
         # The longest: every element sent, at distance 1 (one bit), with its sign and the code of the largest level.
         longest = 2 + 2 * (self._levels.bit_length() - 1) + 1
-        return padded(norms) + 16 + 8 * -(-tensor.n * longest // 64)
-
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
-        from dgc.core.compressors.quantizers import numba_packing as packing
-
-        norms, codes = self._quantise(x, tensor, info)
-        packing.pack(codes, self.options.bits, out[put(out, 0, norms) :])
-        return tensor.n
-
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
-        from dgc.core.compressors.quantizers import numba_packing as packing
-
-        norms = take_scales(data, 0, self._groups(tensor))
-        codes = np.empty(tensor.n, np.uint8)
-        packing.unpack(data[norms.nbytes :], self.options.bits, codes)
-        return self._values(norms, codes)
+        return padded(4 * self._groups(tensor)) + 16 + 8 * -(-tensor.n * longest // 64)
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """See the base class. With Elias codes, blocks follow each other without gaps."""
@@ -109,7 +91,7 @@ class Qsgd(Coded):
             return super().encode(x, out, spec, info)
         at = 0
         for tensor in spec.tensors:
-            norms, codes = self._quantise(x[tensor.slice], tensor, info)
+            norms, codes = self.quantise(x[tensor.slice], tensor, spec, info)
             at = padded(put(out, at, norms))
             words = np.empty((self.tensor_bytes(tensor, spec) - padded(norms.nbytes) - 16) // 8, np.uint64)
             entries, bits = packing.gamma_encode(codes, self._levels, words)
@@ -135,7 +117,7 @@ class Qsgd(Coded):
             codes = np.empty(tensor.n, np.uint8)
             if not packing.gamma_decode(words, bits, entries, self._levels, codes):
                 raise WireError(f"the codes of {tensor.name!r} are none that a sender writes; the message is damaged")
-            values.append(self._values(norms, codes))
+            values.append(self.restore(norms, codes, tensor))
         if count != sum(t.n for t in spec.tensors):
             raise WireError(f"a message with {count} entries came where every element is sent")
         return DenseValues(values)
@@ -143,7 +125,9 @@ class Qsgd(Coded):
     def _groups(self, tensor: Tensor) -> int:
         return -(-tensor.n // self.options.bucket_size)
 
-    def _quantise(self, x: np.ndarray, tensor: Tensor, info: StepInfo) -> tuple[np.ndarray, np.ndarray]:
+    def quantise(  # noqa: D102
+        self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> tuple[np.ndarray, np.ndarray]:
         from dgc.core.compressors.quantizers import numba_loops as loops
 
         group = self.options.bucket_size
@@ -158,10 +142,10 @@ class Qsgd(Coded):
         loops.round_signed(x, norms, group, np.inf, self._levels, info.key(tensor.name), codes)
         return norms, codes
 
-    def _values(self, norms: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
         from dgc.core.compressors.quantizers import numba_loops as loops
 
         out = np.empty(codes.size, np.float32)
-        if not loops.scale_signed(codes, norms, self.options.bucket_size, self._levels, out):
+        if not loops.scale_signed(codes, scales, self.options.bucket_size, self._levels, out):
             raise WireError("a level is beyond the largest; the message is damaged")
         return out

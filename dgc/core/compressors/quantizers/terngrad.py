@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale, put, take_scales
+from dgc.core.compressors.base import BucketSpec, StepInfo, Tensor, as_scale
 from dgc.core.compressors.quantizers.codes import Coded, CodeForm, magnitude_and_deviation, tiles_of
 from dgc.core.config.checks import require_number
 from dgc.core.config.config import DGCConfig
-from dgc.errors import WireError
 
 CONSTANT = 1e-9
 """A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing."""
@@ -59,9 +58,6 @@ class Terngrad(Coded):
     def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
         return CodeForm("signed", 0, 1, scales=1, group=tensor.n)
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return self.form(tensor).bytes(tensor.n)
-
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
         """Each tensor's largest magnitude after clipping."""
         return np.array([self.measured(t, _moments(x[t.slice])) for t in spec.tensors])
@@ -77,28 +73,22 @@ class Terngrad(Coded):
             limit = self._extent(moments, tensor.n)[1]
         return as_scale(float(info.shared[index])), limit
 
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    def quantise(  # noqa: D102
+        self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> tuple[np.ndarray, np.ndarray]:
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
         measured = np.empty((0, 3)) if tensor.name in self._limits else _moments(x)
         scale, limit = self.scale(tensor, spec.tensors.index(tensor), measured, info)
-        codes = np.empty(tensor.n, np.uint8)
-        loops.round_signed(x, np.array([scale], np.float32), tensor.n, limit, 1, info.key(tensor.name), codes)
-        packing.pack_trits(codes, out[put(out, 0, np.array([scale], np.float32)) :])
-        return tensor.n
+        scales, codes = np.array([scale], np.float32), np.empty(tensor.n, np.uint8)
+        loops.round_signed(x, scales, tensor.n, limit, 1, info.key(tensor.name), codes)
+        return scales, codes
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
         from dgc.core.compressors.quantizers import numba_loops as loops
-        from dgc.core.compressors.quantizers import numba_packing as packing
 
-        scale = take_scales(data, 0, 1)
-        codes, out = np.empty(tensor.n, np.uint8), np.empty(tensor.n, np.float32)
-        if not packing.unpack_trits(data[4:], codes):
-            raise WireError("a byte is no five ternary numbers; the message is damaged")
-        loops.scale_signed(codes, scale, tensor.n, 1, out)
+        out = np.empty(tensor.n, np.float32)
+        loops.scale_signed(codes, scales, tensor.n, 1, out)
         return out
 
     def _extent(self, moments: np.ndarray, n: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
-from dgc.core.exchange.encoders.finite import is_finite
+from dgc.core.exchange.encoders.dense_vector import is_finite
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.state.layout import Bucket, Layout

@@ -45,7 +45,7 @@ class IndexCodec(Protocol):
 
     @property
     def id(self) -> int:
-        """The codec's number in a header, one of :class:`~dgc.core.wire.codecs.base.IndexCodecId`."""
+        """The codec's number in a header."""
         ...
 
     @property
@@ -54,9 +54,7 @@ class IndexCodec(Protocol):
         ...
 
     def max_bytes(self, n: int, k: int) -> int:
-        """Bytes that always suffice for k or fewer entries, whatever the positions; a multiple of 8.
-
-        A message reserves this much, so the value never falls when k grows.
+        """Bytes that suffice for k or fewer entries, whatever the positions: a multiple of 8 that never falls with k.
 
         Raises:
             ConfigError: this codec cannot address n elements, or k is not within 0..n.
@@ -64,13 +62,12 @@ class IndexCodec(Protocol):
         ...
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write the positions at the start of ``out``.
+        """Write (k,) int64 positions, strictly ascending in [0, n), at the start of ``out``.
 
-        Their order is the caller's promise: a codec may write nonsense for unsorted positions, which ``decode``
-        refuses, but never touches memory outside ``out``.
+        For unsorted positions a codec may write nonsense, which ``decode`` refuses, but never outside ``out``.
 
         Args:
-            positions: (k,) int64, strictly ascending, each in [0, n).
+            positions: the positions.
             n: elements of the bucket.
             out: (m,) uint8, contiguous, m >= ``max_bytes(n, k)``.
 
@@ -84,12 +81,7 @@ class IndexCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read ``count`` positions from the start of ``data``; what follows them is not looked at.
-
-        Args:
-            data: (m,) uint8, contiguous.
-            n: elements of the bucket.
-            count: entries in the message, from its header.
+        """Read ``count`` positions from the start of ``data``, (m,) uint8; what follows them is not looked at.
 
         Returns:
             (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
@@ -104,14 +96,14 @@ class IndexCodec(Protocol):
 class ValueCodec(Protocol):
     """Writes k values as bytes and reads them back, exactly or with an error that the sender can compute.
 
-    The entries fall into groups, one per tensor ("segment") of the bucket: group i holds the entries
-    ``bounds[i]:bounds[i + 1]``. Groups may be empty. Finite values come back finite; a non-finite value makes its
-    own entry non-finite, or its whole group where the group shares a scale. Neither raises.
+    Group i, one per tensor of the bucket, holds the entries ``bounds[i]:bounds[i + 1]``; bounds are (groups + 1,) int64
+    from 0 to k. Groups may be empty. Finite values come back finite; a non-finite value makes its own entry non-finite,
+    or its whole group where the group shares a scale. Neither raises.
     """
 
     @property
     def id(self) -> int:
-        """The codec's number in a header, one of :class:`~dgc.core.wire.codecs.base.ValueCodecId`."""
+        """The codec's number in a header."""
         ...
 
     @property
@@ -134,12 +126,7 @@ class ValueCodec(Protocol):
         ...
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write the values at the start of ``out``.
-
-        Args:
-            values: (k,) of ``dtype``, read only.
-            bounds: (groups + 1,) int64, non-decreasing from 0 to k.
-            out: (m,) uint8, contiguous, m >= ``max_bytes(k, groups)``.
+        """Write (k,) values of ``dtype`` at the start of ``out``, (m,) uint8, m >= ``max_bytes(k, groups)``.
 
         Returns:
             Bytes written, at most ``max_bytes(k, groups)``, a multiple of 8.
@@ -150,12 +137,7 @@ class ValueCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read ``count`` values from the start of ``data``; what follows them is not looked at.
-
-        Args:
-            data: (m,) uint8, contiguous.
-            count: entries in the message, from its header.
-            bounds: (groups + 1,) int64, the same as the sender's (they follow from positions and layout).
+        """Read ``count`` values from the start of ``data``, (m,) uint8; what follows them is not looked at.
 
         Returns:
             (count,) of ``dtype``, a fresh array; and the number of bytes read.

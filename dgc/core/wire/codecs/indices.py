@@ -2,11 +2,7 @@
 
 n = elements of the bucket, k = entries.
 
-Why Elias-Fano and not Golomb-Rice on the gaps. Both write w low bits and a unary rest for each entry, and a message
-has to reserve the worst case, which is the same for both: k*(w + 1) + n/2^w bits. Golomb-Rice undercuts that on
-random positions by 4 % (11.49 bits against 11.95 at 0.1 %), but a message of fixed size sends the reserve anyway.
-Elias-Fano keeps the low bits and the unary part apart, so entry i's low bits stand at a known place, no entry waits
-for the one before it, and the length depends on (n, k) alone.
+Golomb-Rice would reserve as many bits in the worst case, and its entries wait for one another.
 """
 
 from __future__ import annotations
@@ -24,16 +20,10 @@ _TILE = 1 << _TILE_BITS
 
 
 def check_sizes(n: int, k: int, limit: int, name: str) -> None:
-    """Refuse sizes that a codec cannot serve.
-
-    Args:
-        n: elements of the bucket.
-        k: entries to write.
-        limit: n must be below this.
-        name: the codec, for the error.
+    """Refuse k entries of n elements where n is not below a codec's limit, or k not within 0..n.
 
     Raises:
-        ConfigError: n is negative or not below the limit, or k is not within 0..n.
+        ConfigError: otherwise.
     """
     if not 0 <= n < limit:
         raise ConfigError(
@@ -56,11 +46,6 @@ def check_count(n: int, count: int, name: str) -> None:
 
 def check_positions(positions: np.ndarray, n: int, name: str) -> None:
     """Refuse positions that are not strictly ascending in [0, n).
-
-    Args:
-        positions: (k,) integers.
-        n: elements of the bucket.
-        name: the codec, for the error.
 
     Raises:
         WireError: otherwise.
@@ -157,11 +142,7 @@ def tiles_of(n: int) -> int:
 def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     """Return the low bits' width and the words of both parts for k entries below n.
 
-    The width is the smallest of those that make the block shortest. For a fixed width no part shrinks when k grows,
-    so the shortest length does not either: the reserve for k entries holds any smaller count.
-
-    Returns:
-        width in 0..47, words of the low part, words of the high part.
+    The width, 0..47, is the smallest of those that make the block shortest; the length never falls when k grows.
 
     Source: Elias 1974, "Efficient storage and retrieval by content and address of static files"; Fano 1971.
     """

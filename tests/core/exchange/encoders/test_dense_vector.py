@@ -6,7 +6,7 @@ from exchange_tools import gradient, parameters
 
 from dgc.core.compressors.build import make_config
 from dgc.core.exchange.encoders import dense_vector
-from dgc.core.exchange.encoders.dense_vector import DenseVector
+from dgc.core.exchange.encoders.dense_vector import DenseVector, is_finite
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.state.layout import make_layout
@@ -164,3 +164,17 @@ def test_tensors_updated_together_get_the_same_bits_as_alone(monkeypatch, decay,
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_array_equal(a, b)
         np.testing.assert_array_equal(u, u_too)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_value_that_is_not_finite_is_seen_and_large_ones_are_not_taken_for_one(dtype):
+    largest = np.finfo(dtype).max
+    assert is_finite(np.empty(0, dtype))
+    assert is_finite(np.array([1, -2, 0], dtype))
+    assert is_finite(np.array([largest, -largest, largest], dtype)), "their squares and their sum overflow"
+    for wrong in (np.nan, np.inf, -np.inf):
+        for place in (0, 500, 999):
+            values = np.ones(1000, dtype)
+            values[place] = wrong
+            assert not is_finite(values)
+    assert not is_finite(np.array([np.inf, -np.inf], dtype))
