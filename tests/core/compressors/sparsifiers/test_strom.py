@@ -56,10 +56,10 @@ def test_what_is_left_over_in_a_message_is_zero():
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
         bucket = exchange._buckets[0]
         spec = bucket.encoder.plan_at(1.0).payload_bytes
-        tails = [bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy()]
+        tails = [bucket._sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy()]
         run_step(exchange, [np.zeros_like(g) for g in gradients(1, transport.rank)])
         count = round(exchange.stats.last.density * exchange.layout.sparse_numel)
-        tails.append(bucket._buffers.sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy())
+        tails.append(bucket._sender._gathered[0, HEADER_BYTES + 4 * count : HEADER_BYTES + spec].copy())
         exchange.close()
         return tails
 
