@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).resolve().parents[1] / "dgc"
 PAGE = "messages.md"
-WORDS = 4
+CODE = {PACKAGE / "build_horovod" / name for name in ("doctor.py", "sources.py")}
+"""Their texts are mostly code of other programs."""
+WORDS = 5
 """A text with fewer is a part of a message, or none."""
 
 AREAS = {
@@ -38,54 +40,30 @@ AREAS = {
 
 
 def texts(source: str) -> Iterator[str]:
-    """Texts of what a module raises and warns of, in their order; "…" stands for a value.
-
-    A constant or a function that a ``raise`` or a warning names counts with its own texts.
+    """Texts of a module that are no docstrings, in their order; "…" stands for a value.
 
     Args:
         source: Python code.
     """
     tree = ast.parse(source)
-    named: dict[str, ast.AST] = {}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            named[node.name] = ast.Module([part for part in node.body if not _is_docstring(part)], [])
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named[node.targets[0].id] = node.value
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _name(node.func) in ("warn", "warning")):
-            mentioned = {_name(part) for part in ast.walk(node)} & named.keys()
-            for part in (node, *(named[name] for name in sorted(mentioned))):
-                yield from _literals(part)
-
-
-def _name(node: ast.AST) -> str:
-    """Of a variable or an attribute; "" of anything else."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _literals(tree: ast.AST) -> Iterator[str]:
-    """Texts of at least :data:`WORDS` words."""
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
-        parts = node.values if isinstance(node, ast.JoinedStr) else [] if id(node) in inner else [node]
-        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
-        if len(text.split()) >= WORDS:
-            yield " ".join(text.split())
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings | parts:
+            pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(piece.value) if isinstance(piece, ast.Constant) else "…" for piece in pieces)
+            if len(text.split()) >= WORDS:
+                yield " ".join(text.split())
 
 
 def page() -> str:
     """The page in Markdown: a heading for each area, and its messages."""
     found: dict[str, list[str]] = {area: [] for area in AREAS}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(set(PACKAGE.rglob("*.py")) - CODE):
         name = path.relative_to(PACKAGE).as_posix()
         area = next(area for area in AREAS if name.startswith(f"{area}/") or not area)
         found[area] += texts(path.read_text())
-    lines = ["# All messages", "", "From the sources; … stands for a value. Each says what to do.", ""]
+    lines = ["# All messages", "", "Texts of the sources; … stands for a value.", ""]
     for area, messages in found.items():
         heading, explained = AREAS[area]
         lines += [f"## {heading}", "", f"Explained in [{explained}]({explained}).", ""]
