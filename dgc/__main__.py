@@ -19,7 +19,7 @@ _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression for data-parallel training")
+    parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression")
     parser.add_argument("--version", action="version", version=f"horovod-dgc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     summary = "list all compressors: bits, error feedback, unbiased, source"

@@ -226,8 +226,8 @@ class Group:
         require_replicas(
             self.exchange.transport.whole,
             {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
-            "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add "
-            "dgc.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
+            "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
+            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
         )
 
     def follow(self, learning_rate: float) -> None:

@@ -177,7 +177,7 @@ class StallWatch:
         missing = [names[rank] for rank in self.missing()]
         if missing:
             others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            why = "stopped, cut off from the network, in fewer steps, or busy with something else (an evaluation, a checkpoint)"
+            why = "stopped, cut off from the network, in fewer steps, or busy (an evaluation, a checkpoint)"
         else:
             others, why = "bytes of ranks that have come", "the network is slow, or a part of it is down"
         return (
