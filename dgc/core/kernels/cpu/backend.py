@@ -209,22 +209,20 @@ class NumbaKernels(Kernels):
         begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
         under_way = self._team.start(
             min(threads, chunks) - 1 if at_once else min(threads - 1, chunks),
-            compress_chunks, chunks, integers, reals, thresholds, u, v, selecting, room, scratch.chunks,
-            scratch.left, scratch.positions, scratch.values, scratch.spent, scratch.wide, scratch.bins, scratch.likes,
-            nonfinite, taken, positions, values, keeps=work,
+            compress_chunks, chunks, integers, reals, thresholds, u, v, selecting, room, scratch.chunks, scratch.left,
+            scratch.positions, scratch.values, scratch.spent, nonfinite, taken, positions, values, keeps=work,
         )  # fmt: skip
 
         def finish() -> Selection:
             under_way.finish()
+            self._workspace.give_back(kind, scratch)
             unfinished, total, met = outcome(taken, nonfinite)
             if unfinished:
                 which = np.flatnonzero(taken == UNFINISHED)
                 self._team.run(
-                    threads, select_whole, which.size, v, integers, thresholds, which, scratch.bins, scratch.likes,
-                    positions, values, taken,
-                )  # fmt: skip
+                    threads, select_whole, which.size, v, integers, thresholds, which, positions, values, taken
+                )
                 total = int(taken.sum())
-            self._workspace.give_back(kind, scratch)
             if total < count:
                 given, picked = _without_gaps(integers, taken, positions, values)
                 return Selection(given, met, picked)

@@ -5,9 +5,8 @@ finishes a segment's last chunk picks its entries at once, so nobody waits for a
 on the number of threads and a segment's candidates are read in the order of its chunks, so neither do the results.
 
 Candidates lie in runs (one for each chunk of the segment), each in ascending order of position. Magnitudes are compared
-as the bits of ``|v|``, called keys. Exactly the k largest are picked without sorting: the k-th largest key is found by
-a histogram of the keys just above the threshold, refined once or twice, and one more walk over the candidates writes
-the entries, in order. Every loop is bounded whatever the values are, all equal included.
+as the bits of ``|v|``, called keys. Exactly the k largest are picked without sorting: a partition of the candidates'
+keys gives the k-th largest, and one more walk over the candidates writes the entries, in order.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ from dgc.core.kernels.cpu.simd import LANES, bits_of, fetch_add
 from dgc.core.kernels.cpu.work_table import ENTRIES, FIRST_CHUNK, KEY, LENGTH, MOST, OUT, USED
 from dgc.core.kernels.threshold import ENOUGH
 
-BINS = 2048
-FEW = 64
-"""Keys that are sorted by insertion instead of counted once more."""
-
 
 @helper
-def kth_key(bits, starts, counts, first, last, lowest, total, k, bins):
+def kth_key(bits, starts, counts, first, last, total, k):
     """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
 
     Args:
@@ -39,68 +34,22 @@ def kth_key(bits, starts, counts, first, last, lowest, total, k, bins):
         counts: see starts.
         first: the segment's first run.
         last: the run after its last one.
-        lowest: no key is below it.
         total: number of candidates.
         k: 0 < k <= total.
-        bins: (BINS,) int64 scratch.
 
     Returns:
         (key, ties): all keys above ``key`` belong to the k largest, and the first ``ties`` equal to it.
     """
-    width = 31 if bits.itemsize == 4 else 63
-    mask = magnitude_mask(bits.itemsize)
-    low, high = lowest, mask + 0
-    # Just above the threshold a bin is 1/1024 of an octave wide; the last bin takes what is two octaves above it.
-    shift = width - 8 - 10 if bits.itemsize == 4 else width - 11 - 10
-    if lowest <= 1:
-        shift = width - 11
-    rank = total - k
-    above = 0
-    while True:
-        bins[:] = 0
-        for c in range(first, last):
-            for i in range(starts[c], starts[c] + counts[c]):
-                key = (bits[i] & mask) - low
-                if key >= 0 and key <= high - low:
-                    bins[min(key >> shift, BINS - 1)] += 1
-        b = 0
-        while rank >= bins[b]:
-            rank -= bins[b]
-            b += 1
-        members = bins[b]
-        for other in range(b + 1, BINS):
-            above += bins[other]
-        bottom = low + (b << shift)
-        if b < BINS - 1:
-            high = min(high, bottom + (1 << shift) - 1)
-        low = bottom
-        if low == high:
-            return low, k - above
-        if members <= FEW:
-            return _kth_of_few(bits, starts, counts, first, last, low, high, rank, k - above, bins, mask)
-        shift = 0
-        while (high - low) >> shift >= BINS:
-            shift += 1
-
-
-@helper
-def _kth_of_few(bits, starts, counts, first, last, low, high, rank, wanted, sorted_, mask):
-    n = 0
+    mask, keys, n = magnitude_mask(bits.itemsize), np.empty(total, bits.dtype), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
-            key = bits[i] & mask
-            if low <= key and key <= high:
-                j = n
-                while j > 0 and sorted_[j - 1] > key:
-                    sorted_[j] = sorted_[j - 1]
-                    j -= 1
-                sorted_[j] = key
-                n += 1
-    kth = sorted_[rank]
+            keys[n] = bits[i] & mask
+            n += 1
+    key = np.int64(np.partition(keys, total - k)[total - k])
     greater = 0
-    for j in range(rank, n):
-        greater += sorted_[j] > kth
-    return kth, wanted - greater
+    for each in keys:
+        greater += each > key
+    return key, k - greater
 
 
 @helper
@@ -205,9 +154,7 @@ def outcome(taken, nonfinite):
 
 
 @helper
-def _conclude(
-    integers, reals, thresholds, s, positions, values, bits, starts, counts, bins, like, out_positions, out_values
-):
+def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, counts, like, out_positions, out_values):
     """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
     k, key = integers[s, ENTRIES], integers[s, KEY]
     if k == 0:
@@ -231,7 +178,7 @@ def _conclude(
         write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
         kth = rules.estimate(thresholds[s], k, used, total) if used > 0.0 else 0.0
     if total >= k:
-        kth_bits, ties = kth_key(bits, starts, counts, first, last, key, total, k, bins)
+        kth_bits, ties = kth_key(bits, starts, counts, first, last, total, k)
         kth = value_of(kth_bits, like)
         if total > k:
             write_largest(
@@ -245,7 +192,7 @@ def _conclude(
 @entry()
 def compress_chunks(
     worker, progress, chunks, integers, reals, thresholds, u, v, selecting, room, chunk_table, left,
-    positions, values, spent, wide, bins, like, nonfinite, taken, out_positions, out_values,
+    positions, values, spent, nonfinite, taken, out_positions, out_values,
 ):  # fmt: skip
     """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
 
@@ -267,9 +214,6 @@ def compress_chunks(
         positions: (>= W * room,) int32 scratch.
         values: (>= W * room,) of u's type, scratch.
         spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
-        wide: (>= W, 2 * STRIP) of u's type, scratch.
-        bins: (>= W, BINS) int64 scratch.
-        like: (>= W, 1) of u's type, scratch.
         nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
         taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
@@ -277,6 +221,7 @@ def compress_chunks(
     """
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
     v_bits, value_bits = bits_of(v), bits_of(values)
+    wide, like = np.empty(2 * STRIP, v.dtype), np.empty(1, v.dtype)
     n = worker * room
     while True:
         c = fetch_add(progress, 0, 1)
@@ -290,7 +235,7 @@ def compress_chunks(
         key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
         first = n
         n, met = sweep_chunk(
-            integers, reals, s, start, stop, u, v, v_bits, key, wide[worker], positions, values, n, n + allowed
+            integers, reals, s, start, stop, u, v, v_bits, key, wide, positions, values, n, n + allowed
         )
         if met:
             nonfinite[worker] = 1
@@ -303,8 +248,8 @@ def compress_chunks(
         starts[c], counts[c] = first, found
         if fetch_add(left, s, -1) == 1 and selecting:
             taken[s] = _conclude(
-                integers, reals, thresholds, s, positions, values, value_bits, starts, counts, bins[worker],
-                like[worker], out_positions, out_values,
+                integers, reals, thresholds, s, positions, values, value_bits, starts, counts, like, out_positions,
+                out_values,
             )  # fmt: skip
         fetch_add(progress, 1, 1)
 
@@ -319,9 +264,6 @@ class Scratch:
         self.spent = np.empty((workers, segments), np.int64)
         self.positions = np.empty(workers * room, np.int32)
         self.values = np.empty(workers * room, kind)
-        self.wide = np.empty((workers, 2 * STRIP), kind)
-        self.bins = np.empty((workers, BINS), np.int64)
-        self.likes = np.empty((workers, 1), kind)
 
 
 class Workspace(threading.local):

@@ -12,10 +12,10 @@ import numpy as np
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.cpu.accumulate import key_of, magnitude_mask, value_of
-from dgc.core.kernels.cpu.select_candidates import BINS
 from dgc.core.kernels.cpu.simd import LANES, bits_of, count_bits, fetch_add, load, lowest_bit, reaching, threshold
 from dgc.core.kernels.cpu.work_table import ENTRIES, LENGTH, OFFSET, OUT
 
+BINS = 2048
 _UINT64_1 = np.uint64(1)
 _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -97,37 +97,35 @@ def _write(v, bits, key, ties, offset, out_positions, out_values):
 
 @entry()
 def select_whole(
-    worker, progress, count, v, integers, thresholds, which, bins, likes, out_positions, out_values, taken
+    worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
 ):  # fmt: skip
-    """Select segments from all their entries, each by one thread. A kernel for ``Team``, W threads.
+    """Select segments from all their entries, each by one thread. A kernel for ``Team``.
 
     Args:
-        worker: this thread's number, below W.
+        worker: not used.
         progress: (2,) int64: segments taken, segments done.
         count: number of segments.
         v: (n,) float32 or float64.
         integers: (S, 13) work table.
         thresholds: (S, COLUMNS) float64, updated.
         which: (count,) int64 rows of both.
-        bins: (W, BINS) int64 scratch.
-        likes: (W, 1) of v's type, scratch.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
         out_values: (k,) of v's type, likewise.
         taken: (S,) int64, receives the number of entries picked.
     """
-    all_bits = bits_of(v)
+    all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, v.dtype)
     while True:
         ticket = fetch_add(progress, 0, 1)
         if ticket >= count:
             break
-        s, like = which[ticket], likes[worker]
+        s = which[ticket]
         start, k, out = integers[s, OFFSET], integers[s, ENTRIES], integers[s, OUT]
         # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
         own, bits = v[start : start + integers[s, LENGTH]], all_bits[start : start + integers[s, LENGTH]]
         nonzero = _count(own, bits, 1)
         key, ties, kth, reached = 0, 0, 0.0, 0
         if nonzero > k:
-            key, ties = _kth_key(own, bits, k, bins[worker])
+            key, ties = _kth_key(own, bits, k, bins)
             kth = value_of(key, like)
             reached = _count(own, bits, key_of(rules.WIDER * kth, like))
         taken[s] = min(k, nonzero)
