@@ -9,8 +9,6 @@ an update that is not finite before anything was stored; such a block is compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -41,7 +39,6 @@ from dgc.core.kernels.cpu.work_table import (
     FORM,
     GRADIENT,
     GRADIENT_TYPE,
-    HEAVY_BALL,
     LENGTH,
     MOMENTUM,
     NESTEROV,
@@ -84,119 +81,90 @@ def value_of(key: int, like: np.ndarray) -> float:
     return np.float64(like[0])
 
 
-def _make_sweep(form: int, decays: bool) -> Callable[..., Any]:
-    """Build the loop of one form of momentum, with or without weight decay: no test of either is left inside."""
+@helper
+def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
+    """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one.
 
-    @helper
-    def entry_by_entry(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
-        """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one.
-
-        Where finite values add up to infinity, u and v stay what they were, and that counts as one.
-        """
-        mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
-        nonfinite = False
-        for i in range(start, stop):
-            x = g[i - g0] * scale
-            if decays:
-                x += p[i - p0] * decay
-            # v's place serves to look at the bits; its old value is back before it is used.
-            old = v[i]
-            v[i] = x
-            if bits[i] & mask >= infinity:
-                nonfinite = True
-                x = v.dtype.type(0)
-            if form == NO_MOMENTUM:
-                velocity = x
-                v[i] = old + x
-            else:
-                velocity = m * u[i] + x
-                v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
-            if bits[i] & mask >= infinity:
-                nonfinite = True
-                v[i] = old
-            elif form != NO_MOMENTUM:
-                u[i] = velocity
-        return nonfinite
-
-    @helper
-    def sweep(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
-        """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
-
-        g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
-        """
-        mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
-        ms, decays_, scales = splat(m), splat(decay), splat(scale)
-        keys, infinities = threshold(v, key), threshold(v, infinity)
-        nonfinite = False
-        i = start
-        while i + LANES <= stop:
-            prefetch(g, i - g0 + AHEAD)
-            prefetch(v, i + AHEAD)
-            if form != NO_MOMENTUM:
-                prefetch(u, i + AHEAD)
-            if decays:
-                prefetch(p, i - p0 + AHEAD)
-            x = multiply(load(g, i - g0), scales)
-            if decays:
-                x = add(x, multiply(load(p, i - p0), decays_))
-            if form == NO_MOMENTUM:
-                velocity = x
-                y = add(load(v, i), x)
-            else:
-                velocity = add(multiply(ms, load(u, i)), x)
-                y = add(load(v, i), add(x, multiply(ms, velocity)) if form == NESTEROV else velocity)
-            found = reaching(y, keys)
-            if found != 0 and reaching(y, infinities) != 0:
-                nonfinite |= entry_by_entry(g, g0, p, p0, u, v, bits, i, i + LANES, m, decay, scale)
-                found = reaching(load(v, i), keys)
-            else:
-                store(v, i, y)
-                if form != NO_MOMENTUM:
-                    store(u, i, velocity)
-            if found != 0 and n <= full:
-                while found != 0:
-                    j = i + lowest_bit(found)
-                    positions[n] = j
-                    values[n] = v[j]
-                    n += 1
-                    found &= found - _UINT64_1
-            i += LANES
-        if i < stop:
-            nonfinite |= entry_by_entry(g, g0, p, p0, u, v, bits, i, stop, m, decay, scale)
-            if n <= full:
-                for j in range(i, stop):
-                    if bits[j] & mask >= key:
-                        positions[n] = j
-                        values[n] = v[j]
-                        n += 1
-        return n, nonfinite
-
-    return sweep
-
-
-_plain = _make_sweep(NO_MOMENTUM, False)
-_plain_decay = _make_sweep(NO_MOMENTUM, True)
-_heavy = _make_sweep(HEAVY_BALL, False)
-_heavy_decay = _make_sweep(HEAVY_BALL, True)
-_nesterov = _make_sweep(NESTEROV, False)
-_nesterov_decay = _make_sweep(NESTEROV, True)
+    Where finite values add up to infinity, u and v stay what they were, and that counts as one.
+    """
+    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+    nonfinite = False
+    for i in range(start, stop):
+        x = g[i - g0] * scale
+        if decays:
+            x += p[i - p0] * decay
+        # v's place serves to look at the bits; its old value is back before it is used.
+        old = v[i]
+        v[i] = x
+        if bits[i] & mask >= infinity:
+            nonfinite = True
+            x = v.dtype.type(0)
+        if form == NO_MOMENTUM:
+            velocity = x
+            v[i] = old + x
+        else:
+            velocity = m * u[i] + x
+            v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
+        if bits[i] & mask >= infinity:
+            nonfinite = True
+            v[i] = old
+        elif form != NO_MOMENTUM:
+            u[i] = velocity
+    return nonfinite
 
 
 @helper
-def _dispatch(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
-    if decays:
-        if form == HEAVY_BALL:
-            return _heavy_decay(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
-        if form == NESTEROV:
-            return _nesterov_decay(
-                g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full
-            )
-        return _plain_decay(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
-    if form == HEAVY_BALL:
-        return _heavy(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
-    if form == NESTEROV:
-        return _nesterov(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
-    return _plain(g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full)
+def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
+    """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
+
+    g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
+    """
+    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+    ms, decays_, scales = splat(m), splat(decay), splat(scale)
+    keys, infinities = threshold(v, key), threshold(v, infinity)
+    nonfinite = False
+    i = start
+    while i + LANES <= stop:
+        prefetch(g, i - g0 + AHEAD)
+        prefetch(v, i + AHEAD)
+        if form != NO_MOMENTUM:
+            prefetch(u, i + AHEAD)
+        if decays:
+            prefetch(p, i - p0 + AHEAD)
+        x = multiply(load(g, i - g0), scales)
+        if decays:
+            x = add(x, multiply(load(p, i - p0), decays_))
+        if form == NO_MOMENTUM:
+            velocity = x
+            y = add(load(v, i), x)
+        else:
+            velocity = add(multiply(ms, load(u, i)), x)
+            y = add(load(v, i), add(x, multiply(ms, velocity)) if form == NESTEROV else velocity)
+        found = reaching(y, keys)
+        if found != 0 and reaching(y, infinities) != 0:
+            nonfinite |= _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, i, i + LANES, m, decay, scale)
+            found = reaching(load(v, i), keys)
+        else:
+            store(v, i, y)
+            if form != NO_MOMENTUM:
+                store(u, i, velocity)
+        if found != 0 and n <= full:
+            while found != 0:
+                j = i + lowest_bit(found)
+                positions[n] = j
+                values[n] = v[j]
+                n += 1
+                found &= found - _UINT64_1
+        i += LANES
+    if i < stop:
+        nonfinite |= _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, i, stop, m, decay, scale)
+        if n <= full:
+            for j in range(i, stop):
+                if bits[j] & mask >= key:
+                    positions[n] = j
+                    values[n] = v[j]
+                    n += 1
+    return n, nonfinite
 
 
 @helper
@@ -244,7 +212,7 @@ def _half(word):
 
 @helper
 def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):
-    """Update elements ``start`` to ``stop`` of segment s; see ``sweep``. ``wide``: (2 * STRIP,) scratch of v's type."""
+    """Update elements ``start`` to ``stop`` of segment s, as ``_sweep``. ``wide``: (2 * STRIP,) scratch of v's type."""
     offset, length = integers[s, OFFSET], integers[s, LENGTH]
     form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
     kind = v.dtype.type
@@ -265,7 +233,7 @@ def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, position
         if not p_direct:
             p, p0 = wide[STRIP:], offset + low
             widen(integers[s, PARAMETER], integers[s, PARAMETER_TYPE], low, high - low, p)
-        n, met = _dispatch(
+        n, met = _sweep(
             form, decays, g, g0, p, p0, u, v, bits, offset + low, offset + high,
             m, decay, scale, key, positions, values, n, full,
         )  # fmt: skip
