@@ -39,7 +39,7 @@ import numpy as np
 from dgc.core.transport import Divisible
 from dgc.errors import StallError, TransportError
 from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
-from dgc.transport.waits.mpi_exit import abort_at_exit, expect_farewell, give_up, is_child, is_done, start, waiting
+from dgc.transport.waits.mpi_exit import abort_at_exit, call, expect_farewell, give_up, is_child, waiting
 from dgc.transport.waits.mpi_stall import StallWatch
 
 if TYPE_CHECKING:
@@ -309,8 +309,8 @@ class MPITransport(Divisible):
         spin = SPIN_SECONDS + size / BYTES_PER_SECOND
         self._stall.begin()
         with waiting():
-            request = start(self._mpi, collective)
-            while not is_done(self._mpi, request):
+            request = call(self._mpi, collective)
+            while not call(self._mpi, request.Test):
                 now = time.perf_counter()
                 if now - seen > SUSPENDED_SECONDS:
                     begun += now - seen  # this process itself was stopped: that was no wait

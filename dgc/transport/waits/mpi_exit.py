@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dgc.errors import TransportError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Result = TypeVar("Result")
 
 FAREWELL_SECONDS = 5.0
 """The longest wait for ranks that do not come; they have failed, or still evaluate and need nothing from this one."""
@@ -80,49 +82,23 @@ def waiting() -> Iterator[None]:
     _waiting[me] -= 1
 
 
-def start(mpi: ModuleType, collective: Callable[[], Any]) -> Any:
-    """The request of a non-blocking collective, unless MPI is on its way out: what comes then ends the process.
+def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
+    """What ``function`` returns, which calls MPI; a call after MPI_Finalize would end the process without an error.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
-        collective: begins it.
+        function: begins or tests a collective, or sends beside one that waits.
 
     Raises:
         TransportError: MPI is finalized, or will be in a moment.
     """
     with _calling:
-        _require_mpi(mpi)
-        return collective()
-
-
-def is_done(mpi: ModuleType, request: Any) -> bool:
-    """One test, unless MPI is on its way out: a test after MPI_Finalize ends the process without a Python error.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        request: of a non-blocking collective.
-
-    Raises:
-        TransportError: MPI is finalized, or will be in a moment.
-    """
-    with _calling:
-        _require_mpi(mpi)
-        return bool(request.Test())
-
-
-@contextmanager
-def calling(mpi: ModuleType) -> Iterator[None]:
-    """While MPI is called beside a collective that waits.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-
-    Raises:
-        TransportError: MPI is finalized, or will be in a moment.
-    """
-    with _calling:
-        _require_mpi(mpi)
-        yield
+        if _leaving.is_set() or mpi.Is_finalized():
+            raise TransportError(
+                "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
+                "same number of steps; stop early by metrics that are the same on all ranks"
+            )
+        return function()
 
 
 def give_up(mpi: ModuleType, text: str) -> None:
@@ -144,18 +120,13 @@ def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
         mpi: the module ``mpi4py.MPI``.
         seconds: the longest wait.
     """
-    with _calling:
-        if _is_over(mpi):
-            return False
-        requests = [comm.Ibarrier() for comm in _farewells.values()]
     deadline = time.monotonic() + seconds
-    while requests and time.monotonic() < deadline:
-        with _calling:
-            if _is_over(mpi):
-                return False
-            requests = [request for request in requests if not request.Test()]
-        if requests:
+    try:
+        requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
+        while (requests := call(mpi, lambda: [r for r in requests if not r.Test()])) and time.monotonic() < deadline:
             time.sleep(NAP)
+    except TransportError:
+        return False
     return not requests
 
 
@@ -193,15 +164,3 @@ def _stop_calling() -> None:
     _leaving.set()
     if _calling.acquire(timeout=1.0):
         _calling.release()
-
-
-def _is_over(mpi: ModuleType) -> bool:
-    return _leaving.is_set() or mpi.Is_finalized()
-
-
-def _require_mpi(mpi: ModuleType) -> None:
-    if _is_over(mpi):
-        raise TransportError(
-            "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
-            "same number of steps; stop early by metrics that are the same on all ranks"
-        )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport.waits.mpi_exit import calling, ranks_in_job
+from dgc.transport.waits.mpi_exit import call, ranks_in_job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -153,17 +153,21 @@ class StallWatch:
 
     def _tell(self, number: int) -> None:
         """Say to all others which collective this rank has come to, or _BUSY. Nobody is waited for."""
-        with calling(self._mpi):
+
+        def send() -> None:
             self._sending = [entry for entry in self._sending if not entry[0].Test()]
             for rank in range(self._comm.size):
                 if rank != self._comm.rank:
                     message = np.array([number], np.int64)
                     self._sending.append((self._comm.Isend([message, self._mpi.INT64_T], rank, TAG), message))
 
+        call(self._mpi, send)
+
     def _listen(self, waited: float = 0.0) -> None:
         number = np.empty(1, np.int64)
         status = self._mpi.Status()
-        with calling(self._mpi):
+
+        def receive() -> None:
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, TAG, status):
                 source = status.Get_source()
                 self._comm.Recv([number, self._mpi.INT64_T], source, TAG)
@@ -171,6 +175,8 @@ class StallWatch:
                     self._busy[source] = waited
                 else:
                     self._heard[source] = max(self._heard[source], number[0])
+
+        call(self._mpi, receive)
 
     def _message(self, waited: float, does: str) -> str:
         names = self._names
