@@ -12,7 +12,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,15 +68,8 @@ class BucketSpec:
         """N, elements of the flat space."""
         return self.bucket.sparse_size
 
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.array([t.offset + t.n for t in self.tensors], np.int64)
-
     def check_positions(self, positions: np.ndarray) -> None:
-        """Require positions that a sender may name.
-
-        Args:
-            positions: (k,) int64.
+        """Require (k,) int64 positions that a sender may name.
 
         Raises:
             WireError: not strictly ascending, outside the bucket, or between tensors.
@@ -87,7 +79,7 @@ class BucketSpec:
         if positions[0] < 0 or positions[-1] >= self.size or (positions[1:] <= positions[:-1]).any():
             raise WireError("positions are not ascending within the bucket; the message is damaged")
         tensor = np.searchsorted(self.bucket.sparse_offsets, positions, "right") - 1
-        if (positions >= self._ends[tensor]).any():
+        if (positions >= self.bucket.sparse_ends[tensor]).any():
             raise WireError("a position lies between tensors; the message is damaged")
 
 
@@ -312,15 +304,10 @@ class PerTensor(Algorithm):
 
 
 def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
-    """Put the entries of a bucket's tensors together.
-
-    Args:
-        parts: for each tensor its (k,) positions and (k,) values.
-        count: entries that the header promised.
-        spec: the bucket.
+    """Put the entries of a bucket's tensors together: (k,) positions in each and (k,) values.
 
     Raises:
-        WireError: another number, or positions that a tensor does not have.
+        WireError: another number than ``count``, or positions that a tensor does not have.
     """
     for (positions, _), tensor in zip(parts, spec.tensors, strict=True):
         if positions.size and (positions[0] < 0 or positions[-1] >= tensor.n):

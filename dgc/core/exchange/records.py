@@ -283,8 +283,7 @@ def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:
     """
     bounds = np.searchsorted(positions, bucket.sparse_offsets)
     used = np.flatnonzero(np.diff(bounds))
-    ends = np.array([segment.slice.stop for segment in bucket.sparse], np.int64)
-    if (positions[bounds[used + 1] - 1] >= ends[used]).any():
+    if (positions[bounds[used + 1] - 1] >= bucket.sparse_ends[used]).any():
         raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
     return bounds
 

@@ -159,13 +159,7 @@ class Step:
             )
 
     def require_agreement(self, stats: StepStats) -> None:
-        """Compare the number of discarded steps among the ranks; collective.
-
-        A rank that discarded a step which another one applied would exchange messages of another step, which may even
-        have another size.
-
-        Args:
-            stats: of the step, added to.
+        """Compare the number of discarded steps among the ranks, whose messages may else differ in size; collective.
 
         Raises:
             ConfigError: the ranks differ. All ranks get it.
@@ -234,11 +228,7 @@ class Step:
             self.enter(Event.BREAK)
 
     def fail(self, error: DGCError) -> DGCError:
-        """End the step by an error, and go back to the copies from before it if there are any.
-
-        Returns:
-            The error to raise: the first one of this step.
-        """
+        """End the step by an error, and go back to copies from before it; returns the first error, to be raised."""
         self.broke(error)
         self.enter(Event.RAISE)
         self._go_back()

@@ -91,6 +91,11 @@ class Bucket:
         """(S + 1,) int64: where each sparsified segment starts, then ``sparse_size``."""
         return np.array([s.offset for s in self.sparse] + [self.sparse_size], dtype=np.int64)
 
+    @cached_property
+    def sparse_ends(self) -> np.ndarray:
+        """(S,) int64: where each sparsified segment ends; padding follows."""
+        return np.array([s.slice.stop for s in self.sparse], np.int64)
+
 
 @dataclass(frozen=True)
 class Layout:

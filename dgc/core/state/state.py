@@ -100,13 +100,7 @@ class State:
         self._memory.copy_in(self.momentum_buffer(parameter), values)
 
     def absorb_momentum(self, parameter: int, values: Any, own_share: float) -> None:
-        """Make the momentum buffer of a dense run u; where entries are selected, this rank's share of it.
-
-        Args:
-            parameter: its place in the layout.
-            values: (numel,) equal on all ranks.
-            own_share: see :meth:`dgc.core.config.config.DGCConfig.own_share`.
-        """
+        """Make the momentum buffer of a dense run, (numel,), u; where entries are selected, this rank's share of it."""
         share = own_share if self.residual(parameter).size else 1.0
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
@@ -192,10 +186,9 @@ def resized(
     """Turn the states of N old ranks into this rank's state in a job of M ranks.
 
     Residuals (those of small tensors, too) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
-    and multiplied by M/N, which keeps their mean over the ranks, and so what is still to be applied to the parameters.
-    Where the ranks' gradients are added up, not averaged, their sum is kept instead. What is equal on all ranks
-    (everything before the ramp-up, the momentum buffer of dense tensors after it) is taken over as it is; but where
-    gradients are added up, what a rank holds of a sparsified tensor's is its share.
+    and multiplied by M/N, which keeps their mean over the ranks; with ``op="sum"`` their sum is kept instead. What is
+    equal on all ranks (everything before the ramp-up, the momentum buffer of dense tensors after it) is taken over as
+    it is, with ``op="sum"`` a rank's share of a sparsified tensor's.
 
     Args:
         states: (N,) results of :meth:`State.to_dict` in rank order; those that this rank does not need may be None,

@@ -20,36 +20,31 @@ def words_for(bits: int) -> int:
     return (bits + 63) // 64
 
 
-def block_to_write(out: np.ndarray, nbytes: int, what: str) -> np.ndarray:
-    """:func:`block_to_read` for a codec that is about to write the block."""
-    return _first(out, nbytes, what, "{} left for it. Size the message with max_bytes().")
-
-
-def block_to_read(data: np.ndarray, nbytes: int, what: str) -> np.ndarray:
-    """Return the first ``nbytes`` of ``data``.
+def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
+    """Return the first ``nbytes`` of ``array``, (m,) uint8, contiguous.
 
     Args:
-        data: (m,) uint8, contiguous.
+        array: what is left of the message.
         nbytes: length of the block.
         what: the codec's name, for the error.
+        writes: whether the block is about to be written.
 
     Raises:
-        WireError: ``data`` is not such an array, or is shorter (a truncated message).
+        WireError: ``array`` is something else, or shorter (a truncated message).
     """
-    return _first(data, nbytes, what, "only {} left. It was cut short, or its header does not belong to it.")
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise WireError(
+            f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
+        )
+    if array.size < nbytes:
+        left = "{} left for it. Size the message with max_bytes()."
+        if not writes:
+            left = "only {} left. It was cut short, or its header does not belong to it."
+        raise WireError(f"{what}: the block takes {nbytes} bytes, the message has {left.format(array.size)}")
+    return array[:nbytes]
 
 
 def as_words(block: np.ndarray) -> np.ndarray:
     """View a block of whole words as little-endian uint64; a copy where the memory is not aligned for that."""
     words = block.view("<u8")
     return words if words.flags.aligned else words.copy()
-
-
-def _first(array: np.ndarray, nbytes: int, what: str, left: str) -> np.ndarray:
-    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise WireError(
-            f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
-        )
-    if array.size < nbytes:
-        raise WireError(f"{what}: the block takes {nbytes} bytes, the message has {left.format(array.size)}")
-    return array[:nbytes]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from dgc.core.wire.codecs.base import ValueCodecId
-from dgc.core.wire.codecs.blocks import block_to_read, block_to_write, padded
+from dgc.core.wire.codecs.blocks import block_of, padded
 from dgc.errors import WireError
 
 
@@ -88,7 +88,7 @@ class Float16Values:
         from dgc.core.wire.codecs import numba_loops as loops
 
         check_values(values, self.dtype, self.name)
-        block = block_to_write(out, self.max_bytes(values.size, 0), self.name)
+        block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         if values.flags.c_contiguous:
             largest = int(loops.largest_magnitude(values))
             exponent = (largest >> 23) - 141  # for a normal number, what frexp(largest) - 15 is
@@ -108,7 +108,7 @@ class Float16Values:
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
-        block = block_to_read(data, self.max_bytes(count, 0), self.name)
+        block = block_of(data, self.max_bytes(count, 0), self.name)
         exponent = int(block[:4].view("<i4")[0])
         if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
             raise WireError(
@@ -203,7 +203,7 @@ def _times_power_of_two(values: np.ndarray, exponent: int) -> np.ndarray:
 
 def _write(numbers: np.ndarray, dtype: np.dtype, out: np.ndarray, name: str) -> int:
     used = dtype.itemsize * numbers.size
-    block = block_to_write(out, padded(used), name)
+    block = block_of(out, padded(used), name, writes=True)
     block[:used].view(dtype)[...] = numbers
     block[used:] = 0
     return block.size
@@ -211,5 +211,5 @@ def _write(numbers: np.ndarray, dtype: np.dtype, out: np.ndarray, name: str) -> 
 
 def _read(data: np.ndarray, count: int, dtype: np.dtype, name: str) -> tuple[np.ndarray, int]:
     used = dtype.itemsize * count
-    block = block_to_read(data, padded(used), name)
+    block = block_of(data, padded(used), name)
     return block[:used].view(dtype), block.size

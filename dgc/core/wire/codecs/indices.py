@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from dgc.core.wire.codecs.base import IndexCodecId
-from dgc.core.wire.codecs.blocks import as_words, block_to_read, block_to_write, padded, words_for
+from dgc.core.wire.codecs.blocks import as_words, block_of, padded, words_for
 from dgc.errors import ConfigError, WireError
 
 _TILE_BITS = 16
@@ -76,14 +76,14 @@ class Int32Indices:
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write positions; does not check their order. See :class:`~dgc.core.wire.codecs.base.IndexCodec`."""
         k = positions.size
-        block = block_to_write(out, self.max_bytes(n, k), self.name)
+        block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
         block[: 4 * k].view("<i4")[...] = positions
         block[4 * k :] = 0
         return block.size
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        block = block_of(data, self.max_bytes(n, count), self.name)
         positions = block[: 4 * count].view("<i4").astype(np.int64)
         check_positions(positions, n, self.name)
         return positions, block.size
@@ -108,7 +108,7 @@ class Uint16Indices:
         from dgc.core.wire.codecs import numba_loops as loops
 
         k = positions.size
-        block = block_to_write(out, self.max_bytes(n, k), self.name)
+        block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
         tiles = tiles_of(n)
         table = padded(4 * tiles)
         low = block[table : table + 2 * k].view(np.uint16)
@@ -119,9 +119,8 @@ class Uint16Indices:
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
-        tiles = tiles_of(n)
-        table = padded(4 * tiles)
+        block = block_of(data, self.max_bytes(n, count), self.name)
+        tiles, table = tiles_of(n), block.size - padded(2 * count)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
         # Before np.repeat, which would otherwise allocate whatever a damaged table asks for.
         total = int(counts.sum())
@@ -171,7 +170,7 @@ class EliasFanoIndices:
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:  # noqa: D102
         from dgc.core.wire.codecs import numba_loops as loops
 
-        block = block_to_write(out, self.max_bytes(n, positions.size), self.name)
+        block = block_of(out, self.max_bytes(n, positions.size), self.name, writes=True)
         words = as_words(block)
         width, low, _ = elias_fano_shape(n, positions.size)
         written = loops.elias_fano_encode(positions, n, width, words[:low], words[low:])
@@ -188,7 +187,7 @@ class EliasFanoIndices:
         from dgc.core.wire.codecs import numba_loops as loops
 
         check_count(n, count, self.name)
-        block = block_to_read(data, self.max_bytes(n, count), self.name)
+        block = block_of(data, self.max_bytes(n, count), self.name)
         words, positions = as_words(block), np.empty(count, np.int64)
         width, low, _ = elias_fano_shape(n, count)
         found = loops.elias_fano_decode(words[:low], words[low:], n, width, positions)

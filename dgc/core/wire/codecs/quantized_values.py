@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from dgc.core.wire.codecs.base import ValueCodecId
-from dgc.core.wire.codecs.blocks import block_to_read, block_to_write, padded, words_for
+from dgc.core.wire.codecs.blocks import block_of, padded, words_for
 from dgc.core.wire.codecs.float_values import check_values
 from dgc.errors import WireError
 
@@ -38,7 +38,7 @@ class Int8Values:
         check_values(values, self.dtype, self.name)
         sizes = _group_sizes(bounds, values.size, self.name)
         k, groups = values.size, sizes.size
-        block = block_to_write(out, self.max_bytes(k, groups), self.name)
+        block = block_of(out, self.max_bytes(k, groups), self.name, writes=True)
         quantized, largest = self._quantize(values, bounds, sizes)
         table = padded(4 * groups)
         block[: 4 * groups].view("<f4")[...] = largest
@@ -49,7 +49,7 @@ class Int8Values:
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
         sizes = _group_sizes(bounds, count, self.name)
-        block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
+        block = block_of(data, self.max_bytes(count, sizes.size), self.name)
         table = padded(4 * sizes.size)
         largest = block[: 4 * sizes.size].view("<f4")
         quantized = block[table : table + count]
@@ -95,7 +95,7 @@ class _TwoMeans:
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         codes, means, sizes = self._coded(values, bounds)
-        block = block_to_write(out, self.max_bytes(values.size, sizes.size), self.name)
+        block = block_of(out, self.max_bytes(values.size, sizes.size), self.name, writes=True)
         table = 8 * sizes.size
         block[:table].view("<f4")[...] = means.reshape(-1)
         packed = np.packbits(codes, bitorder="little")
@@ -105,7 +105,7 @@ class _TwoMeans:
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         sizes = _group_sizes(bounds, count, self.name)
-        block = block_to_read(data, self.max_bytes(count, sizes.size), self.name)
+        block = block_of(data, self.max_bytes(count, sizes.size), self.name)
         table = 8 * sizes.size
         codes = np.unpackbits(block[table:], count=self.bits * count, bitorder="little").reshape(-1, self.bits)
         return self._restore(codes, block[:table].view("<f4").reshape(-1, 2), sizes), block.size

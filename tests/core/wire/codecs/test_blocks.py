@@ -21,32 +21,30 @@ def test_words_hold_the_bits_and_none_is_empty(bits):
     assert 64 * (words - 1) < bits <= 64 * words or bits == words == 0
 
 
-@pytest.mark.parametrize("block", [blocks.block_to_read, blocks.block_to_write])
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8])
-def test_a_block_is_the_beginning_of_the_message_itself(block, nbytes):
+def test_a_block_is_the_beginning_of_the_message_itself(nbytes):
     message = np.zeros(8, np.uint8)
-    part = block(message, nbytes, "raw")
+    part = blocks.block_of(message, nbytes, "raw")
     part[...] = 1
     assert message.tolist() == [1] * nbytes + [0] * (8 - nbytes)
 
 
 @pytest.mark.parametrize(
-    ("block", "advice"),
+    ("writes", "advice"),
     [
-        (blocks.block_to_read, "has only 8 left. It was cut short, or its header does not belong to it"),
-        (blocks.block_to_write, r"has 8 left for it. Size the message with max_bytes\(\)"),
+        (False, "has only 8 left. It was cut short, or its header does not belong to it"),
+        (True, r"has 8 left for it. Size the message with max_bytes\(\)"),
     ],
 )
-def test_one_byte_too_many_is_refused(block, advice):
+def test_one_byte_too_many_is_refused(writes, advice):
     with pytest.raises(WireError, match=f"^raw: the block takes 9 bytes, the message {advice}"):
-        block(np.zeros(8, np.uint8), 9, "raw")
+        blocks.block_of(np.zeros(8, np.uint8), 9, "raw", writes=writes)
 
 
 @pytest.mark.parametrize("array", [np.zeros(8, np.int8), np.zeros((1, 8), np.uint8), np.zeros(16, np.uint8)[::2]])
-@pytest.mark.parametrize("block", [blocks.block_to_read, blocks.block_to_write])
-def test_only_bytes_in_a_row_are_a_message(block, array):
+def test_only_bytes_in_a_row_are_a_message(array):
     with pytest.raises(WireError, match=r"^raw: a message is a contiguous one-dimensional uint8 array"):
-        block(array, 0, "raw")
+        blocks.block_of(array, 0, "raw")
 
 
 @pytest.mark.parametrize("at", range(9))
