@@ -42,11 +42,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every rank's message into ``out``, blocking.
-
-        Args:
-            message: (m,) uint8, contiguous, the same m on every rank (below 2 GiB).
-            out: (P, m) uint8, contiguous; row r receives rank r's message.
+        """Copy every rank's message, (m,) uint8, into ``out``, (P, m), blocking; m below 2 GiB, the same everywhere.
 
         Raises:
             TransportError: the collective failed.
@@ -54,11 +50,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce in place over all ranks, blocking; bit-identical on every rank.
-
-        Args:
-            array: (n,) float32 or float64, contiguous, the same n on every rank.
-            op: "sum" or "max".
+        """Reduce (n,) float32 or float64 in place by "sum" or "max", blocking; bit-identical on every rank.
 
         Raises:
             TransportError: the collective failed.

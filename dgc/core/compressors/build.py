@@ -22,12 +22,7 @@ _OF_THE_WRAPPER = {*COMMON, "momentum", "nesterov", "weight_decay", "transport",
 
 
 def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
-    """Build a config from keyword options.
-
-    Args:
-        options: those of the compressor; what all compressors share and what is its own in one dictionary.
-        algorithm: the compressor's name.
-        owner: who is named in errors, if not the compressor.
+    """Build the config of a compressor from its keyword options, shared ones and its own; errors name the ``owner``.
 
     Raises:
         TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
@@ -78,12 +73,7 @@ def check_codecs(indices: object, values: object, small: object) -> None:
 
 
 def make_wrapper_config(kind: str, members: Mapping[Any, Any], options: dict[str, Any]) -> DGCConfig:
-    """The config of a wrapper.
-
-    Args:
-        kind: one of ``WRAPPERS``.
-        members: key -> a compressor that is bound to nothing yet, or None for no compression.
-        options: of the wrapper.
+    """The config of a wrapper, by key -> a compressor that is bound to nothing yet, or None for no compression.
 
     Raises:
         TypeError: an unknown option; the message lists the valid ones.

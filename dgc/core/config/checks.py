@@ -109,15 +109,7 @@ def no_compressor(value: object) -> ConfigError:
 def require_unused(
     what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
 ) -> None:
-    """Require a name for options and a number for messages' headers that nothing else has.
-
-    Args:
-        what: is about to be registered, for the error.
-        name: its own.
-        number: its own.
-        numbers: those that are allowed.
-        reserved: names that mean something else.
-        taken: the numbers of all that is registered, by name.
+    """Require a name for options, and a number for headers out of ``numbers``, that nothing in ``taken`` has.
 
     Raises:
         ConfigError: they are taken, or not allowed.
@@ -135,11 +127,7 @@ def require_unused(
 
 
 def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callable[[], float]:
-    """A number > 0 or a function that returns one.
-
-    Args:
-        value: what the user gave.
-        scaler: what else the framework allows, for the error.
+    """A number > 0 or a function that returns one; ``scaler`` is what else the framework allows, for the error.
 
     Raises:
         ConfigError: something else.

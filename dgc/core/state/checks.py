@@ -14,14 +14,7 @@ FORMAT = 1
 
 
 def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
-    """Refuse the state of another rank, or of a job of another size or op.
-
-    Args:
-        saved: what an exchange's ``state_dict()`` returned.
-        rank: this rank.
-        size: number of ranks.
-        op: "average" or "sum".
-        nodes: number of nodes whose ranks send as one, if they do.
+    """Refuse a ``state_dict()`` of another rank, or of a job of another size, number of nodes or op.
 
     Raises:
         LayoutError: it is one.
@@ -48,10 +41,6 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
 def require_op(saved: Mapping[str, Any], op: str) -> None:
     """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large.
 
-    Args:
-        saved: what an exchange's ``state_dict()`` returned.
-        op: of this job, "average" or "sum".
-
     Raises:
         LayoutError: it is one.
     """
@@ -65,10 +54,7 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
-    """Refuse what is no state, or one that would spoil the training.
-
-    Args:
-        saved: what :meth:`dgc.core.state.state.State.to_dict` returned.
+    """Refuse what :meth:`dgc.core.state.state.State.to_dict` does not return, or what would spoil the training.
 
     Raises:
         LayoutError: another format, or a part of it is missing, of another kind or not finite.

@@ -17,12 +17,7 @@ _HEADER = "header"
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
-    """Write ``state_dict()`` of one rank, whole or not at all.
-
-    Args:
-        path: of the file; the folder is made when it is missing.
-        state: nested dictionaries and lists of arrays and plain values.
-        ready: called when everything is written, before it takes the file's place; where it raises, it does not.
+    """Write ``state_dict()`` of one rank, whole or not at all; other arguments as for :func:`write_whole`.
 
     Raises:
         TransportError: it could not be written; the file that was there before stays.
@@ -70,7 +65,7 @@ def write_whole(
         path: of the file; the folder is made when it is missing.
         draft: where it is written first; removed when that fails.
         write: writes the content.
-        ready: as in :func:`save_state`.
+        ready: called when everything is written, before it takes the file's place; where it raises, it does not.
 
     Raises:
         TransportError: it could not be written.

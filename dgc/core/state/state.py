@@ -19,10 +19,8 @@ from dgc.core.state.layout import Layout, Segment
 class BucketState:
     """u over the whole bucket, v over its sparsified part, the memory of the selection, and what small tensors lack.
 
-    Attributes:
-        error: (small_size,) float32 on the host: what the codec of the small tensors has lost so far, which the next
-            step adds to their gradients.
-        residual_pending: whether ``error`` is to be added; all zeros otherwise.
+    ``error`` is (small_size,) float32 on the host: what their codec has lost so far, which the next step adds to their
+    gradients if ``residual_pending``; all zeros otherwise.
     """
 
     def __init__(
@@ -138,12 +136,7 @@ class State:
     def load(self, saved: dict[str, Any], own_share: float) -> None:
         """Take over what :meth:`to_dict` returned.
 
-        A tensor that was sent dense by choice and is sparsified here has nothing unsent, and begins as after a dense
-        warm-up.
-
-        Args:
-            saved: the state.
-            own_share: see :meth:`dgc.core.config.config.DGCConfig.own_share`.
+        A tensor that was sent dense by choice and is sparsified here begins as after a dense warm-up.
 
         Raises:
             LayoutError: another format, other parameters, other lengths, or values that are not finite; nothing is

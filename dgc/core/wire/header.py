@@ -111,11 +111,7 @@ _LIMITED = ("count", "payload_bytes")
 
 
 def pack_header(header: Header, out: np.ndarray) -> None:
-    """Write a header into the first 64 bytes of ``out``.
-
-    Args:
-        header: what to write.
-        out: (m,) uint8, contiguous, m >= 64.
+    """Write a header into the first 64 bytes of ``out``, (m,) uint8.
 
     Raises:
         WireError: ``out`` is too short, a field does not fit its bytes, or an unknown flag is set.
@@ -131,14 +127,7 @@ def pack_header(header: Header, out: np.ndarray) -> None:
 
 
 def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
-    """Read the header of a message.
-
-    Args:
-        message: (m,) uint8, contiguous, at least the first 64 bytes.
-        sender: the rank it came from, for the error message.
-
-    Returns:
-        The header; its fields are not compared with anything yet, see :func:`check_header`.
+    """Read the header of a message, (m,) uint8; its fields are compared by :func:`check_header`.
 
     Raises:
         WireError: too short, wrong magic, another version, an unknown flag, or reserved bytes that are not 0.
@@ -172,14 +161,11 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
 
 
 def check_header(header: Header, expected: Header, sender: int | str) -> None:
-    """Compare a header with what this rank expects.
-
-    Flags are the caller's business: a message with ``Flags.ERROR`` or ``Flags.NONFINITE`` passes.
+    """Compare a header, but for its flags, with what this rank expects.
 
     Args:
         header: from :func:`unpack_header`.
-        expected: of this rank; ``count`` is the largest number of entries allowed at this density, ``payload_bytes``
-            what is reserved for the payload.
+        expected: of this rank; ``count`` and ``payload_bytes`` are the most that is allowed.
         sender: the rank the message came from.
 
     Raises:

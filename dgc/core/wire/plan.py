@@ -119,20 +119,7 @@ def make_plan(
     compressor: int = SPARSE_ID,
     small: str = "float32",
 ) -> BucketPlan:
-    """Decide how ``bucket`` travels as selected entries.
-
-    Args:
-        bucket: the bucket.
-        density: share of entries sent, or None for a dense step (before the ramp-up).
-        ranks: P.
-        indices: name of the index codec, or "auto".
-        values: name of the value codec.
-        compressor: number of the compressor in the header.
-        small: as for :func:`plan_for`.
-
-    Raises:
-        LayoutError: the message would reach 2 GiB.
-    """
+    """Decide how ``bucket`` is sent as selected entries, with these codecs; other arguments as for :func:`plan_for`."""
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
@@ -150,7 +137,7 @@ def plan_for(
     small: str = "float32",
     selection: SparseCodec | None = None,
 ) -> BucketPlan:
-    """Decide how ``bucket`` travels when its sparsified tensors make up to ``payload_bytes`` of payload.
+    """Decide how ``bucket`` is sent when its sparsified tensors make up to ``payload_bytes`` of payload.
 
     Args:
         bucket: the bucket.

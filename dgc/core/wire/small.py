@@ -13,13 +13,7 @@ from dgc.errors import WireError
 
 
 class SmallCodec:
-    """Writes the small tensors of one bucket, reads them, and says what is lost.
-
-    Attributes:
-        values: the value codec.
-        size: N.
-        max_bytes: of the block; a multiple of 8, and always used up.
-    """
+    """Writes the small tensors of one bucket, reads them, and says what is lost; ``max_bytes`` is always used up."""
 
     def __init__(self, bucket: Bucket, name: str) -> None:
         """Look up the codec.
@@ -38,13 +32,7 @@ class SmallCodec:
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
-        """Write the block.
-
-        Args:
-            x: (N,) float32, finite; 0 between tensors.
-            out: (max_bytes,) uint8, of any content.
-            left: (N,) float32, filled: what receivers will not read, ``x - decoded``; 0 between tensors.
-        """
+        """Write the block of (N,) float32 ``x``, finite, 0 between tensors; ``left`` becomes ``x - decoded``."""
         from dgc.core.wire.codecs import numba_loops as loops
 
         if self.values.name == "int8":
@@ -57,11 +45,7 @@ class SmallCodec:
         left[self._places] = values - self.values.decode(out, values.size, self._bounds)[0]
 
     def add(self, data: np.ndarray, sums: np.ndarray) -> None:
-        """Read a block and add it to ``sums``.
-
-        Args:
-            data: (max_bytes,) uint8.
-            sums: (N,) float32, in place.
+        """Read a block and add it to ``sums``, (N,) float32.
 
         Raises:
             WireError: the block is damaged.

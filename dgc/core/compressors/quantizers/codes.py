@@ -112,14 +112,7 @@ class Coded(PerTensor):
         return 0.0
 
     def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:
-        """A tensor's scale, and where its magnitudes are cut.
-
-        Args:
-            tensor: which.
-            index: its place in the bucket.
-            moments: its own, as :meth:`measured` has seen them.
-            info: the step.
-        """
+        """A tensor's scale, and where its magnitudes are cut, by its place in the bucket and its moments."""
         raise NotImplementedError(f"{self.name!r} has no scale of a whole tensor")
 
 

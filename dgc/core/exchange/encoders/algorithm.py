@@ -37,14 +37,7 @@ class AlgorithmEncoder(Encoder):
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            bucket: the bucket.
-            algorithm: shared by all buckets of the model.
-            kernels: of the host, or of a device for an encoder that works there.
-            transport: connects the ranks.
-            layout: of the model.
+        """Allocate nothing yet; the algorithm is shared by all buckets of the model, which has this layout.
 
         Raises:
             ConfigError: the kernels work on a device.

@@ -86,10 +86,7 @@ def compressors_on_devices() -> list[str]:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes encoders for buckets of one layout.
-
-    ``vectors`` are those of all its buckets.
-    """
+    """Makes encoders for buckets of one layout; ``vectors`` are those of all its buckets."""
 
     vectors: Sequence[DenseVector]
     layout: Layout

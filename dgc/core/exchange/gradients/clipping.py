@@ -25,9 +25,6 @@ def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scal
         ranks: N.
         scale: what the gradients are multiplied by before the norm counts (1 / loss scale).
 
-    Returns:
-        S factors in (0, 1].
-
     Source: arXiv 1712.01887, section 3.2; Paddle's dgc_clip_by_norm.
     """
     limit = threshold * math.sqrt(ranks)

@@ -48,14 +48,7 @@ class DeviceGroup:
 
 
 def join_devices(kernels: Any, inside: Transport) -> DeviceGroup | None:
-    """Connect the devices of a group of ranks. Collective, blocking.
-
-    Args:
-        kernels: of this rank, on a device.
-        inside: connects the ranks of the group.
-
-    Returns:
-        What adds up on their devices; None, on all of them, where one cannot. That rank says why.
+    """Connect the devices of the ranks of ``inside``; None, on all of them, where one cannot and says why. Collective.
 
     Raises:
         TransportError: a collective of ``inside`` failed.

@@ -33,13 +33,7 @@ class NodeSums:
     """
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
-        """Talk to nobody.
-
-        Args:
-            config: its ``op``.
-            kernels: that read the gradients.
-            transport: among nodes.
-        """
+        """Keep the ``op``, the kernels that read the gradients, and the transport among nodes. Local."""
         inside, place = transport.inside, transport.rank_info()
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
@@ -56,14 +50,7 @@ class NodeSums:
         self._on_host: set[int] = set()  # buckets that were collected there
 
     def agree(self, own: Announced | None) -> Announced | None:
-        """What this bucket cannot be exchanged for on some rank of the node; the same on all of them. Collective.
-
-        Args:
-            own: what this rank has announced.
-
-        Returns:
-            The error of the first rank that has one, and the parameter it concerns.
-        """
+        """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective."""
         fails = np.array([own is not None], np.uint8)
         flags = np.empty((self._inside.size, 1), np.uint8)
         self._inside.allgather(fails, flags)
@@ -89,7 +76,7 @@ class NodeSums:
         return failure, None if concerned == _NO_PARAMETER else concerned
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
-        """Put this rank's gradients of a bucket, all of which are in, side by side; asks nobody."""
+        """Put this rank's gradients of a bucket, all of which are in, side by side. Local: no communication."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         if self._devices is not None:
             offsets = [segment.slice.start for segment in bucket.segments]
@@ -103,12 +90,7 @@ class NodeSums:
         self._on_host.add(bucket.index)
 
     def add_up(self, step: StepContext, bucket: Bucket) -> None:
-        """Put the node's sum in the place of this rank's gradients, which were collected. Collective.
-
-        Args:
-            step: the step.
-            bucket: the bucket.
-        """
+        """Put the node's sum in the place of this rank's gradients, which were collected. Collective."""
         summed = self._sum_on_devices(bucket) if self._devices is not None else self._sum_on_host(bucket)
         self._on_host.discard(bucket.index)
         for segment, item in zip(bucket.segments, step.submissions.of(bucket.segments), strict=True):

@@ -43,11 +43,10 @@ def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
 
     Args:
         option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
-        codec: the object; every message is written and read by it, from several threads.
+        codec: every message is written and read by it, from several threads.
 
     Raises:
-        ConfigError: another option, a member of the protocol is missing, the name or the number is taken, or the
-            number is not one of :data:`FREE_NUMBERS`.
+        ConfigError: another option, a member of the protocol is missing, or name or number are taken or not allowed.
     """
     if option not in _KINDS:
         raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
@@ -96,8 +95,6 @@ def value_codec(name: str) -> ValueCodec:
 def smallest_index_codec(n: int, k: int) -> IndexCodec:
     """Return the codec whose reserve for k entries below n is the smallest; ties go to the quickest to decode.
 
-    It depends on n and k alone, so all ranks choose the same one.
-
     Raises:
         ConfigError: k is not within 0..n, or n is negative or beyond every codec.
     """
@@ -115,12 +112,7 @@ def smallest_index_codec(n: int, k: int) -> IndexCodec:
 
 
 def resolve_index_codec(name: str, n: int, k: int) -> IndexCodec:
-    """Return the codec for the option ``indices=``: a codec's name, or ``"auto"`` for the smallest one.
-
-    Args:
-        name: the option.
-        n: elements of the bucket.
-        k: the most entries that a message of this bucket may hold at the current density.
+    """Return the codec for ``indices=``: a codec's name, or "auto" for the smallest one for k of n elements.
 
     Raises:
         ConfigError: unknown name, or no codec for these sizes.
