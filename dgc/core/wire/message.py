@@ -135,7 +135,7 @@ class Sender:
             WireError: a header does not fit this bucket, step, layout or codec.
         """
         plan, expected, label = self._plan, self._header, self._transport.label
-        headers = [unpack_header(data) for data in self._gathered]
+        headers = [unpack_header(data, sender) for sender, data in enumerate(self._gathered)]
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
         for sender, header in enumerate(headers):
             if header.flags & Flags.ERROR:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,7 +37,6 @@ def make_encoders(
     """
     own_share = config.own_share(transport.size)
     vectors = [_vector(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
-    maker = _Maker(vectors, layout, kernels, transport)
     parts = config.own if config.algorithm in WRAPPERS else Parts((0,), (config,))
     members: dict[int, list[Member]] = {b.index: [] for b in layout.buckets}
     for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
@@ -49,7 +47,8 @@ def make_encoders(
         member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
         member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
         schedule = Schedule(member.sparsity, first, member.rampup_step)
-        for bucket, encoder in zip(mine, maker.encoders(mine, member), strict=True):
+        encoders = _encoders(mine, member, vectors, layout, kernels, transport)
+        for bucket, encoder in zip(mine, encoders, strict=True):
             for sparsity in schedule.sparsity:
                 encoder.plan_at(1.0 - sparsity)
             members[bucket.index].append(Member(first, encoder, schedule))
@@ -84,31 +83,26 @@ def compressors_on_devices() -> list[str]:
     return [name for name in own if runs_on_devices(make_config({}, algorithm=name))]
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes encoders for buckets of one layout; ``vectors`` are those of all its buckets."""
-
-    vectors: Sequence[DenseVector]
-    layout: Layout
-    kernels: Kernels
-    transport: Transport
-
-    def encoders(self, buckets: Sequence[Bucket], config: DGCConfig) -> list[Encoder]:
-        row = compressor_class(config.algorithm)
-        if is_unchanged(row) and row.is_plain_selection(config):
-            return [self._selection(b, config) for b in buckets]
+def _encoders(
+    buckets: Sequence[Bucket],
+    config: DGCConfig,
+    vectors: Sequence[DenseVector],
+    layout: Layout,
+    kernels: Kernels,
+    transport: Transport,
+) -> list[Encoder]:
+    """Those of some buckets of the layout, whose buckets have these vectors, by one compressor."""
+    row = compressor_class(config.algorithm)
+    if not (is_unchanged(row) and row.is_plain_selection(config)):
         for dtype in sorted({b.dtype for b in buckets}):
-            _warm_up(row(config), dtype, self.kernels)
-        algorithm, make = row(config), _encoder_of(config, self.kernels)
-        return [make(b, algorithm, self.kernels, self.transport, self.layout) for b in buckets]
+            _warm_up(row(config), dtype, kernels)
+        algorithm, make = row(config), _encoder_of(config, kernels)
+        return [make(b, algorithm, kernels, transport, layout) for b in buckets]
+    if not kernels.on_device:
+        return [TopKEncoder(b, config, kernels, transport.size) for b in buckets]
+    from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 
-    def _selection(self, bucket: Bucket, config: DGCConfig) -> Encoder:
-        kernels, ranks = self.kernels, self.transport.size
-        if not kernels.on_device:
-            return TopKEncoder(bucket, config, kernels, ranks)
-        from dgc.core.exchange.encoders.device.topk import DeviceEncoder
-
-        return DeviceEncoder(bucket, config, kernels, ranks, self.vectors[bucket.index])  # type: ignore[arg-type]
+    return [DeviceEncoder(b, config, kernels, transport.size, vectors[b.index]) for b in buckets]  # type: ignore[arg-type]
 
 
 def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: bool) -> DenseVector:
