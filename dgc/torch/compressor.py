@@ -90,17 +90,15 @@ class DGCCompressor(HorovodCompressor):
                     engine.close(keep_transport=True)
                     raise
                 engine.on_step_begin, engine.check_peers = heartbeat.send, heartbeat.check
-            engine.watch.updates.obstacle = obstacle_of_sgd(
-                engine.parameters, engine.adoption.options, engine.watch.scale_is_known
-            )
+            engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.is_scaled)
             return engine
 
         self._bind(process_set, open_engine)
         if stock and self.engine is not None:
             leave_hooks_untraced()
-            self.engine.watch.owned_by = lambda stepping: getattr(stepping, "_compression", None) is self
+            steps = self.watch_horovod(self.engine)
             if optimizer is not None:
-                announce_owner(optimizer, self.engine.watch.own)
+                announce_owner(optimizer, steps.own)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, with tensors in the place of arrays: ``torch.load`` takes it as it is by default."""

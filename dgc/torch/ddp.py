@@ -10,8 +10,7 @@ results: ``.grad`` holds them when ``backward()`` returns, as without the hook.
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.engine.distributed import ProcessGroup
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import only_makes_state, require_free
+from dgc.torch.engine.step.watch import StepWatch, only_makes_state, require_free
 from dgc.torch.engine.tensors import scattered_values
 
 _LOCAL = (
@@ -78,11 +77,7 @@ class CompressionState(Joinable):
         self._named = None if named_parameters is None else list(named_parameters)
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
-        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
-        self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
-        self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
-        self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None  # parameter, result
-        self._begun = self._exchanged = self._joined = self._warned = False
+        self._steps: _Steps | None = None  # None also of one process
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -112,17 +107,8 @@ class CompressionState(Joinable):
             require_free([p for _, p in named])
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
-        if (engine := self.compression.engine) is None:
-            return  # one process
-        torch.optim.Optimizer.__setstate__(optimizer, {})  # torch's step hooks, as in DistributedOptimizer
-        engine.watch.own(optimizer, self)
-        engine.watch.alone = True
-        engine.watch.updates.obstacle = None
-        itself = weakref.ref(self)
-        hooks = [p.register_post_accumulate_grad_hook(_arrival(itself, i)) for i, p in enumerate(engine.parameters)]
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
-
-    # -- the hook --------------------------------------------------------------------------------------------------
+        if (engine := self.compression.engine) is not None:
+            self._steps = _Steps(engine, optimizer)
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand over a bucket's gradients; with the last one wait for the results of all."""
@@ -131,133 +117,15 @@ class CompressionState(Joinable):
                 "the hook has no optimizer, whose momentum would be applied twice: give it as "
                 "CompressionState(compression, optimizer), or call state.bind(optimizer) before the first backward pass"
             )
-        buffer, engine = bucket.buffer(), self.compression.engine
+        buffer = bucket.buffer()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        if engine is None:
+        if self._steps is None:
             future.set_result(buffer)
-            return future
-        if bucket.index() == 0:
-            self._waiting, self._results = [], {}
-            if not self._begun:
-                self._shadow(engine)
-        if buffer.is_sparse:
-            engine.fail(ConfigError("DDP's hook takes dense gradients: build the embedding with sparse=False"))
-        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            index = engine.adoption.index_of(p)
-            if index is None:
-                engine.fail(
-                    LayoutError(
-                        f"a parameter of shape {tuple(p.shape)} is in the DDP model and not in the optimizer that was "
-                        "bound: give all to one optimizer, or call requires_grad_(False) before the model is wrapped"
-                    )
-                )
-            engine.submit(index, gradient)
-            self._results[index] = gradient
-        self._waiting.append((future, buffer))
-        if bucket.is_last():
-            self._finish(engine)
+        else:
+            self._steps.hand_over(bucket, future)
         return future
-
-    def _finish(self, engine: Engine) -> None:
-        engine.finish()
-        self._keep_unused(engine)
-        if self._joined:
-            engine.watch.results.applied()
-        if _has_velocity(engine) and not self._warned:
-            index = min(self._results, key=lambda i: self._results[i].numel())
-            self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
-        self._begun, self._exchanged = False, True
-        self._used.clear()
-        for future, buffer in self._waiting:
-            future.set_result(buffer)
-        self._waiting = []
-
-    def _keep_unused(self, engine: Engine) -> None:
-        """DDP drops the result of a parameter that no rank has used, which holds momentum and residuals."""
-        views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
-        for index in self._results.keys() - self._used:
-            p, result = engine.parameters[index], self._results[index]
-            if p.grad is not None:
-                p.grad.copy_(result)
-            elif self._joined or result.any():
-                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
-
-    def _shadow(self, engine: Engine) -> None:
-        """``Join`` runs the hook on zeros, on a rank without data: nobody else steps, or drops, results here."""
-        self._require_stepped(engine)
-        self._joined = True
-        engine.watch.results.applied()
-        for p in engine.parameters:
-            p.grad = None
-
-    def _require_stepped(self, engine: Engine) -> None:
-        """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
-        if self._joined and self._exchanged and _has_velocity(engine):
-            engine.fail(ConfigError("a rank without data has not followed the updates: use Join([model, state])"))
-
-    @untraced
-    def _arrived(self, index: int) -> None:
-        """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
-        self._used.add(index)
-        if not self._begun and (engine := self.compression.engine) is not None:
-            self._require_stepped(engine)
-            self._begun, self._exchanged, self._joined = True, False, False
-            engine.watch.results.moved(index)
-            engine.begin(index)
-
-    # -- the engine's driver ---------------------------------------------------------------------------------------
-
-    first_pass = True
-    """A step begins with its first gradient, which finds the other gradients as they were."""
-    in_step = False
-    """Results are exchanged before ``step()``."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether a backward pass has run for a step that is not exchanged yet."""
-        return self._begun
-
-    @property
-    def averaged(self) -> bool:
-        """Whether gradients were exchanged, and no backward pass has run after that."""
-        return self._exchanged
-
-    def before_update(self, closure: bool) -> None:
-        """See that gradients were exchanged; those of a closure are there when it returns."""
-        engine, optimizer = self.compression.engine, self._optimizer
-        assert engine is not None, "its parameters are watched"
-        assert optimizer is not None, "it steps"
-        if not closure and (self._begun or self._exchanged or not only_makes_state(optimizer, engine.parameters)):
-            self.closure_returned()
-
-    def closure_returned(self) -> None:
-        """See that gradients were exchanged before they are applied."""
-        engine = self.compression.engine
-        assert engine is not None, "its parameters are watched"
-        if self._begun:
-            engine.fail(LayoutError(_LOCAL))
-        if not self._exchanged and _has_velocity(engine) and any(p.grad is not None for p in engine.parameters):
-            raise ConfigError(_AGAIN)
-        sample, self._sample = self._sample, None
-        if sample is not None and _is_changed(*sample):
-            self._warned = True
-            warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
-
-    def updated(self) -> None:
-        """The results of the exchange are used up."""
-        self._exchanged = False
-
-    def begin_anew(self) -> None:
-        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
-        self.give_up()
-
-    def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
-        self._begun = self._exchanged = False
-        self._waiting, self._results, self._sample = [], {}, None
-        self._used.clear()
 
     # -- Join ------------------------------------------------------------------------------------------------------
 
@@ -283,32 +151,154 @@ class CompressionState(Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
-        if (engine := self.compression.engine) is None:
+        if self._steps is None:
             return JoinHook()
-        if callable(engine.exchange.loss_scale):
+        if self._steps.watched.is_scaled:
             raise ConfigError(
                 "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, and "
                 "momentum=0 in the compressor"
             )
-        return _Update(self)
+        return _Update(self._steps)
+
+
+class _Steps(StepWatch):
+    """What the hook hands to the engine of one compressor, and what becomes of it."""
+
+    drives = alone = True
+    begun = averaged = False
+    first_pass = True
+    in_step = False
+    _joined = _warned = False
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(engine)
+        self._engine, self._optimizer = engine, optimizer
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
+        self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
+        self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
+        self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None  # parameter, result
+        engine.updates.obstacle = None
+        self.drive(optimizer, self._arrived)
+
+    # -- the hook --------------------------------------------------------------------------------------------------
+
+    def hand_over(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Begin the exchange of a bucket, or end it with the last one; the future gets the bucket's results."""
+        engine, buffer = self._engine, bucket.buffer()
+        if bucket.index() == 0:
+            self._waiting, self._results = [], {}
+            if not self.begun:
+                # Join runs the hook on zeros, on a rank without data: nobody else steps, or drops, results here.
+                self._require_stepped()
+                self._joined = True
+                engine.results.applied()
+                for p in engine.parameters:
+                    p.grad = None
+        if buffer.is_sparse:
+            engine.fail(ConfigError("DDP's hook takes dense gradients: build the embedding with sparse=False"))
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = engine.adoption.index_of(p)
+            if index is None:
+                engine.fail(
+                    LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} is in the DDP model and not in the optimizer that was "
+                        "bound: give all to one optimizer, or call requires_grad_(False) before the model is wrapped"
+                    )
+                )
+            engine.submit(index, gradient)
+            self._results[index] = gradient
+        self._waiting.append((future, buffer))
+        if bucket.is_last():
+            self._finish(engine)
+
+    def _finish(self, engine: Engine) -> None:
+        engine.finish()
+        self._keep_unused(engine)
+        if self._joined:
+            engine.results.applied()
+        if engine.adoption.has_velocity and not self._warned:
+            index = min(self._results, key=lambda i: self._results[i].numel())
+            self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
+        self.begun, self.averaged = False, True
+        self._used.clear()
+        for future, buffer in self._waiting:
+            future.set_result(buffer)
+        self._waiting = []
+
+    def _keep_unused(self, engine: Engine) -> None:
+        """DDP drops the result of a parameter that no rank has used, which holds momentum and residuals."""
+        views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
+        for index in self._results.keys() - self._used:
+            p, result = engine.parameters[index], self._results[index]
+            if p.grad is not None:
+                p.grad.copy_(result)
+            elif self._joined or result.any():
+                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
+
+    def _require_stepped(self) -> None:
+        """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
+        if self._joined and self.averaged and self._engine.adoption.has_velocity:
+            wrong = "a rank without data has not followed the updates: use Join([model, state])"
+            self._engine.fail(ConfigError(wrong))
+
+    @untraced
+    def _arrived(self, index: int, _: torch.Tensor) -> None:
+        """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
+        self._used.add(index)
+        if not self.begun:
+            self._require_stepped()
+            self.begun, self.averaged, self._joined = True, False, False
+            self._engine.results.moved(index)
+            self._engine.begin(index)
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
-        engine = self.compression.engine
-        if self._exchanged and self._optimizer is not None and engine is not None:
+        if self.averaged:
             if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
                 for index, result in self._results.items():
-                    engine.parameters[index].grad = result.clone()
+                    self._engine.parameters[index].grad = result.clone()
             self._optimizer.step()
             self._optimizer.zero_grad()
 
+    # -- the watch's half ------------------------------------------------------------------------------------------
+
+    def before_update(self, closure: bool) -> None:
+        """See that gradients were exchanged; those of a closure are there when it returns."""
+        exchanged = self.begun or self.averaged
+        if not closure and (exchanged or not only_makes_state(self._optimizer, self._engine.parameters)):
+            self.closure_returned()
+
+    def closure_returned(self) -> None:
+        """See that gradients were exchanged before they are applied."""
+        engine = self._engine
+        if self.begun:
+            engine.fail(LayoutError(_LOCAL))
+        if not self.averaged and engine.adoption.has_velocity and any(p.grad is not None for p in engine.parameters):
+            raise ConfigError(_AGAIN)
+        sample, self._sample = self._sample, None
+        if sample is not None and _is_changed(*sample):
+            self._warned = True
+            warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
+
+    def updated(self) -> None:
+        """The results of the exchange are used up."""
+        self.averaged = False
+
+    def give_up(self) -> None:
+        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
+        self.begun = self.averaged = False
+        self._waiting, self._results, self._sample = [], {}, None
+        self._used.clear()
+
+    begin_anew = give_up
+
 
 class _Update(JoinHook):
-    def __init__(self, state: CompressionState) -> None:
-        self._state = state
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
 
     def main_hook(self) -> None:
-        self._state.step_joined()
+        self._steps.step_joined()
 
 
 @untraced
@@ -322,10 +312,6 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     if not isinstance(state, CompressionState):
         raise ConfigError(f"the hook's state is {state!r}; give a dgc.ddp.CompressionState(compression, optimizer)")
     return state.exchange(bucket)
-
-
-def _has_velocity(engine: Engine) -> bool:
-    return any(engine.adoption.hyper.momentum) or any(engine.adoption.hyper.weight_decay)
 
 
 def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
@@ -348,13 +334,3 @@ def _require_same_size() -> None:
             f"Horovod has {hvd.size()} ranks and torch.distributed {dist.get_world_size()}: start the job with one "
             "launcher, and leave hvd.init() out"
         )
-
-
-def _arrival(state: weakref.ref[CompressionState], index: int) -> Callable[[torch.Tensor], None]:
-    """A parameter keeps its hooks, and must not keep a compressor alive that was dropped."""
-
-    def arrived(p: torch.Tensor) -> None:
-        if (itself := state()) is not None:
-            itself._arrived(index)
-
-    return arrived

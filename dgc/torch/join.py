@@ -106,11 +106,10 @@ def _follow_until_all_joined(engine: Engine, optimizer: Any) -> int:
 
 def _clear(engine: Engine) -> None:
     """Leave no gradient behind, neither a result nor what an accumulation that has not ended has added up."""
-    if engine.watch.driver is not None:
-        engine.watch.driver.give_up()
+    engine.watch.give_up()
     for p in engine.parameters:
         p.grad = None
-    engine.watch.results.cleared()
+    engine.results.cleared()
 
 
 def _take_over(engine: Engine, optimizer: Any, root: int) -> None:

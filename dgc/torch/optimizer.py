@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
@@ -26,10 +26,10 @@ from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
 from dgc.torch.engine.distributed import ProcessGroup, horovod_of_all_ranks, ranks_of_job
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.torch.engine.step.scaler import has_unscaled, steps_by_scaler
+from dgc.torch.engine.step.scaler import has_unscaled
 from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import only_makes_state
-from dgc.torch.engine.tensors import is_sharded, local, scattered_values
+from dgc.torch.engine.step.watch import StepWatch, only_makes_state
+from dgc.torch.engine.tensors import is_sharded, local, scattered_values, set_memory
 
 
 def DistributedOptimizer(
@@ -93,8 +93,6 @@ def DistributedOptimizer(
     members = compression.process_set(process_set)
     named = named_pairs(optimizer, named_parameters)
     compression.bind(named, optimizer, members)
-    scaler = compression.given_options.get("loss_scale")
-    steps = Steps(optimizer, compression.engine, backward_passes_per_step, sparse_as_dense, scaler)
     attributes: dict[str, object] = {
         "compression": compression,
         "discard_step": compression.discard_step,
@@ -105,11 +103,23 @@ def DistributedOptimizer(
         "backward_passes_per_step": backward_passes_per_step,
         "__reduce_ex__": _refuse_copy,
     }
-    for name in ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"):
-        attributes[name] = getattr(steps, name)
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
+    vars(optimizer).update(attributes)
+    vars(optimizer).update(_methods(optimizer, compression, sparse_as_dense))
     return optimizer
+
+
+def _methods(optimizer: torch.optim.Optimizer, compression: DGCCompressor, sparse_as_dense: bool) -> dict[str, object]:
+    """Horovod's methods, by name."""
+    if (engine := compression.engine) is None:  # one process
+        itself = weakref.proxy(optimizer)
+        return {
+            "synchronize": lambda: None,
+            "skip_synchronize": contextlib.nullcontext,
+            "set_backward_passes_per_step": lambda passes: setattr(itself, "backward_passes_per_step", passes),
+        }
+    steps = Steps(optimizer, engine, sparse_as_dense, compression.given_options.get("loss_scale"))
+    names = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad")
+    return {name: getattr(steps, name) for name in names}
 
 
 _CHANGED = (
@@ -119,7 +129,7 @@ _CHANGED = (
 )
 
 _all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
-"""Those of optimizers that still live: wrapping another over the same parameters ends theirs."""
+"""Wrapping another optimizer over the same parameters ends theirs."""
 
 
 class _Exchanged(NamedTuple):
@@ -134,47 +144,37 @@ class _Exchanged(NamedTuple):
     values: torch.Tensor | None  # a few, of a sharded one, whose version does not always rise
 
 
-class Steps:
-    """Hands one optimizer's gradients to the engine, and its results back before each step.
+class Steps(StepWatch):
+    """Hands one optimizer's gradients to the engine, and its results back before each step."""
 
-    A :class:`~dgc.torch.engine.step.watch.Driver`. The optimizer keeps this object alive, not the other way round.
-    """
+    drives = True
+    begun = averaged = in_step = False
+    _skipping = _updating = _replaced = False
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        engine: Engine | None,
-        passes: int,
-        sparse_as_dense: bool,
-        scaler: object = None,
+        self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
     ) -> None:
         """Register hooks on the engine's parameters.
 
         Args:
-            optimizer: that owns them.
-            engine: of its compressor; None where this process exchanges nothing.
-            passes: backward passes whose gradients are added up before an exchange.
+            optimizer: that owns them, and keeps this object alive; its ``backward_passes_per_step`` is read.
+            engine: of its compressor.
             sparse_as_dense: exchange sparse gradients as dense ones.
             scaler: the compressor's ``loss_scale``, a GradScaler perhaps.
         """
-        self._scaler = scaler
-        self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)  # whose attributes scripts set
-        self._engine = engine
-        self._sparse_as_dense = sparse_as_dense
-        self._parameters = [] if engine is None else engine.parameters
+        super().__init__(engine)
+        self._engine, self._scaler, self._sparse_as_dense = engine, scaler, sparse_as_dense
+        self._parameters = engine.parameters
         self._exchanged: dict[int, _Exchanged | None] = {}  # by index; None: sparse, and exchanged beside
-        self._passes = passes
-        self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
-        self._synchronized = self._skipping = self._updating = self._replaced = False
-        self.begun = self.in_step = False
-        if engine is not None:
-            # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
-            torch.optim.Optimizer.__setstate__(optimizer, {})
-            engine.watch.own(optimizer, self)
-            self._replace_others()
-            itself = weakref.ref(self)
-            hooks = [p.register_post_accumulate_grad_hook(_hook(itself, i)) for i, p in enumerate(self._parameters)]
-            weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
+        self._passes = 1
+        self._left = [1] * len(self._parameters)  # passes until a gradient is handed over
+        self.drive(optimizer, self._arrived)
+        self.begin_anew()
+        for other in list(_all_steps):  # somebody may still refer to those optimizers
+            if not other._ids.isdisjoint(self._ids):
+                other.give_up()
+                other._replaced = True
+        _all_steps.add(self)
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
@@ -187,9 +187,7 @@ class Steps:
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
-        engine, optimizer = self._engine, self._optimizer()
-        if engine is None or optimizer is None:
-            return
+        engine, optimizer = self._engine, self.owner
         if self._replaced:
             raise ConfigError(
                 "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
@@ -199,23 +197,19 @@ class Steps:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)  # taken out of the step by hand
             return
-        self._synchronized = False
+        self.averaged = False
         for i, p in enumerate(self._parameters):
             if i not in self._exchanged:
                 self._hand_over(i, p)
-        if exchanging := [i for i, exchanged in self._exchanged.items() if exchanged is not None]:
-            # The scaler divides gradients without a new version.
-            if has_unscaled(self._scaler, optimizer):
-                engine.fail(LayoutError(_CHANGED.format(engine.names[exchanging[0]])), exchanging[0])
-        for i, p in enumerate(self._parameters):
-            self._require_unchanged(engine, i, p.grad)
+        self._require_unchanged(optimizer)
         engine.finish()
         for i, exchanged in self._exchanged.items():
-            if exchanged is not None:
+            if exchanged is not None and exchanged.result is not self._parameters[i].grad:
                 _deliver(self._parameters[i], exchanged.result)
-        engine.sparse.join(engine.transport)
+        if engine.sparse.found:
+            engine.sparse.join(engine.transport)
         self.begin_anew()
-        self._synchronized = True
+        self.averaged = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -230,8 +224,8 @@ class Steps:
         """Add up the gradients of so many backward passes before each exchange."""
         self._passes = passes
         self._left = [passes] * len(self._left)
-        if (optimizer := self._optimizer()) is not None:
-            optimizer.backward_passes_per_step = passes
+        if (optimizer := self.owner) is not None:
+            vars(optimizer)["backward_passes_per_step"] = passes
 
     @untraced
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
@@ -245,46 +239,41 @@ class Steps:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        if (optimizer := self._optimizer()) is not None:
+        if (optimizer := self.owner) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        if self._engine is not None:
-            self._engine.watch.results.cleared()
+        self._engine.results.cleared()
 
-    # -- the engine's driver ---------------------------------------------------------------------------------------
-
-    @property
-    def averaged(self) -> bool:
-        """Whether ``synchronize()`` has run, and no backward pass after it."""
-        return self._synchronized and not self.begun
+    # -- the watch's half ------------------------------------------------------------------------------------------
 
     @property
-    def first_pass(self) -> bool:
-        """Whether each gradient is handed over in the backward pass that computes it."""
+    def first_pass(self) -> bool:  # noqa: D102
         return self._passes == 1
 
     def before_update(self, closure: bool) -> None:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
-        optimizer, engine = self._optimizer(), self._engine
+        optimizer = self.owner
         assert optimizer is not None, "it steps"
-        assert engine is not None, "its parameters are watched"
-        exchanging = [i for i, exchanged in self._exchanged.items() if exchanged is not None]
-        if self._skipping and exchanging:
-            engine.fail(LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"))
-        if self._skipping or (not self.begun and (closure or only_makes_state(optimizer, self._parameters))):
+        exchanging = self._first_exchanging()
+        if self._skipping:
+            if exchanging is not None:
+                wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
+                self._engine.fail(LayoutError(wrong))
             return
-        if exchanging and steps_by_scaler():
+        if not self.begun and (closure or only_makes_state(optimizer, self._parameters)):
+            return
+        if exchanging is not None and self.by_scaler:
             # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
-            engine.fail(LayoutError(_CHANGED.format(engine.names[exchanging[0]])), exchanging[0])
+            self._fail_changed(exchanging)
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "Put step() into it: the gradients are averaged already",
                 stacklevel=6,
             )
-        own = optimizer.synchronize == self.synchronize
-        self.in_step = own and not closure
+        synchronize = vars(optimizer)["synchronize"]
+        self.in_step = synchronize == self.synchronize and not closure
         try:
-            optimizer.synchronize()
+            synchronize()
         finally:
             self.in_step = False
         self._updating = True  # a class of the user's that calls super().step() comes here twice
@@ -296,7 +285,7 @@ class Steps:
 
     def updated(self) -> None:
         """The results of the exchange are used up."""
-        self._synchronized = self._updating = False
+        self.averaged = self._updating = False
 
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
@@ -306,65 +295,72 @@ class Steps:
     def begin_anew(self) -> None:
         """Expect the first backward pass of a step: one is over, or a state was loaded into the optimizer."""
         self._exchanged = {}
-        if (optimizer := self._optimizer()) is not None:
-            self._passes = optimizer.backward_passes_per_step
+        if (optimizer := self.owner) is not None:
+            self._passes = vars(optimizer)["backward_passes_per_step"]  # which scripts set
         self._left = [self._passes] * len(self._left)
-        self.begun = self._synchronized = self._updating = False
+        self.begun = self.averaged = self._updating = False
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _replace_others(self) -> None:
-        """Take parameters over from optimizers that were wrapped before, as somebody may still refer to them."""
-        own = {id(p) for p in self._parameters}
-        for other in list(_all_steps):
-            if any(id(p) in own for p in other._parameters):
-                other.give_up()
-                other._replaced = True
-        _all_steps.add(self)
-
+    @untraced
     def _arrived(self, index: int, p: torch.Tensor) -> None:
         """A backward pass has added to a gradient."""
-        if self._replaced:
+        if self._replaced or self._owner() is None:
             return
         if self._left[index] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self.begun = True
+        self.begun, self.averaged = True, False
         self._left[index] -= 1
         if self._left[index] == 0:
             self._hand_over(index, p)
 
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
-        engine = self._engine
-        assert engine is not None, "there are parameters"
         if p.grad is None:
             p.grad = torch.zeros_like(p)  # unused on this rank in this step; the others may have used it
         gradient = p.grad
         if gradient.is_sparse:
             if not self._sparse_as_dense:
-                engine.require_own_momentum(index)
+                self._engine.require_own_momentum(index)
                 self._exchanged[index] = None
                 return
             gradient = gradient.to_dense()
-        result = engine.submit(index, gradient)
+        result = self._engine.submit(index, gradient)
         values = scattered_values(p.grad) if is_sharded(p.grad) else None
         self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 
-    def _require_unchanged(self, engine: Engine, index: int, gradient: torch.Tensor | None) -> None:
-        name = engine.names[index]
-        if gradient is None:
-            engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
-        if (before := self._exchanged[index]) is None:
-            return
-        changed = gradient._version != before.version
-        if changed and not gradient.is_sparse:  # parts of a buffer have one version
-            changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
-        if before.values is not None:
-            changed |= not torch.allclose(scattered_values(gradient), before.values, rtol=0.0, atol=0.0, equal_nan=True)
-        if changed or gradient is not before.gradient:
-            engine.fail(LayoutError(_CHANGED.format(name)), index)
+    def _first_exchanging(self) -> int | None:
+        """The index of a gradient that nobody may change now."""
+        for i, exchanged in self._exchanged.items():
+            if exchanged is not None:
+                return i
+        return None
+
+    def _require_unchanged(self, optimizer: torch.optim.Optimizer | None) -> None:
+        first = self._first_exchanging()
+        # The scaler divides gradients without a new version.
+        if first is not None and optimizer is not None and has_unscaled(self._scaler, optimizer):
+            self._fail_changed(first)
+        for index, p in enumerate(self._parameters):
+            gradient, before = p.grad, self._exchanged[index]
+            if gradient is None:
+                name = self._engine.names[index]
+                self._engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
+            if before is None:
+                continue
+            changed = gradient._version != before.version
+            if changed and not gradient.is_sparse:  # parts of a buffer have one version
+                changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
+            if before.values is not None:
+                now = scattered_values(gradient)
+                changed |= not torch.allclose(now, before.values, rtol=0.0, atol=0.0, equal_nan=True)
+            if changed or gradient is not before.gradient:
+                self._fail_changed(index)
+
+    def _fail_changed(self, index: int) -> NoReturn:
+        self._engine.fail(LayoutError(_CHANGED.format(self._engine.names[index])), index)
 
 
 def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
@@ -376,21 +372,11 @@ def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:
-    """Let ``.grad`` hold a result, which mostly lies there already."""
-    if p.grad is None or result is (gradient := local(p.grad)):
+    """Let ``.grad`` hold a result that lies elsewhere."""
+    if p.grad is None:
         return
+    gradient = local(p.grad)
     if gradient.is_sparse:
         gradient.zero_().add_(result.to_sparse())
     else:
-        gradient.set_(result)  # type: ignore[call-overload]
-
-
-def _hook(steps: weakref.ref[Steps], index: int) -> Callable[[torch.Tensor], None]:
-    """A parameter keeps its hooks, and must not keep a compressor alive that was dropped."""
-
-    @untraced
-    def arrived(p: torch.Tensor) -> None:
-        if (itself := steps()) is not None:
-            itself._arrived(index, p)
-
-    return arrived
+        set_memory(gradient, result)

@@ -23,6 +23,7 @@ from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.held import Placeholders
 from dgc.torch.engine.horovod.owner import find_owner
 from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.watch import StepWatch
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
@@ -32,54 +33,50 @@ class _WrappedTwice(ConfigError):
     """Raised in the backward pass: the script steps one of two optimizers, perhaps the other one."""
 
 
-class HorovodSteps:
+class HorovodSteps(StepWatch):
     """What the engine needs to know of an optimizer that ``hvd.DistributedOptimizer`` made, from its own fields.
 
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
     """
 
-    def __init__(self, optimizer: object, engine: Engine) -> None:
-        """Bind to the optimizer, which is not kept alive, and the engine that it hands gradients to."""
-        self._reference = weakref.ref(optimizer)
-        self._engine = engine
+    def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
+        """Follow the optimizer with this compressor as soon as it is known."""
+        super().__init__(engine)
+        self._compressor = weakref.ref(compressor)
+        engine.follow(self)
 
     @property
     def _optimizer(self) -> Any:
-        return self._reference()
+        return self.owner
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: D102
+        if (owner := self.owner) is not None:
+            return optimizer is owner
+        compressor = vars(optimizer).get("_compression")
+        return compressor is not None and compressor is self._compressor()
 
     @property
-    def begun(self) -> bool:
-        """Whether a backward pass has run for a step that is not exchanged yet."""
+    def begun(self) -> bool:  # noqa: D102
+        o = self._optimizer if self.drives else None
+        return o is not None and (bool(o._handles) or not self._all_left(o))
+
+    @property
+    def averaged(self) -> bool:  # noqa: D102
+        o = self._optimizer if self.drives else None
+        return o is not None and o._synchronized and self._all_left(o)
+
+    def _all_left(self, o: Any) -> bool:
+        return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
+
+    @property
+    def first_pass(self) -> bool:  # noqa: D102
         o = self._optimizer
-        return bool(o._handles) or any(left != o.backward_passes_per_step for left in o._allreduce_delay.values())
-
-    @property
-    def averaged(self) -> bool:
-        """Whether ``synchronize()`` has run, and no backward pass after it."""
-        o = self._optimizer
-        return o._synchronized and all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
-
-    @property
-    def first_pass(self) -> bool:
-        """Whether each gradient is handed over in the backward pass that computes it."""
-        return self._optimizer.backward_passes_per_step == 1 and self._optimizer._groups is None
+        return o is not None and o.backward_passes_per_step == 1 and o._groups is None
 
     @property
     def in_step(self) -> bool:
         """Whether Horovod's ``step()`` exchanges now, and nothing of the script's stands in between."""
-        return self._engine.watch.plain_step and "synchronize" not in vars(self._optimizer)
-
-    def before_update(self, closure: bool) -> None:
-        """Horovod's ``step()`` exchanges by itself."""
-
-    def closure_returned(self) -> None:
-        """The script's closure exchanges by itself."""
-
-    def updated(self) -> None:
-        """Horovod keeps account of its own steps."""
-
-    def begin_anew(self) -> None:
-        """Horovod has begun anew by itself."""
+        return self.plain_step and "synchronize" not in vars(self._optimizer)
 
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew.
@@ -132,7 +129,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: object = None) -> None:
         super().__init__(options, algorithm, members)
         self._placeholders = Placeholders()
-        self._calling: HorovodSteps | None = None
+        self._steps: HorovodSteps | None = None
 
     @untraced
     def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
@@ -205,20 +202,20 @@ class HorovodCompressor(CompressorBase[Engine]):
         """After what is inside, the optimizer forgets a step that an error or an exception left half done as well."""
         yield
         self._pending_error = None
-        driver = None if self.engine is None else self.engine.watch.driver
-        if driver is not None and driver.begun:
+        watch = None if self.engine is None else self.engine.watch
+        if watch is not None and watch.begun:
             self._giving_up = True
             try:
-                driver.give_up()
+                watch.give_up()
             finally:
                 self._giving_up = False
 
     def _is_exchanged(self, engine: Engine) -> bool:
         free = self._pending_error is None and not self._giving_up
-        return free and self._calling is not None and self._calling.averaged and engine.is_done()
+        return free and self._steps is not None and self._steps.averaged and engine.is_done()
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
-        if self._calling is None:
+        if self._steps is None or not self._steps.drives:
             self._bind_caller(engine)
         index = self._locate(engine, tensor)
         if index is None:
@@ -232,11 +229,18 @@ class HorovodCompressor(CompressorBase[Engine]):
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
         return engine.submit(index, tensor)
 
+    def watch_horovod(self, engine: Engine) -> HorovodSteps:
+        """Follow the steps of the optimizer that Horovod makes with this compressor."""
+        if self._steps is None:
+            self._steps = HorovodSteps(engine, self)
+        return self._steps
+
     def _bind_caller(self, engine: Engine) -> None:
         owner: Any = find_owner(self)
-        self._calling = HorovodSteps(owner, engine)
-        engine.watch.own(owner, self._calling)
-        if engine.watch.contested:
+        steps = self.watch_horovod(engine)
+        steps.own(owner)
+        steps.drives = True
+        if any(other.begun for other in steps.others()):
             raise _WrappedTwice(
                 "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
                 "the parameters: wrap one optimizer, once, and for another one build the model anew"

@@ -17,7 +17,7 @@ class Before:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> None:
         """Copy; of the optimizer's state only the dicts, as loading replaces the tensors."""
         self._saved = None if compression.engine is None else compression.engine.watch.saved
-        self._mark = None if self._saved is None else self._saved.mark()
+        self._pending = None if self._saved is None else self._saved.pending
         self._optimizers = [
             (each, each.state, _copied(each.state), each.param_groups, list(map(dict, each.param_groups)), _flags(each))
             for each in (optimizer, *_parts(optimizer))
@@ -38,8 +38,8 @@ class Before:
                 state.clear()
                 state.update(entries)
             optimizer.__dict__.update(state=state, param_groups=groups, **flags)
-        if self._saved is not None and self._mark is not None:
-            self._saved.go_back(self._mark)
+        if self._saved is not None and self._pending is not None:
+            self._saved.pending = self._pending
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:

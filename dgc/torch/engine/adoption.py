@@ -8,7 +8,7 @@ parameters they hold 0, so that nothing is applied twice. A ``momentum_buffer`` 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ _DECAY_LEFT = (
 )
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
 """Packages whose steps of SGD and of what wraps it are known to do nothing else with gradients."""
+
+_VARIANTS = {"dampening": "set dampening=0", "maximize": "minimise the negative loss"}
+_READ = ("momentum", "weight_decay", "nesterov", *_VARIANTS)
 
 Members = list[tuple[torch.Tensor, int]]
 """Parameters of a group that the compressor has, each with its index."""
@@ -77,9 +80,8 @@ class Adoption:
         decay = plain and config.weight_decay is None and (self.active or bool(config.momentum))
         self.options = (("momentum", "nesterov") if self.active else ()) + (("weight_decay",) if decay else ())
         self._adopted: set[int] = set()
-        self._members: dict[
-            int, tuple[list[int], Members]
-        ] = {}  # id of a list: what was in it, and which of that is ours
+        self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
+        self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         if optimizer is not None:
             self.read(optimizer)
@@ -109,16 +111,24 @@ class Adoption:
         Raises:
             ConfigError: as in the constructor.
         """
-        for group, ours in self._groups(optimizer):
-            self._read_group(group, ours, is_sgd(optimizer))
+        groups, seen = self._groups(optimizer), [float(is_sgd(optimizer))]
+        for group, _ in groups:
+            for option in _READ:
+                seen.append(float(group.get(option) or 0))  # a comprehension is another call
+        if self._hidden or seen != self._seen:
+            self._seen = []
+            for group, ours in groups:
+                self._read_group(group, ours, bool(seen[0]))
+            self._seen = [] if self._hidden else seen
+
+    @property
+    def has_velocity(self) -> bool:
+        """Whether results hold momentum or decay that the compressor applies."""
+        return any(self.hyper.momentum) or any(self.hyper.weight_decay)
 
     def took_from(self, index: int) -> bool:
         """Whether momentum or weight decay of this parameter was adopted from an optimizer."""
         return index in self._adopted and bool(self.hyper.momentum[index] or self.hyper.weight_decay[index])
-
-    def concerns(self, group: dict[str, Any]) -> bool:
-        """Whether a parameter group has parameters of the compressor."""
-        return any(id(p) in self._index for p in group["params"])
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
         """The parameter's index in the layout, or None."""
@@ -206,20 +216,20 @@ class Adoption:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Members]]:
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Members]]:
+        """Those with parameters of the compressor, which are looked up again only in a list that has changed."""
+        groups = []
         for group in optimizer.param_groups:
-            ours = self._members_of(group["params"])
-            if ours:
-                yield group, ours
-
-    def _members_of(self, parameters: list[torch.Tensor]) -> Members:
-        """Those of the compressor's parameters, looked up again only when the list is another one."""
-        ids = list(map(id, parameters))
-        known = self._members.get(id(parameters))
-        if known is None or known[0] != ids:
-            ours = [(p, self._index[id(p)]) for p in parameters if id(p) in self._index]
-            self._members[id(parameters)] = known = ids, ours
-        return known[1]
+            parameters = group["params"]
+            ids = list(map(id, parameters))
+            known = self._members.get(id(parameters))
+            if known is None or known[0] != ids:
+                known = ids, [(p, self._index[id(p)]) for p in parameters if id(p) in self._index]
+                self._members[id(parameters)] = known
+                self._seen = []
+            if known[1]:
+                groups.append((group, known[1]))
+        return groups
 
     def _own(self, group: dict[str, Any], option: str) -> float:
         """A group's own value of an option, hidden or not."""
@@ -227,53 +237,36 @@ class Adoption:
         return float(group.get(option) or hidden.get(option) or 0)
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
+        name, config, hyper = self._names[ours[0][1]], self._config, self.hyper
         momentum, decay = self._own(group, "momentum"), self._own(group, "weight_decay")
-        self._refuse_doubles(momentum, decay, ours)
-        if not sgd:
-            return
-        if self.active:
-            self._refuse_variants(group)
-        nesterov = bool(self._own(group, "nesterov"))
-        indices = [i for _, i in ours]
-        if self.active:
-            _set_all(self.hyper.momentum, indices, momentum)
-            if self._config.nesterov is None:
-                _set_all(self.hyper.nesterov, indices, nesterov)
-        if "weight_decay" in self.options:
-            _set_all(self.hyper.weight_decay, indices, decay)
-        if any(self._own(group, option) for option in self.options):
-            self._adopted.update(indices)
-
-    def _refuse_variants(self, group: dict[str, Any]) -> None:
-        if group.get("dampening"):
+        if momentum and config.momentum:
             raise ConfigError(
-                f"the optimizer has dampening={group['dampening']}, which momentum correction cannot take over; set "
-                "dampening=0, or pass momentum=0 to the compressor to leave momentum in the optimizer"
+                f"momentum would be applied twice to {name!r}: the compressor has momentum={config.momentum} and the "
+                f"optimizer has momentum={momentum}; leave momentum out of the compressor (it adopts the optimizer's), "
+                "or set the optimizer's to 0"
             )
-        if group.get("maximize"):
-            raise ConfigError(
-                "the optimizer has maximize=True, which momentum correction cannot take over; minimise the negative "
-                "loss, or pass momentum=0 to the compressor to leave momentum in the optimizer"
-            )
-
-    def _refuse_doubles(self, momentum: float, decay: float, ours: Members) -> None:
-        name = self._names[ours[0][1]]
-        if momentum and self._config.momentum:
-            raise ConfigError(
-                f"momentum would be applied twice to {name!r}: the compressor has momentum={self._config.momentum} and "
-                f"the optimizer has momentum={momentum}; leave momentum out of the compressor (it adopts the "
-                "optimizer's), or set the optimizer's to 0"
-            )
-        if decay and self._config.weight_decay:
+        if decay and config.weight_decay:
             raise ConfigError(
                 f"weight decay would be applied twice to {name!r}: the compressor has "
-                f"weight_decay={self._config.weight_decay} and the optimizer has {decay}; leave one of them out"
+                f"weight_decay={config.weight_decay} and the optimizer has {decay}; leave one of them out"
             )
-
-
-def _set_all(values: list[Any], indices: Sequence[int], value: object) -> None:
-    for i in indices:
-        values[i] = value
+        if not sgd:
+            return
+        for option, advice in _VARIANTS.items():
+            if self.active and group.get(option):
+                raise ConfigError(
+                    f"the optimizer has {option}={group[option]}, which momentum correction cannot take over; "
+                    f"{advice}, or pass momentum=0 to the compressor to leave momentum in the optimizer"
+                )
+        for _, i in ours:
+            if self.active:
+                hyper.momentum[i] = momentum
+                if config.nesterov is None:
+                    hyper.nesterov[i] = bool(self._own(group, "nesterov"))
+            if "weight_decay" in self.options:
+                hyper.weight_decay[i] = decay
+        if any(self._own(group, option) for option in self.options):
+            self._adopted.update(i for _, i in ours)
 
 
 def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -12,18 +12,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from dgc.core.exchange.encoders.choose import compressors_on_devices
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Array, Kernels
 from dgc.core.kernels.choose import choose_kernels
 from dgc.errors import ConfigError
 from dgc.torch.engine.tensors import Result, as_array
 
-_TYPES = {
+if TYPE_CHECKING:
+    from dgc.core.kernels.gpu.backend import DeviceKernels
+
+_TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
@@ -32,64 +35,46 @@ _TYPES = {
 }
 
 
-class Tensors(Protocol):
-    """How tensors become the arrays that ``kernels`` work on."""
+class HostTensors:
+    """How tensors become the arrays that ``kernels`` work on; here views of CPU tensors, and copies of all others.
+
+    Attributes:
+        kernels: that work on the arrays.
+        device: where they work, if that is not the host.
+    """
 
     kernels: Kernels
-    device: torch.device | None
-    """Where the kernels work, if that is not the host."""
-
-    def array(self, tensor: torch.Tensor) -> Any:
-        """The tensor's values in logical order as a 1-D array, without a copy where the memory allows."""
-        ...
-
-    def result(self, tensor: torch.Tensor) -> Result:
-        """Where the core writes what is to come to ``tensor``."""
-        ...
-
-    def ready(self) -> Any:
-        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``."""
-        ...
-
-    def release(self) -> None:
-        """Let the framework's stream wait for everything that the kernels were given."""
-        ...
-
-    def refusal(self) -> ConfigError | None:
-        """Why nothing can be exchanged now, for all ranks; None where it can."""
-        ...
-
-
-class HostTensors:
-    """Views of CPU tensors; tensors on other devices are copied to the host, and results back."""
-
-    device = None
+    device: torch.device | None = None
 
     def __init__(self) -> None:
         """Take the CPU's kernels."""
         self.kernels = choose_kernels("cpu")
 
-    def array(self, tensor: torch.Tensor) -> np.ndarray:  # noqa: D102
+    def array(self, tensor: torch.Tensor) -> Array:
+        """The tensor's values in logical order as a 1-D array, without a copy where the memory allows."""
         return as_array(tensor)
 
-    def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
+    def result(self, tensor: torch.Tensor) -> Result:
+        """Where the core writes what is to come to ``tensor``."""
         return Result.for_tensor(tensor)
 
-    def ready(self) -> None:  # noqa: D102
+    def ready(self) -> Ready | None:
+        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``.
+
+        Raises:
+            ConfigError: nothing can be exchanged now.
+        """
         return None
 
-    def release(self) -> None:  # noqa: D102
-        return None
-
-    def refusal(self) -> None:  # noqa: D102
-        return None
+    def release(self) -> None:
+        """Let the framework's stream wait for everything that the kernels were given."""
 
 
 @dataclass(slots=True)
 class Recorded:
     """An event of the framework, kept alive until it has been waited for; ``handle`` is CUDA's."""
 
-    event: Any
+    event: torch.cuda.Event
 
     @property
     def handle(self) -> int:
@@ -144,22 +129,24 @@ class TorchStreams:
             torch.cuda.caching_allocator_delete(address)
 
 
-class DeviceTensors:
+class DeviceTensors(HostTensors):
     """Tensors of one GPU, by address."""
 
-    def __init__(self, kernels: Any, streams: Any) -> None:
+    kernels: DeviceKernels
+
+    def __init__(self, kernels: DeviceKernels, streams: TorchStreams) -> None:
         """Bind to device kernels.
 
         Args:
-            kernels: a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels` on the tensors' device.
-            streams: what :class:`TorchStreams` has.
+            kernels: on the tensors' device.
+            streams: torch's there.
         """
         self.kernels, self.device = kernels, streams.device
         self._streams = streams
         # Two pools would keep memory from each other that neither uses.
         kernels.allocate_with(streams.allocate, streams.free)
 
-    def array(self, tensor: torch.Tensor) -> Any:  # noqa: D102
+    def array(self, tensor: torch.Tensor) -> Array:  # noqa: D102
         flat = tensor.detach().reshape(-1)  # a copy, on the framework's stream, only of strided tensors
         if not tensor.is_contiguous():
             self._streams.keep_for(flat, self.kernels.runtime.stream_handle)
@@ -176,26 +163,23 @@ class DeviceTensors:
         self._streams.keep_for(place, self.kernels.runtime.stream_handle)
         return Result(tensor, self._view(place), limit, False, place)
 
-    def ready(self) -> Any:  # noqa: D102
+    def ready(self) -> Ready:  # noqa: D102
+        if self._streams.capturing():
+            raise ConfigError(
+                "gradients are exchanged while a CUDA graph is captured, and messages cannot be replayed: capture "
+                "forward and backward pass alone (torch.cuda.make_graphed_callables), and exchange outside of them"
+            )
         return self._streams.ready()
 
     def release(self) -> None:  # noqa: D102
         if not self._streams.capturing():  # a step that was refused for that: nothing was begun
             self.kernels.runtime.release_to(self._streams.current())
 
-    def refusal(self) -> ConfigError | None:  # noqa: D102
-        if not self._streams.capturing():
-            return None
-        return ConfigError(
-            "gradients are exchanged while a CUDA graph is captured, and messages cannot be replayed: "
-            "capture forward and backward pass alone (torch.cuda.make_graphed_callables), and exchange outside of them"
-        )
-
-    def _view(self, flat: torch.Tensor) -> Any:
+    def _view(self, flat: torch.Tensor) -> Array:
         return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
 
 
-def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> Tensors:
+def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:
     """Work on the GPU when all parameters lie on one and CuPy can use it, else on the host.
 
     Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
@@ -220,7 +204,7 @@ def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None
         return HostTensors()
     device = devices.pop()
     try:
-        return DeviceTensors(choose_kernels(f"gpu:{device.index or 0}"), TorchStreams(device))
+        return DeviceTensors(cast("DeviceKernels", choose_kernels(f"gpu:{device.index or 0}")), TorchStreams(device))
     except ConfigError as error:
         _warn_once(f"gradients pass through host memory: {error}")
         return HostTensors()

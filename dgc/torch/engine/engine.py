@@ -1,7 +1,7 @@
 """One model's parameters on one rank, bound to an exchange of the core.
 
 Every torch tensor becomes an array here, and every parameter has one index: its place among those that are exchanged.
-What hands over gradients is a :class:`~dgc.torch.engine.step.watch.Driver`: dgc's optimizer, Horovod's, or DDP's hook.
+What hands over gradients is a :class:`~dgc.torch.engine.step.watch.StepWatch`: of dgc's optimizer, Horovod's, or DDP's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
 from dgc.torch.engine.horovod.device_sums import use_devices
 from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
-from dgc.torch.engine.step.replicas import require_same_parameters, require_same_results
+from dgc.torch.engine.step.replicas import require_same_parameters, require_same_results, share_options
 from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
@@ -43,7 +43,12 @@ class Engine(EngineBase):
     Attributes:
         parameters: the compressed tensors in registration order.
         exchange: the one that is in use now.
-        watch: follows the steps of that optimizer, and has what the front end knows of the latest one.
+        watch: the front end, which follows the steps of that optimizer.
+        results: of the latest step.
+        updates: whether they are applied as entries.
+        error: that ended the latest step.
+        is_scaled: whether the scale of a GradScaler is known.
+        on_stepped: called when an optimizer has stepped the parameters, as the last thing; it may raise.
         sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
@@ -85,7 +90,9 @@ class Engine(EngineBase):
         self.learning_rates: tuple[float, ...] = ()
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
-        self._error: DGCError | None = None
+        self.error: DGCError | None = None
+        self.is_scaled = callable(loss_scale) or loss_scale != 1.0
+        self.on_stepped = self._tell_of_log
         self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
 
         def build() -> Layout:
@@ -102,12 +109,14 @@ class Engine(EngineBase):
         self._agree_on_options()
         self._agree_on_tensors(build)
         use_devices(transport, self._tensors.device)
-        results = Results(self.parameters, lambda: self.exchange, lambda: self.watch.in_closure)
-        updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
-        has_failed = lambda: self._error is not None  # noqa: E731
-        self.watch = StepWatch(self.parameters, self.adoption, has_failed, results, updates)
-        self.watch.scale_is_known = callable(loss_scale) or loss_scale != 1.0
-        self.watch.on_stepped = self._tell_of_log
+        self.results = Results(self.parameters, self._exchanges)
+        self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
+        self.watch = StepWatch(self)
+
+    def follow(self, watch: StepWatch) -> None:
+        """Let a front end hand over gradients and follow the optimizer's steps."""
+        self.watch.end()
+        self.watch = watch
 
     def begin(self, index: int) -> None:
         """Open a step with a gradient, that of parameter ``index``, which is handed over later."""
@@ -119,7 +128,7 @@ class Engine(EngineBase):
 
         Args:
             index: the parameter's place.
-            gradient: this rank's gradient, of the parameter's shape; of a sharded one its shard is exchanged.
+            gradient: of the parameter's shape; of a sharded one its shard is exchanged.
             decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
 
         Returns:
@@ -129,11 +138,15 @@ class Engine(EngineBase):
             LayoutError: another shape, type or device than the parameter's, or given twice in this step.
             DGCError: this or another rank failed.
         """
-        if (failed := self._open_step(index) or self._tensors.refusal()) is not None:
-            self.fail(failed)
-        if index in self.sparse:
-            if (refused := self.sparse.refusal(index, gradient)) is not None:
-                self.fail(refused)
+        if not self._opened:
+            self.begin(index)
+        try:
+            ready = self._tensors.ready()
+        except ConfigError as refused:
+            self.fail(refused)
+        if index not in self._places:
+            if gradient.any():
+                self.fail(self.sparse.dense_refusal(index))
             return gradient.zero_()
         result = self._memory.place(index, gradient := local(gradient))
         if isinstance(result, LayoutError):
@@ -141,16 +154,10 @@ class Engine(EngineBase):
         place = self._tensors.result(result)
         self._pending[index] = None if place.is_view else place
         values = place.array if place.is_view and result is gradient else self._tensors.array(gradient)
-        decay = self.adoption.hyper.weight_decay[index]
+        decayed = self.parameters[index] if decayed is None else decayed
         try:
-            self.exchange.submit(
-                self._places[index],
-                values,
-                place.array,
-                self._tensors.array(local(self.parameters[index] if decayed is None else decayed)) if decay else None,
-                place.limit,
-                self._tensors.ready(),
-            )
+            decay = self._tensors.array(local(decayed)) if self.adoption.hyper.weight_decay[index] else None
+            self.exchange.submit(self._places[index], values, place.array, decay, place.limit, ready)
         except DGCError as error:
             self._fail_with(error)
             raise
@@ -162,8 +169,8 @@ class Engine(EngineBase):
         Raises:
             DGCError: this or another rank failed, or a gradient is missing.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         zeros = self._fill_in_sparse() if self.exchange.in_step or not self.sparse.agreed else []
         if not self.exchange.in_step:
             self._opened = False
@@ -173,15 +180,14 @@ class Engine(EngineBase):
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
-            driver = self.watch.driver
-            if self.watch.updates.concluded(self.watch.owner, driver is None or driver.in_step):
-                self.watch.updates.take(self.exchange.deferred(), self._members)
+            if self.updates.concluded(self.watch.owner, self.watch.in_step):
+                self.updates.take(self.exchange.deferred(), self._members)
             else:
                 self.exchange.write_deferred()
             if self.check_peers is not None:
                 self.check_peers(True)
         except DGCError as error:
-            self._error, self._opened = error, False
+            self.error, self._opened = error, False
             raise
         finally:
             self.watch.plain_step = False
@@ -192,7 +198,7 @@ class Engine(EngineBase):
 
     @property
     def how_updated(self) -> str:  # noqa: D102
-        reason = self.watch.updates.reason
+        reason = self.updates.reason
         return "sparse" if reason is None else f"dense: {reason}"
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
@@ -203,14 +209,14 @@ class Engine(EngineBase):
         """
         error = self._open_step(index) or error
         try:
-            self.exchange.fail(error, None if index is None or index in self.sparse else self._places[index])
+            self.exchange.fail(error, None if index is None else self._places.get(index))
         except DGCError as raised:
             self._fail_with(raised)
             raise
 
     def _fail_with(self, error: DGCError) -> None:
         """Remember what the exchange has raised, in a step that is over with it."""
-        self._error, self._opened = error, False
+        self.error, self._opened = error, False
         self._tensors.release()
         self._untold = self.exchange.latest.failure_pending
         if self._untold:
@@ -225,7 +231,7 @@ class Engine(EngineBase):
         Raises:
             ConfigError: the ranks changed them in different ways.
         """
-        if self._error is not None or self._opened or self.exchange.in_step or not self.watch.results.stand:
+        if self.error is not None or self._opened or self.exchange.in_step or not self.results.stand:
             return False
         if not self._results_compared:
             self._results_compared = True
@@ -236,7 +242,7 @@ class Engine(EngineBase):
         return {"sparse_gradients": self.sparse.names}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
-        sparse = self.sparse.indices_of(set(saved.get("sparse_gradients", ())))
+        sparse = {i for i, name in enumerate(self.names) if name in saved.get("sparse_gradients", ())}
         if self._choice.follow(saved["parameters"]) or sparse != self.sparse.found:
             self._rebuild(sparse)
         self.sparse.agreed = bool(sparse)
@@ -245,11 +251,10 @@ class Engine(EngineBase):
         self.watch.saved.compressor_loaded()
 
     def _decide(self) -> None:
-        self.watch.results.drop_if_cleared()
+        self.results.drop_if_cleared()
 
-    def discard_step(self) -> bool:
-        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return self.watch.results.discard()
+    def discard_step(self) -> bool:  # noqa: D102
+        return self.results.discard()
 
     def abandon(self) -> None:  # noqa: D102
         super().abandon()
@@ -262,7 +267,8 @@ class Engine(EngineBase):
         super().close(keep_transport)
 
     def _open_exchange(self) -> None:
-        members, kernels = self.sparse.others, self._tensors.kernels
+        members = [i for i in range(len(self.names)) if i not in self.sparse.found]
+        kernels = self._tensors.kernels
         self._places = {i: place for place, i in enumerate(members)}
         self._members = [self.parameters[i] for i in members]
         layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
@@ -271,7 +277,10 @@ class Engine(EngineBase):
 
         def meet_joined(context: StepContext) -> None:
             if (engine := itself()) is not None:
-                engine.follows = engine.watch.share_options(engine.between, context, members)
+                watch, adoption = engine.watch, engine.adoption
+                assert watch.owner is not None, "it has begun the step"
+                at_once = watch.drives and watch.in_step
+                engine.follows = share_options(engine.between, context, adoption, members, watch.owner, at_once)
 
         self.exchange.on_joined = meet_joined
         self._exchanges[:] = [self.exchange]
@@ -283,7 +292,7 @@ class Engine(EngineBase):
 
     def _leave_failure(self) -> None:
         self._pending.clear()
-        self._error, self._untold, self._opened = None, False, False
+        self.error, self._untold, self._opened = None, False, False
 
     def _open_step(self, index: int | None = None) -> DGCError | None:
         """Prepare for the first gradient of a step, that of parameter ``index``; within a step, do nothing.
@@ -296,38 +305,36 @@ class Engine(EngineBase):
         """
         error: DGCError | None = None
         if self._untold:
-            error = self._error  # the other ranks begin this step without it
+            error = self.error  # the other ranks begin this step without it
             self._leave_failure()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._opened:
             return None
-        owner, driver = self.watch.owner, self.watch.driver
-        idle = driver is not None and not driver.begun
-        stepping, self.watch.plain_step = idle and self.watch.plain_step, False
-        results, updates = self.watch.results, self.watch.updates
+        watch, results, updates = self.watch, self.results, self.updates
+        owner, idle = watch.owner, watch.drives and not watch.begun
+        stepping, watch.plain_step = idle and watch.plain_step, False
         unwritten = updates.applied
-        first_pass = idle or (driver is not None and driver.first_pass)
-        carried = results.next_begins(None if idle else index, first_pass)
+        carried = results.next_begins(None if idle else index, idle or watch.first_pass)
         if self.on_step_begin is not None:
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.defers = updates.begin(owner) and self.sparse.agreed
+        self.exchange.defers = updates.begin(owner, results.kept) and self.sparse.agreed
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
-        change = self.watch.saved.change(self.transport)
+        change = watch.saved.change(self.transport)
         try:
             if owner is not None:
                 self.adoption.read(owner)
                 self._take_over_state(owner, change)
-                velocity = any(self.adoption.hyper.momentum) or any(self.adoption.hyper.weight_decay)
+                velocity = self.adoption.has_velocity
                 results.mixed = velocity and carried is Carried.AGAIN
                 refuse_results(carried, stepping=stepping, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)
-        self.exchange.hyper = self.adoption.hyper.chosen(self.sparse.others, rates, change.restored)
+        self.exchange.hyper = self.adoption.hyper.chosen(self._places, rates, change.restored)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
@@ -351,29 +358,33 @@ class Engine(EngineBase):
         submitted = set(self._pending)
         self._pending.clear()
         if not self.sparse.agreed and (found := self.sparse.agree(self.transport, submitted)):
-            carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self.sparse.others})
+            carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self._places})
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
-        self.watch.results.written()
+        self.results.written()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
-        if index not in self.sparse:
+        if index in self._places:
             share = self._config.own_share(self.between.size)
             self.exchange.state.absorb_momentum(self._places[index], as_array(local(buffer)), share)
 
     def _fill_in_sparse(self) -> list[torch.Tensor]:
         """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""
         zeros = []
-        for index, zero in self.sparse.without_result(self._pending):
-            if (failed := self._open_step(index) or self.sparse.late(index)) is not None:
+        for index, place in self._places.items():
+            p = self.parameters[index]
+            if p.grad is None or not p.grad.is_sparse or index in self._pending:
+                continue
+            late = self.sparse.late_refusal(index) if self.sparse.agreed else None
+            if (failed := self._open_step(index) or late) is not None:
                 self.fail(failed, index)
             self.require_own_momentum(index)
-            zeros.append(zero)
-            place, array = self._tensors.result(zero), self._tensors.array(zero)
-            self.exchange.submit(self._places[index], array, place.array, array, place.limit, self._tensors.ready())
+            zeros.append(zero := torch.zeros(p.shape, dtype=p.dtype, device=p.device))
+            result, array = self._tensors.result(zero), self._tensors.array(zero)
+            self.exchange.submit(place, array, result.array, array, result.limit, self._tensors.ready())
         return zeros
 
     def require_own_momentum(self, index: int) -> None:

@@ -5,7 +5,7 @@ Which ones they are shows in the first step. Until then a zero stands in for eac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -35,44 +35,20 @@ class SparseGradients:
         self.found: set[int] = set()
         self.agreed = False
 
-    def __contains__(self, index: int) -> bool:
-        """Whether the parameter has sparse gradients."""
-        return index in self.found
-
-    @property
-    def others(self) -> list[int]:
-        """Indices of all other parameters."""
-        return [i for i in range(len(self._parameters)) if i not in self.found]
-
     @property
     def names(self) -> list[str]:
         """Names of those with sparse gradients, in registration order."""
         return [self._names[i] for i in sorted(self.found)]
 
-    def indices_of(self, names: Collection[str]) -> set[int]:
-        """Indices of the parameters of these names."""
-        return {i for i, name in enumerate(self._names) if name in names}
-
-    def without_result(self, submitted: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Index and a fresh zero gradient of each parameter that got a sparse one and was not submitted."""
-        for index in self.others:
-            parameter = self._parameters[index]
-            if index not in submitted and parameter.grad is not None and parameter.grad.is_sparse:
-                yield index, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-    def refusal(self, index: int, gradient: torch.Tensor) -> LayoutError | None:
+    def dense_refusal(self, index: int) -> LayoutError:
         """What is wrong with a dense gradient of a known parameter: it may go unused in a step, but not change."""
-        if not gradient.any():
-            return None
         return LayoutError(
             f"{self._names[index]!r} had sparse gradients and now has a dense one; build a new compressor when a "
             "parameter changes the way it is used"
         )
 
-    def late(self, index: int) -> LayoutError | None:
+    def late_refusal(self, index: int) -> LayoutError:
         """What is wrong with a sparse gradient of an exchanged parameter, once the ranks agreed on them."""
-        if not self.agreed:
-            return None
         return LayoutError(
             f"{self._names[index]!r} has a sparse gradient, but had none in the first step on any rank; use it in the "
             "first step, or give sparse_as_dense=True to dgc.torch.DistributedOptimizer"

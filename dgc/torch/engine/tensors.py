@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
+from dgc.core.kernels.base import Array
 from dgc.core.state.layout import Parameter
 from dgc.errors import LayoutError
 from dgc.transport.agreement import sample_places
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NAMES = {
     torch.float16: "float16",
@@ -22,8 +26,9 @@ _NAMES = {
 }
 
 _NATIVE = frozenset((torch.float32, torch.float64))
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 """Types of NumPy's that the core writes results in."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 
 _SPREAD = 1024
 _GOLDEN = (5**0.5 - 1) / 2
@@ -40,7 +45,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+        shard: torch.Tensor = cast("DTensor", tensor).to_local()
+        return shard
+
+
+def set_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor have the memory of another of its shape."""
+    tensor.set_(other)  # type: ignore[call-overload]
 
 
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
@@ -75,7 +86,7 @@ class Result:
     """
 
     tensor: torch.Tensor
-    array: Any
+    array: Array
     limit: float | None
     is_view: bool
     place: torch.Tensor | None = None
@@ -88,12 +99,9 @@ class Result:
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
             return cls(tensor, flat.numpy().reshape(-1), None, True)
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
-        if flat.is_cuda:
-            wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-            return cls(tensor, staging(flat.numel(), wide).numpy(), limit, False)
-        return cls(
-            tensor, np.empty(flat.numel(), np.float64 if flat.dtype is torch.float64 else np.float32), limit, False
-        )
+        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        place = staging(flat.numel(), wide) if flat.is_cuda else torch.empty(flat.numel(), dtype=wide)
+        return cls(tensor, place.numpy(), limit, False)
 
     def deliver(self) -> None:
         """Copy the array into the tensor unless it is its memory."""
@@ -136,14 +144,26 @@ class Places:
         for index, gradient, result in self._apart:
             if index not in self._sharing:
                 gradient.copy_(result)
-                result.set_(gradient)  # type: ignore[call-overload]
+                set_memory(result, gradient)
         self._apart.clear()
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
         """A tensor of the gradient's shape for its result, or the error, for all ranks, that it cannot be used."""
-        refused = refusal_of(self._names[index], local(self._parameters[index]), gradient, self._types[index])
-        if refused is not None:
-            return refused
+        name, parameter, built = self._names[index], self._parameters[index], self._types[index]
+        if index in self._sharing:
+            parameter = local(parameter)
+        if gradient.shape != parameter.shape or gradient.device != parameter.device:
+            return LayoutError(
+                f"the gradient of {name!r} is {tuple(gradient.shape)} on {gradient.device}, the parameter is "
+                f"{tuple(parameter.shape)} on {parameter.device}; build a new compressor when parameters change"
+            )
+        if gradient.dtype != built and torch.float64 in (gradient.dtype, built):  # whose state is float64
+            wanted, given = (str(t).removeprefix("torch.") for t in (built, gradient.dtype))
+            return LayoutError(
+                f"the gradient of {name!r} is {given}, the parameter was {wanted} when the compressor was built; "
+                "change a model's type (model.double(), model.float()) before the optimizer is wrapped, or build "
+                "optimizer and compressor anew afterwards"
+            )
         address = gradient.data_ptr()
         owner = self._owners.setdefault(address, index) if address else index
         if owner != index and not {owner, index} <= self._sharing:
@@ -159,30 +179,6 @@ class Places:
                 self._apart.append((index, gradient.detach(), result))
             return result
         return gradient
-
-
-def refusal_of(name: str, parameter: torch.Tensor, gradient: torch.Tensor, built: torch.dtype) -> LayoutError | None:
-    """What is wrong with a parameter or its gradient, if the compressor cannot go on with them.
-
-    Args:
-        name: the parameter's.
-        parameter: it, as it is now.
-        gradient: of this step.
-        built: the parameter's type when the compressor was built; its state is float64 for float64 alone.
-    """
-    if gradient.shape != parameter.shape or gradient.device != parameter.device:
-        return LayoutError(
-            f"the gradient of {name!r} is {tuple(gradient.shape)} on {gradient.device}, the parameter is "
-            f"{tuple(parameter.shape)} on {parameter.device}; build a new compressor when parameters change"
-        )
-    if gradient.dtype != built and torch.float64 in (gradient.dtype, built):
-        wanted, given = (str(t).removeprefix("torch.") for t in (built, gradient.dtype))
-        return LayoutError(
-            f"the gradient of {name!r} is {given}, the parameter was {wanted} when the compressor was built; change a "
-            "model's type (model.double(), model.float()) before the optimizer is wrapped, or build optimizer and "
-            "compressor anew afterwards"
-        )
-    return None
 
 
 def places(tensor: torch.Tensor, largest_of: torch.Tensor | None = None) -> torch.Tensor:

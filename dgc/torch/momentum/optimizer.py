@@ -160,7 +160,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         named = [(n, p) for n, p in self._named if p.requires_grad]
         config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
-        self._engine.watch.updates.obstacle = lambda _: self._obstacle()
+        self._engine.updates.obstacle = lambda _: self._obstacle()
         if ranks is HOROVOD and self._transport.size > 1:
             heartbeat = Heartbeat(HOROVOD.module(), self._transport, members)
             self._engine.on_step_begin, self._engine.check_peers = heartbeat.send, heartbeat.check
@@ -198,7 +198,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         # Without a scaler a NaN shall be seen, as with any optimizer.
         if getattr(self, "found_inf", None) is not None and self._engine.stats.refused_steps > refused_before:
             return loss
-        self._engine.watch.updates.apply(self)
+        self._engine.updates.apply(self)
         for _, p, group in exchanged:
             if p.requires_grad and p.grad is not None:
                 if self._scale != 1.0:

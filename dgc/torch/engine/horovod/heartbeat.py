@@ -7,9 +7,9 @@ would wait for it for ever, and Horovod's own allgather would end the joined pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.transport.choice import ProcessSet
 from dgc.transport.waits.mpi_stall import LIMIT_VARIABLE, longest_wait
 
 _PATIENCE = 1.0
@@ -37,7 +38,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, hvd: Any, transport: Transport, process_set: Any, stats: Callable[[], Stats] | None = None
+        self, hvd: ModuleType, transport: Transport, process_set: ProcessSet, stats: Callable[[], Stats] | None = None
     ) -> None:
         """Agree on a name. Collective over the ranks of ``process_set``.
 
@@ -72,9 +73,18 @@ class Heartbeat:
         """
         self._pending += 1
         self._send_pending()
-        if self._transport.name == "horovod":
-            self._wait()
-            self._collect()
+        if self._transport.name != "horovod":
+            return
+        deadline = time.monotonic() + self._limit
+        while not self._is_over(waits=self._limit == float("inf")):
+            if time.monotonic() > deadline:
+                raise StallError(
+                    f"rank {self._hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for "
+                    "a rank that does not come: it is busy with something else (a checkpoint that it saves alone, an "
+                    "evaluation), stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, "
+                    f"in the same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
+                )
+            time.sleep(_NAP)
 
     def check(self, all_came: bool = False) -> None:
         """Look at the sum if it is there.
@@ -89,63 +99,43 @@ class Heartbeat:
             TransportError: Horovod failed, or was shut down.
         """
         self._send_pending(all_came)
-        if self._is_there():
-            self._collect()
+        self._is_over()
 
     def _send_pending(self, patient: bool = False) -> None:
         deadline = time.monotonic() + _PATIENCE
         while self._pending:
-            while not self._is_there():
+            while not self._is_over():
                 if not patient and time.monotonic() > deadline:
                     return
                 time.sleep(_NAP)
-            self._collect()
-            self._start()
+            one = self._one.fill_(1.0)
+            if self._stats is not None:
+                self._stats().beside += one.nbytes
+            try:
+                self._handle = self._hvd.allreduce_async_(
+                    one, name=self._name, op=self._hvd.Sum, process_set=self._process_set
+                )
+            except (ValueError, TypeError) as error:
+                self._explain(error)
             self._pending -= 1
 
-    def _is_there(self) -> bool:
-        with _explaining_shutdown(self._hvd):
-            return self._handle is None or self._hvd.poll(self._handle)
-
-    def _start(self) -> None:
-        one = self._one.fill_(1.0)
-        if self._stats is not None:
-            self._stats().beside += one.nbytes
-        op, members = self._hvd.Sum, self._process_set
-        with _explaining_shutdown(self._hvd):
-            self._handle = self._hvd.allreduce_async_(one, name=self._name, op=op, process_set=members)
-
-    def _wait(self) -> None:
-        """Wait for the sum, for no longer than the environment allows."""
-        if self._limit == float("inf"):
-            return  # Horovod waits
-        deadline = time.monotonic() + self._limit
-        while not self._is_there():
-            if time.monotonic() > deadline:
-                raise StallError(
-                    f"rank {self._hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for "
-                    "a rank that does not come: it is busy with something else (a checkpoint that it saves alone, an "
-                    "evaluation), stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, "
-                    f"in the same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
-                )
-            time.sleep(_NAP)
-
-    def _collect(self) -> None:
+    def _is_over(self, waits: bool = False) -> bool:
+        """Whether no sum is under way; one that is there is compared with the number of ranks."""
         if self._handle is None:
-            return
-        handle, self._handle = self._handle, None
-        with _explaining_shutdown(self._hvd):
+            return True
+        try:
+            if not (waits or self._hvd.poll(self._handle)):
+                return False
+            handle, self._handle = self._handle, None
             total = float(self._hvd.synchronize(handle))
+        except (ValueError, TypeError) as error:
+            self._explain(error)
         if round(total) != self._transport.size:
             raise ConfigError(f"only {total:g} of {self._transport.size} ranks exchange gradients: {JOINED}")
+        return True
 
-
-@contextmanager
-def _explaining_shutdown(hvd: Any) -> Iterator[None]:
-    """Horovod itself speaks of a handle that was not created."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        if hvd.is_initialized():
-            raise
+    def _explain(self, error: Exception) -> NoReturn:
+        """After a shutdown Horovod itself speaks of a handle that was not created."""
+        if self._hvd.is_initialized():
+            raise error
         raise TransportError(SHUT_DOWN) from error

@@ -79,7 +79,10 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
 
 def broadcasting() -> bool:
     """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    return "broadcast_optimizer_state" in [frame.f_code.co_name for frame in _frames(_FAR)]
+    for frame in _frames(_FAR):
+        if frame.f_code.co_name == "broadcast_optimizer_state":
+            return True
+    return False
 
 
 def stepping_scaler(kind: type) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,45 +50,45 @@ class Results:
     Attributes:
         mixed: whether gradients of the latest step were added to an applied step's results, which hold momentum or
             decay that the compressor applies.
+        kept: whether the step that began last found gradients where the one before had left them, also cleared in
+            place; None where that had left none.
+        in_closure: whether a closure of the optimizer's step runs, which may be evaluated several times in a step.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], exchange: Callable[[], Exchange], in_closure: Callable[[], bool]
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], exchanges: Sequence[Exchange]) -> None:
         """Begin without any.
 
         Args:
             parameters: that are compressed.
-            exchange: returns the exchange that is in use.
-            in_closure: whether a closure of the optimizer's step runs, which may be evaluated several times in a step.
+            exchanges: the one that is in use, which is replaced here by another.
         """
         self._parameters = parameters
-        self._exchange = exchange
-        self._in_closure = in_closure
-        self._written: list[weakref.ref[torch.Tensor] | None] = []  # gradients by index, while they stand
+        self._exchanges = exchanges
+        self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
         self._left: dict[int, _Left] = {}  # of two parameters, by index, after a step that was applied
         self._values: list[np.ndarray] | None = None
         self._versions: list[int] = []
         self._places: list[torch.Tensor] = []
-        self._seen_stepping = False
-        self._warned_of_drop = self._warned_of_mix = self.mixed = False
+        self._cleared = self._seen_stepping = self._warned_of_drop = self._warned_of_mix = False
+        self.mixed = self.in_closure = False
+        self.kept: bool | None = None
 
     @property
     def undecided(self) -> bool:
         """Whether the latest step can still be dropped."""
-        return self._exchange().latest.undecided
+        return self._exchanges[0].latest.undecided
 
     @property
     def stand(self) -> bool:
         """Whether any of the latest step's results is still in ``.grad``."""
-        written = zip(self._written, self._parameters, strict=False)
-        return any(ref is not None and p.grad is not None and p.grad is ref() for ref, p in written)
+        return not self._cleared and bool(self._there())
 
     def written(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
-        self._written = [None if p.grad is None or p.grad.is_sparse else weakref.ref(p.grad) for p in self._parameters]
-        self._values = None
-        if self.undecided and not self._seen_stepping:
+        self._written, self._values, self._cleared = [], None, False
+        for p in self._parameters:
+            self._written.append(None if p.grad is None or p.grad.is_sparse else weakref.ref(p.grad))
+        if not self._seen_stepping and self.undecided:
             # A script that never calls step() updates the parameters without an optimizer.
             self._versions = [p._version for p in self._parameters]
             # Nearly all of a sparse result is 0: one place of each parameter is where an update changes it most.
@@ -100,20 +99,34 @@ class Results:
         """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
         if self.undecided:
             self._seen_stepping = True
-            self._exchange().applied()
+            self._exchanges[0].applied()
         if self.mixed and not self._warned_of_mix:
             self._warned_of_mix = True
             warnings.warn(_AGAIN, RuntimeWarning, stacklevel=4)
 
     def stepped(self) -> None:
-        """An optimizer has stepped the parameters; the next step looks whether what it leaves was cleared."""
-        count = len(self._parameters)
-        ends = (self._first_with_values(order) for order in (range(count), reversed(range(count))))
-        self._left = dict(filter(None, ends))
+        """An optimizer has stepped the parameters; the next step looks whether what it leaves was cleared.
+
+        Of the first and the last gradient, if possible ones that are not 0, as those of unused parameters are.
+        """
+        self._left = {}
+        for order in (range(len(self._parameters)), reversed(range(len(self._parameters)))):
+            tried: list[tuple[int, _Left]] = []
+            for i in order:
+                gradient = self._parameters[i].grad
+                if gradient is None or gradient.is_sparse or not (values := scattered_values(gradient)).numel():
+                    continue
+                tried.append((i, _Left(weakref.ref(gradient), gradient._version, values)))
+                if not gradient.is_cpu or values.any():  # a device is not waited for
+                    tried = tried[-1:]
+                    break
+                if len(tried) == _TRIED:
+                    break
+            self._left.update(tried[:1])
 
     def cleared(self) -> None:
         """The owner's ``zero_grad()`` has run: whatever is in ``.grad`` from now on is no result."""
-        self._written = []
+        self._cleared = True
 
     def moved(self, index: int) -> None:
         """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor.
@@ -143,9 +156,9 @@ class Results:
         Raises:
             LayoutError: in the middle of a step.
         """
-        self._exchange().require_between_steps("discard_step()")
+        self._exchanges[0].require_between_steps("discard_step()")
         self.drop_if_cleared()
-        return self._exchange().drop()
+        return self._exchanges[0].drop()
 
     def next_begins(self, index: int | None = None, first_pass: bool = False) -> Carried:
         """The first gradient of the next step is there.
@@ -157,36 +170,43 @@ class Results:
         Returns:
             Whether the latest step's results are still in ``.grad``, where they are exchanged again.
         """
-        carried = self._carried(index, first_pass)
+        there = self._there()
+        self.kept = bool(there) if any(self._written) else None
+        carried = self._carried({} if self._cleared else there, index, first_pass)
         self._left, self._written = {}, []
         return carried
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _carried(self, index: int | None, first_pass: bool) -> Carried:
+    def _there(self) -> dict[int, torch.Tensor]:
+        """By index, the latest step's gradients that are where they were."""
+        there = {}
+        for i, ref in enumerate(self._written):
+            if ref is not None and (gradient := self._parameters[i].grad) is not None and gradient is ref():
+                there[i] = gradient
+        return there
+
+    def _carried(self, there: dict[int, torch.Tensor], index: int | None, first_pass: bool) -> Carried:
         if not self.undecided:
-            kept = (each.is_still(self._parameters[i].grad) for i, each in self._left.items() if i != index)
-            return Carried.AGAIN if first_pass and any(kept) else Carried.NO
-        there = {
-            i: gradient
-            for i, ref in enumerate(self._written)
-            if ref is not None and (gradient := ref()) is not None and gradient is self._parameters[i].grad
-        }
+            for i, left in self._left.items() if first_pass else ():
+                if i != index and left.is_still(self._parameters[i].grad):
+                    return Carried.AGAIN
+            return Carried.NO
         others = [gradient for i, gradient in there.items() if i != index]
         known = bool(others) or index is None
         if not there or (known and not any(bool(local(gradient).any()) for gradient in others)):
             self._conclude()
             return Carried.NO
-        if self._were_updated():
-            self._exchange().applied()
+        updated = self._were_updated()
+        self._exchanges[0].applied()
+        if updated:
             return Carried.NO
-        self._exchange().applied()
         return Carried.YES if others and first_pass else Carried.PERHAPS
 
     def _conclude(self) -> None:
         """The results are gone without a step: applied by hand or in a closure, or dropped."""
-        exchange = self._exchange()
-        if self._in_closure() or self._were_updated():
+        exchange = self._exchanges[0]
+        if self.in_closure or self._were_updated():
             exchange.applied()
         elif exchange.drop() and not exchange.config.discardable and not self._warned_of_drop:
             self._warned_of_drop = True
@@ -206,22 +226,6 @@ class Results:
             return True
         now = map(samples, self._parameters, self._places)
         return not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(self._values, now, strict=True))
-
-    def _first_with_values(self, order: Iterable[int]) -> tuple[int, _Left] | None:
-        """If possible of one that is not 0, as those of unused parameters are; a device is not waited for."""
-        first = None
-        for i in itertools.islice(filter(self._has_gradient, order), _TRIED):
-            gradient = self._parameters[i].grad
-            assert gradient is not None, "it has one"
-            found = i, _Left(weakref.ref(gradient), gradient._version, scattered_values(gradient))
-            if not gradient.is_cpu or found[1].values.any():
-                return found
-            first = first or found
-        return first
-
-    def _has_gradient(self, index: int) -> bool:
-        gradient = self._parameters[index].grad
-        return gradient is not None and not gradient.is_sparse and local(gradient).numel() > 0
 
 
 _TRIED = 16

@@ -8,10 +8,8 @@ dropped, on every rank.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ import torch
 from dgc.core.transport import Transport
 from dgc.torch.engine.adoption import Adoption, is_empty
 from dgc.torch.engine.horovod.owner import broadcasting
+from dgc.torch.engine.step.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"
 """A key beside ``state`` and ``param_groups``: a state without momentum may be a new one, or one after steps."""
@@ -26,23 +25,28 @@ _STEPPED = "stepped_with_compressor"
 _ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What happened to the optimizer's state since the last step.
 
     Attributes:
         restored: a state was loaded into it, and none into the compressor.
         broadcast: it was broadcast.
         stepped: the state that was loaded is one after steps with a compressor, which had its momentum.
+        kept: a state was loaded into the compressor; what is loaded into the optimizer with it belongs to it.
     """
 
     restored: bool = False
     broadcast: bool = False
     stepped: bool = False
+    kept: bool = False
 
 
 class SavedState:
-    """Follows what is saved from, loaded into and broadcast to the state of one optimizer."""
+    """Follows what is saved from, loaded into and broadcast to the state of one optimizer.
+
+    Attributes:
+        pending: what was loaded or broadcast since the last step.
+    """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
         """Begin with nothing loaded.
@@ -53,57 +57,26 @@ class SavedState:
         """
         self._adoption = adoption
         self._when_loaded = loaded
-        self._loaded = self._broadcast = self._kept = self._warned = False
-        self._steps_loaded = self._has_stepped = False
+        self._warned = self._has_stepped = False
+        self.pending = Change()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
-        told = weakref.ref(self)
-
-        def before_saving(saving: torch.optim.Optimizer) -> None:
-            itself = told()
-            if itself is not None:
-                itself._before_saving(saving)
-
-        def after_saving(saving: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-            itself = told()
-            if itself is not None and (itself._has_stepped or itself._steps_loaded):
-                saved[_STEPPED] = True
-
-        def before_loading(loading: torch.optim.Optimizer, saved: object) -> Any:
-            itself = told()
-            return None if itself is None else itself._before_loading(saved)
-
-        def after_loading(loading: torch.optim.Optimizer) -> None:
-            itself = told()
-            if itself is not None:
-                itself._loaded = True
-                itself._when_loaded()
-
-        optimizer.register_state_dict_pre_hook(before_saving)
-        optimizer.register_state_dict_post_hook(after_saving)
-        optimizer.register_load_state_dict_pre_hook(before_loading)
-        optimizer.register_load_state_dict_post_hook(after_loading)
+        optimizer.register_state_dict_pre_hook(weakly(self._before_saving))
+        optimizer.register_state_dict_post_hook(weakly(self._after_saving))
+        optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading))
+        optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def compressor_loaded(self) -> None:
         """A state was loaded into the compressor; what is loaded into the optimizer before the next step belongs to it.
 
         Call it on all ranks, as :meth:`forget`.
         """
-        self.forget()
-        self._kept = self._has_stepped = True
+        self.pending, self._has_stepped = Change(kept=True), True
 
     def forget(self) -> None:
         """Nothing was loaded or broadcast."""
-        self._loaded = self._broadcast = self._kept = self._steps_loaded = False
-
-    def mark(self) -> tuple[bool, bool, bool]:
-        """What was loaded or broadcast until now, for :meth:`go_back`."""
-        return self._loaded, self._broadcast, self._kept
-
-    def go_back(self, mark: tuple[bool, bool, bool]) -> None:
-        """What was loaded or broadcast since then was taken back."""
-        self._loaded, self._broadcast, self._kept = mark
+        self.pending = Change()
 
     def change(self, transport: Transport) -> Change:
         """What happened since the last step; collective after a broadcast.
@@ -111,15 +84,15 @@ class SavedState:
         Raises:
             TransportError: the collective failed.
         """
-        own = np.array([self._loaded and not self._kept, self._steps_loaded], np.uint8)
-        if self._broadcast:
+        change = self.pending
+        change = change._replace(restored=change.restored and not change.kept)
+        if change.broadcast:
             # The root alone may have loaded what all ranks have now.
             told = np.empty((transport.size, 2), np.uint8)
-            transport.allgather(own, told)
-            own = told.max(axis=0)
-        change = Change(bool(own[0]), self._broadcast, bool(own[1]))
-        self.forget()
-        self._has_stepped = True
+            transport.allgather(np.array([change.restored, change.stepped], np.uint8), told)
+            restored, stepped = told.max(axis=0).astype(bool).tolist()
+            change = Change(restored, True, stepped)
+        self.pending, self._has_stepped = Change(), True
         return change
 
     def warn_of_loss(self, steps: int, momentum: bool) -> None:
@@ -147,12 +120,20 @@ class SavedState:
         self._adoption.show()
         self._adoption.drop_empty(optimizer)
         if broadcasting():
-            self._broadcast = True
+            self.pending = self.pending._replace(broadcast=True)
 
-    def _before_loading(self, saved: object) -> Any:
+    def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        if self._has_stepped or self.pending.stepped:
+            saved[_STEPPED] = True
+
+    def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
         """The state dict without empty entries."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
-        self._steps_loaded = _STEPPED in saved
+        self.pending = self.pending._replace(stepped=_STEPPED in saved)
         return {**saved, "state": {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}}
+
+    def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        self.pending = self.pending._replace(restored=True)
+        self._when_loaded()

@@ -55,13 +55,8 @@ def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
     return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
 
 
-def warn_of_unknown_scaler() -> bool:
-    """Warn if a scaler steps the optimizer that is about to step; returns whether one does.
-
-    No error: a script may divide its gradients by the scale before they are exchanged.
-    """
-    if not steps_by_scaler():
-        return False
+def warn_of_unknown_scaler() -> None:
+    """Warn that a scaler steps an optimizer; no error: a script may divide its gradients before they are exchanged."""
     warnings.warn(
         "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
         "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
@@ -69,4 +64,3 @@ def warn_of_unknown_scaler() -> bool:
         RuntimeWarning,
         stacklevel=4,
     )
-    return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -47,12 +46,11 @@ class SparseUpdates:
             enabled: whether the user wants sparse updates.
             sparsified: whether any parameter is.
         """
-        self._sparsified = sparsified
         self._parameters = parameters
-        self._enabled = enabled
+        self._unwanted = None if enabled else "sparse_updates=False"
+        if enabled and not sparsified:
+            self._unwanted = "nothing is sparsified"
         self._steps_at_once = True  # whether step() exchanges, as far as is known
-        self._by_size = sorted(parameters, key=torch.Tensor.numel)
-        self._left: list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = []  # gradients after a step, by parameter
         self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
@@ -60,13 +58,28 @@ class SparseUpdates:
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
-    def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """A step begins; returns whether sums of entries are to be deferred in it."""
-        self._deferred = None
-        self._see_clearing()
+    def begin(self, optimizer: torch.optim.Optimizer | None, kept: bool | None) -> bool:
+        """A step begins.
+
+        Args:
+            optimizer: that owns the parameters.
+            kept: whether the gradients that the latest step left are where they were; None where it left none.
+
+        Returns:
+            Whether sums of entries are to be deferred in it.
+        """
+        applied, self.applied, self._deferred = self.applied, False, None
+        if kept is not None:
+            self._sets_to_none = not kept and self._sets_to_none is not False
+        if kept and applied:
+            warnings.warn(
+                "gradients were not cleared after a step() whose results were applied without being written to .grad: "
+                "those of the compressed tensors count as 0 where dense training adds to them. Results are written "
+                "from now on; with sparse_updates=False in the compressor they are from the first step on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.reason = self._refusal(optimizer)
-        if self.reason is None and not self._steps_at_once:
-            self.reason = "synchronize() is called before step()"
         return self.reason is None
 
     def concluded(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
@@ -78,7 +91,6 @@ class SparseUpdates:
         """
         self._steps_at_once = in_step
         # The optimizer may have got a reason since the step began; where there was one, nothing is deferred.
-        self._remember_gradients()
         return in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
 
     def take(self, deferred: Sequence[EntrySum], members: Sequence[torch.Tensor]) -> None:
@@ -98,63 +110,35 @@ class SparseUpdates:
         for total in deferred:
             for segment in total.bucket.sparse:
                 members[segment.parameter].grad = None
-            tensors = ((members[i], places, values) for i, places, values in total.tensors())
-            for _, run in itertools.groupby(tensors, lambda each: id(groups[id(each[0])])):
-                pieces = list(run)
-                _update(pieces, groups[id(pieces[0][0])])
+            runs: dict[int, list[tuple[torch.Tensor, np.ndarray, np.ndarray]]] = {}
+            for i, places, values in total.tensors():
+                runs.setdefault(id(groups[id(members[i])]), []).append((members[i], places, values))
+            for run in runs.values():
+                _update(run, groups[id(run[0][0])])
         self.applied = bool(deferred)
-        self._remember_gradients()
-
-    def _remember_gradients(self) -> None:
-        """Of the first step all, then the smallest that is there: keeping an eye on it keeps no memory."""
-        there = ((p, weakref.ref(p.grad)) for p in self._by_size if p.grad is not None)
-        self._left = list(there if self._sets_to_none is None else itertools.islice(there, 1))
-
-    def _see_clearing(self) -> None:
-        """Whether the gradients that the latest step left are still where they were."""
-        left, self._left = self._left, []
-        applied, self.applied = self.applied, False
-        if not left:
-            return
-        kept = any(p.grad is not None and p.grad is gradient() for p, gradient in left)
-        self._sets_to_none = not kept and self._sets_to_none is not False
-        if kept and applied:
-            warnings.warn(
-                "gradients were not cleared after a step() whose results were applied without being written to .grad: "
-                "those of the compressed tensors count as 0 where dense training adds to them. Results are written "
-                "from now on; with sparse_updates=False in the compressor they are from the first step on",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _lie_apart(self) -> bool:
-        """Whether no two parameters share memory: entries of several are updated at once."""
-        shards = list(map(local, self._parameters))
-        addresses = [p.data_ptr() for p in shards]
-        if addresses != self._apart:
-            spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in shards if p.numel())
-            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
-                return False
-            self._apart = addresses
-        return True
 
     def _refusal(self, optimizer: torch.optim.Optimizer | None) -> str | None:
-        if not self._enabled:
-            return "sparse_updates=False"
-        if not self._sparsified:
-            return "nothing is sparsified"
+        if self._unwanted is not None:
+            return self._unwanted
         if self.obstacle is None:
             return "nobody can apply anything else"
-        for p in self._parameters:
-            if not is_plain(local(p)):
+        shards = list(map(local, self._parameters))
+        for p in shards:
+            if not (p.is_cpu and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()):
                 return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
-        if not self._lie_apart():
-            return "two parameters share memory"
+        addresses = list(map(torch.Tensor.data_ptr, shards))
+        if addresses != self._apart:  # entries of several are updated at once
+            spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in shards if p.numel())
+            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+                return "two parameters share memory"
+            self._apart = addresses
         if (refused := self.obstacle(optimizer)) is not None:
             return refused
         if self._sets_to_none is None:
             return "how gradients are cleared shows in the second step"
-        return None if self._sets_to_none else "gradients are not set to None between steps"
+        if not self._sets_to_none:
+            return "gradients are not set to None between steps"
+        return None if self._steps_at_once else "synchronize() is called before step()"
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
@@ -166,6 +150,7 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
         scaled: whether results are multiplied by a loss scale, which a GradScaler takes out again.
     """
     ids = {id(p) for p in parameters}
+    of_torch: list[object] = []  # SGD's step, once it was found to be torch's
 
     def obstacle(optimizer: torch.optim.Optimizer | None) -> str | None:
         if scaled:
@@ -181,14 +166,24 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
         step = vars(torch.optim.SGD)["step"]
         if not getattr(step, "hooked", False):
             return "torch calls no hooks before SGD's step"
-        if not _is_of_torch(step):
-            return "somebody has replaced SGD's step"
+        if step not in of_torch:
+            if not _is_of_torch(step):
+                return "somebody has replaced SGD's step"
+            of_torch[:] = [step]
         missing = set(ids)
         for group in optimizer.param_groups:
             members = set(map(id, group["params"]))
-            if members & ids and (refused := _refusal_of_group(group, applied)) is not None:
-                return refused
+            if members.isdisjoint(ids):
+                continue
             missing -= members
+            for option in ("momentum", "weight_decay"):
+                if group.get(option) and option not in applied:
+                    return f"the optimizer applies {option} itself"
+            for option in ("maximize", "differentiable"):
+                if group.get(option):
+                    return f"the optimizer has {option}=True"
+            if (refused := refusal_of_rate(group["lr"])) is not None:
+                return refused
         return "a parameter is in no group of the optimizer" if missing else None
 
     return obstacle
@@ -208,32 +203,14 @@ def _class_of(optimizer: torch.optim.Optimizer) -> type:
     own = type(optimizer)
     if "skip_synchronize" in vars(own):  # Horovod derives a class from the user's
         own = own.__mro__[1]
-    return optimizer.optimizer_class if "_shards_updates" in vars(own) else own  # type: ignore[attr-defined]
-
-
-def _refusal_of_group(group: dict[str, Any], applied: Collection[str]) -> str | None:
-    for option in ("momentum", "weight_decay"):
-        if group.get(option) and option not in applied:
-            return f"the optimizer applies {option} itself"
-    for option in ("maximize", "differentiable"):
-        if group.get(option):
-            return f"the optimizer has {option}=True"
-    return refusal_of_rate(group["lr"])
+    sharded: type = vars(optimizer)["optimizer_class"] if "_shards_updates" in vars(own) else own
+    return sharded
 
 
 def refusal_of_rate(rate: object) -> str | None:
     """Why entries cannot be updated with a learning rate; None if they can."""
     positive = isinstance(rate, (int, float)) and 0 < rate < math.inf
     return None if positive else "the learning rate is not a positive number"
-
-
-def is_plain(parameter: torch.Tensor) -> bool:
-    """Whether entries of a parameter can be changed where they are."""
-    return (
-        parameter.device.type == "cpu"
-        and parameter.dtype in (torch.float32, torch.float64)
-        and parameter.is_contiguous()
-    )
 
 
 def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:

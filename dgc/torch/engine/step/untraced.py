@@ -7,6 +7,7 @@ step is kept out of that, with all that it calls in turn.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
@@ -27,6 +28,21 @@ def untraced(function: Function) -> Function:
         return torch.compiler.disable(function)
     vars(function)["_torchdynamo_disable"] = True
     return function
+
+
+def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
+    """A hook that calls a bound method with ``arguments`` first, while its object lives, which it does not keep alive.
+
+    Torch's tensors and optimizers keep their hooks.
+    """
+    living = weakref.WeakMethod(method)
+
+    @untraced
+    def hook(*others: Any) -> Any:
+        bound = living()
+        return None if bound is None else bound(*arguments, *others)
+
+    return hook
 
 
 def leave_hooks_untraced() -> None:

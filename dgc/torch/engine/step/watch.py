@@ -9,241 +9,225 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dgc.core.exchange.records import StepContext
-from dgc.core.transport import Transport
-from dgc.errors import ConfigError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.horovod.owner import broadcasting
-from dgc.torch.engine.step.replicas import share_options
 from dgc.torch.engine.step.results import Results
 from dgc.torch.engine.step.saved_state import SavedState
-from dgc.torch.engine.step.scaler import warn_of_unknown_scaler
+from dgc.torch.engine.step.scaler import steps_by_scaler, warn_of_unknown_scaler
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
-from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.engine.step.untraced import untraced, weakly
 from dgc.torch.engine.tensors import local
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call of ``step()``, the optimizer itself first."""
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
 
 
-class Driver(Protocol):
-    """Hands gradients of one optimizer to the engine: dgc's own (``optimizer.py``), Horovod's (``stock.py``), DDP's."""
+Closure = Callable[[], Any]
 
-    @property
-    def begun(self) -> bool:
-        """Whether a backward pass has run for a step that is not exchanged yet."""
-        ...
 
-    @property
-    def averaged(self) -> bool:
-        """Whether ``synchronize()`` has run, and no backward pass after it."""
-        ...
+class Watched(Protocol):
+    """What a watch needs of its engine, whose attributes these are."""
 
-    @property
-    def first_pass(self) -> bool:
-        """Whether each gradient is handed over in the backward pass that computes it."""
-        ...
+    parameters: list[torch.Tensor]
+    adoption: Adoption
+    results: Results
+    updates: SparseUpdates
+    error: DGCError | None
+    is_scaled: bool
+    on_stepped: Callable[[], None]
 
-    @property
-    def in_step(self) -> bool:
-        """Whether ``step()`` exchanges now, so that no code of the script sees gradients before the update."""
-        ...
-
-    def before_update(self, closure: bool) -> None:
-        """``step()`` begins, with a closure or without; the optimizer's own update follows."""
-        ...
-
-    def closure_returned(self) -> None:
-        """The closure of a step has computed gradients."""
-        ...
-
-    def updated(self) -> None:
-        """The optimizer has updated the parameters."""
-        ...
-
-    def begin_anew(self) -> None:
-        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
-        ...
-
-    def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
-        ...
+    def follow(self, watch: StepWatch) -> None: ...  # noqa: D102
 
 
 class StepWatch:
-    """Follows the steps of the optimizer that owns some parameters, until :meth:`end` or collected.
+    """Follows the steps of the optimizer that owns an engine's parameters, until :meth:`end` or collected.
+
+    A front end derives one that hands over gradients: dgc's own (``optimizer.py``), Horovod's (``stock.py``), DDP's.
 
     Attributes:
-        results: of the latest step.
-        updates: whether they are applied as entries.
         saved: what was loaded into the owner since its last step.
-        in_closure: whether the closure of a step runs now.
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
-        scale_is_known: whether the compressor knows the scale of a GradScaler, or a warning said that it does not.
-        owned_by: whether an optimizer is the owner, while that is not known yet.
+        by_scaler: whether a GradScaler has called that ``step()``.
+        drives: whether this object hands over gradients.
+        begun: whether a backward pass has run for a step that is not exchanged yet.
+        averaged: whether gradients were exchanged, and no backward pass has run after that.
+        first_pass: whether each gradient is handed over in the backward pass that computes it.
+        in_step: whether ``step()`` exchanges now, so that no code of the script sees gradients before the update.
+        unhook: ends the calls of :meth:`drive`, where that was called.
         alone: whether no other optimizer may have momentum or decay for these parameters, or be distributed over them.
-        on_stepped: called when an optimizer has stepped the parameters, as the last thing, if set; it may raise.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        adoption: Adoption,
-        has_failed: Callable[[], bool],
-        results: Results,
-        updates: SparseUpdates,
-    ) -> None:
+    plain_step = by_scaler = drives = alone = _broadcasts = False
+
+    def __init__(self, engine: Watched) -> None:
         """Watch from now on.
 
         Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
 
         Args:
-            parameters: that are compressed.
-            adoption: applies options in the optimizer's place, which are hidden from it during its steps.
-            has_failed: whether an error is on its way to the user already.
-            results: of the latest step.
-            updates: applies entries right before the owner's update.
+            engine: whose parameters are compressed; it does not know this object yet.
         """
-        self.owned_by: Callable[[torch.optim.Optimizer], bool] | None = None
-        self.on_stepped: Callable[[], None] | None = None
-        self.in_closure = self.plain_step = self.scale_is_known = self._broadcasts = self.alone = False
-        self.results, self.updates = results, updates
-        self.saved = SavedState(adoption, self._state_loaded)
-        self._owner: weakref.ref[torch.optim.Optimizer] | None = None
-        self._driver: weakref.ref[Driver] | None = None
-        self._ids = {id(p) for p in parameters}
-        self._adoption = adoption
-        self._has_failed = has_failed
+        self.watched = engine
+        self.saved = SavedState(engine.adoption, self.begin_anew)
+        self._scale_is_known = engine.is_scaled
+        self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._ids = {id(p) for p in engine.parameters}
         if not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_any_step))
             _hook.append(register_optimizer_step_post_hook(_after_any_step))
         _watches.add(self)
 
-    def end(self) -> None:
-        """Watch no longer."""
-        _watches.discard(self)
+    # -- the front end's half --------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def averaged(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def first_pass(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def in_step(self) -> bool:  # noqa: D102
+        return True
+
+    def before_update(self, closure: bool) -> None:
+        """``step()`` begins, with a closure or without; the optimizer's own update follows."""
+
+    def closure_returned(self) -> None:
+        """The closure of a step has computed gradients."""
+
+    def updated(self) -> None:
+        """The optimizer has updated the parameters."""
+
+    def begin_anew(self) -> None:
+        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
+
+    def give_up(self) -> None:
+        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
+
+    # -- the owner -------------------------------------------------------------------------------------------------
 
     @property
     def owner(self) -> torch.optim.Optimizer | None:
         """The optimizer that steps the parameters, once it is known and as long as it lives."""
-        return None if self._owner is None else self._owner()
+        return self._owner()
 
-    @property
-    def driver(self) -> Driver | None:
-        """What hands over the owner's gradients, once it is known and as long as the owner lives."""
-        return None if self._driver is None or self.owner is None else self._driver()
+    def drive(self, optimizer: torch.optim.Optimizer, arrived: Callable[[int, torch.Tensor], None]) -> None:
+        """Hand over an optimizer's gradients from now on.
 
-    @property
-    def contested(self) -> bool:
-        """Whether another optimizer's gradients of these parameters are being exchanged now."""
-        others = [watch for watch in list(_watches) if watch is not self and not watch._ids.isdisjoint(self._ids)]
-        return any(watch.driver is not None and watch.driver.begun for watch in others)
+        Args:
+            optimizer: the owner.
+            arrived: a bound method, called with each parameter and its index when a backward pass has added to its
+                gradient.
+        """
+        # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
+        torch.optim.Optimizer.__setstate__(optimizer, {})
+        self.watched.follow(self)
+        self.own(optimizer)
+        parameters = enumerate(self.watched.parameters)
+        hooks = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
+        self.unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self.unhook.atexit = False
 
-    def own(self, optimizer: torch.optim.Optimizer, driver: Driver | None = None) -> None:
-        """Take an optimizer for the owner; neither it nor the driver is kept alive."""
+    def own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer for the owner, which is not kept alive."""
         if optimizer is not self.owner:
             self.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
-        if driver is not None:
-            self._driver = weakref.ref(driver)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments | None:
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is the owner."""
+        return optimizer is self.owner
+
+    def others(self) -> list[StepWatch]:
+        """Those that hand over gradients of the same parameters to another engine."""
+        return [w for w in _of(self._ids) if w is not self]
+
+    def end(self) -> None:
+        """Watch no longer."""
+        _watches.discard(self)
+
+    # -- around its step -------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
         """Before an optimizer steps our parameters: exchange, and hide what the compressor applies.
 
         Returns:
-            The arguments that ``step()`` gets, if other ones.
+            The closure that ``step()`` gets.
 
         Raises:
             LayoutError: it has a gradient that was not exchanged.
         """
-        if not self._owns(optimizer):
+        engine = self.watched
+        if not self.owns(optimizer):
             if self._concerns(optimizer) and not broadcasting():
                 if self.alone:
-                    self._adoption.refuse_second(optimizer)
-                self.results.applied()
-            return None
+                    engine.adoption.refuse_second(optimizer)
+                engine.results.applied()
+            return closure
         self._broadcasts = broadcasting()
         if self._broadcasts:
             # It needs the momentum, which makes the buffers that it is going to overwrite with the root's, but no
             # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
-            self._adoption.hide(optimizer, ("weight_decay",))
-            return None
-        closure = _closure_of(arguments)
+            engine.adoption.hide(optimizer, ("weight_decay",))
+            return closure
         self.plain_step = closure is None
-        driver = self.driver
-        if driver is not None:
-            driver.before_update(closure is not None)
-        if not self._has_failed():
+        self.by_scaler = steps_by_scaler()
+        self.before_update(closure is not None)
+        if engine.error is None:  # which is on its way to the user already
             self._refuse_strangers(optimizer)
-        if not self.scale_is_known and driver is not None:
-            self.scale_is_known = warn_of_unknown_scaler()
-        self._adoption.hide(optimizer)
-        self.results.applied()
-        self.updates.apply(optimizer)
-        return None if closure is None else _with_closure(arguments, self._followed(closure))
+        if self.by_scaler and self.drives and not self._scale_is_known:
+            self._scale_is_known = True
+            warn_of_unknown_scaler()
+        engine.adoption.hide(optimizer)
+        engine.results.applied()
+        engine.updates.apply(optimizer)
+        return None if closure is None else self._followed(closure)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
-        if self._owns(optimizer):
-            self._adoption.show()
-            self.results.stepped()
-            if (driver := self.driver) is not None:
-                driver.updated()
-        if self.results.undecided and self._updates(optimizer):
-            self.results.applied()
-
-    def share_options(self, transport: Transport, context: StepContext, members: Sequence[int]) -> bool:
-        """Let ranks without data follow the owner's options of one that trains. Collective.
+    def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts.
 
         Returns:
-            Whether they make the same update: nothing of the script's comes before it.
+            Whether it has updated our parameters.
         """
-        assert self.owner is not None, "it has begun the step"
-        at_once = self.driver is not None and self.driver.in_step
-        return share_options(transport, context, self._adoption, members, self.owner, at_once)
+        engine = self.watched
+        if self.owns(optimizer):
+            engine.adoption.show()
+            engine.results.stepped()
+            self.updated()
+            updates = not self._broadcasts
+        else:
+            updates = self._concerns(optimizer) and not broadcasting()
+        if updates and engine.results.undecided:
+            engine.results.applied()
+        return updates
 
-    def tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """After all that: the step is whole, and an exception would leave nothing half done."""
-        if self.on_stepped is not None and self._updates(optimizer):
-            self.on_stepped()
+    def _followed(self, closure: Closure) -> Closure:
+        """The closure of a step, after which its gradients are exchanged."""
 
-    def _state_loaded(self) -> None:
-        if (driver := self.driver) is not None:
-            driver.begin_anew()
-
-    def _followed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @untraced
         def followed() -> Any:
-            self.in_closure = True
+            results = self.watched.results
+            results.in_closure = True
             try:
                 # The optimizer runs it with its options hidden; a backward pass in it reads them.
                 loss = closure()
-                if (driver := self.driver) is not None:
-                    driver.closure_returned()
+                self.closure_returned()
                 return loss
             finally:
-                self.in_closure = False
+                results.in_closure = False
 
         return followed
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step of an optimizer has updated our parameters."""
-        if optimizer is self.owner:
-            return not self._broadcasts
-        return self._concerns(optimizer) and not broadcasting()
-
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
-
-    def _owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        owner = self.owner
-        if owner is not None:
-            return optimizer is owner
-        return self.owned_by is not None and self.owned_by(optimizer)
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         """No gradient is averaged of a parameter that was frozen or missing when the optimizer was wrapped."""
@@ -257,6 +241,11 @@ class StepWatch:
                     )
 
 
+def _of(ids: set[int]) -> list[StepWatch]:
+    """Watches that hand over gradients of some parameters, while their owners live."""
+    return [w for w in list(_watches) if w.drives and w.owner is not None and not ids.isdisjoint(w._ids)]
+
+
 def require_free(parameters: Sequence[torch.Tensor], *, of_all: bool = True) -> None:
     """Refuse parameters whose gradients are exchanged already.
 
@@ -267,8 +256,7 @@ def require_free(parameters: Sequence[torch.Tensor], *, of_all: bool = True) -> 
     Raises:
         ConfigError: they are.
     """
-    ids = {id(p) for p in parameters}
-    if any(w.driver is not None and (of_all or w.alone) and not ids.isdisjoint(w._ids) for w in list(_watches)):
+    if any(of_all or w.alone for w in _of({id(p) for p in parameters})):
         raise ConfigError(
             "these parameters' gradients are exchanged already, by DDP's hook or a distributed optimizer: use one of "
             "them, once, or close() the other compressor first"
@@ -277,9 +265,12 @@ def require_free(parameters: Sequence[torch.Tensor], *, of_all: bool = True) -> 
 
 def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
     """Those of an optimizer's groups, where they are at hand; one that lies on a GPU is not waited for."""
-    rates = [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
-    at_hand = [r for r in rates if isinstance(r, (int, float)) or (torch.is_tensor(r) and r.device.type == "cpu")]
-    return tuple(float(rate) for rate in at_hand)
+    rates = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu):
+            rates.append(float(rate))
+    return tuple(rates)
 
 
 def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
@@ -292,30 +283,21 @@ def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     )
 
 
-def _closure_of(arguments: Arguments) -> Callable[[], Any] | None:
-    args, kwargs = arguments
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-
-def _with_closure(arguments: Arguments, closure: Callable[[], Any]) -> Arguments:
-    args, kwargs = arguments
+@untraced
+def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments that ``step()`` gets, if other ones; the optimizer is the first of ``args``."""
+    closure = given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    for watch in list(_watches):
+        closure = watch.before_step(optimizer, closure)
+    if closure is given:
+        return None
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
 
 
 @untraced
-def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    arguments, changed = (args, kwargs), False
-    for watch in list(_watches):
-        if (others := watch.before_step(optimizer, arguments)) is not None:
-            arguments, changed = others, True
-    return arguments if changed else None
-
-
-@untraced
 def _after_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for watch in list(_watches):
-        watch.after_step(optimizer)
-    for watch in list(_watches):
-        watch.tell(optimizer)
+    updated = [watch for watch in list(_watches) if watch.after_step(optimizer)]
+    for watch in updated:  # all is whole now: what these raise leaves nothing half done
+        watch.watched.on_stepped()

@@ -68,12 +68,12 @@ def on_two_ranks(function):
 
 def optimizer_clears(t):
     t.optimizer.zero_grad()
-    t.engine.watch.results.cleared()
+    t.engine.results.cleared()
 
 
 def optimizer_clears_in_place(t):
     t.optimizer.zero_grad(set_to_none=False)
-    t.engine.watch.results.cleared()
+    t.engine.results.cleared()
 
 
 def grads_are_removed(t):
@@ -287,7 +287,7 @@ def applied_step(*gradients):
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     exchange = SimpleNamespace(latest=SimpleNamespace(undecided=False))
-    results = Results(parameters, lambda: exchange, lambda: False)
+    results = Results(parameters, [exchange])
     results.stepped()
     return results
 
