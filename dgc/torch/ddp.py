@@ -10,6 +10,7 @@ results: ``.grad`` holds them when ``backward()`` returns, as without the hook.
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -109,6 +110,7 @@ class CompressionState(Joinable):
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
             self._steps = _Steps(engine, optimizer)
+            weakref.finalize(self, self._steps.leave).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand over a bucket's gradients; with the last one wait for the results of all."""
@@ -151,14 +153,15 @@ class CompressionState(Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
-        if self._steps is None:
+        steps, engine = self._steps, self.compression.engine
+        if steps is None or engine is None:
             return JoinHook()
-        if self._steps.watched.is_scaled:
+        if callable(engine.exchange.loss_scale):
             raise ConfigError(
                 "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, and "
                 "momentum=0 in the compressor"
             )
-        return _Update(self._steps)
+        return _Update(steps)
 
 
 class _Steps(StepWatch):
@@ -259,6 +262,11 @@ class _Steps(StepWatch):
                     self._engine.parameters[index].grad = result.clone()
             self._optimizer.step()
             self._optimizer.zero_grad()
+
+    def leave(self) -> None:
+        """The state was dropped: the model's gradients are not exchanged any more."""
+        self.drives = False
+        self.unhook()
 
     # -- the watch's half ------------------------------------------------------------------------------------------
 

@@ -76,7 +76,8 @@ class HorovodSteps(StepWatch):
     @property
     def in_step(self) -> bool:
         """Whether Horovod's ``step()`` exchanges now, and nothing of the script's stands in between."""
-        return self.plain_step and "synchronize" not in vars(self._optimizer)
+        o = self._optimizer if self.drives else None
+        return o is None or (self.plain_step and "synchronize" not in vars(o))
 
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew.
@@ -89,6 +90,8 @@ class HorovodSteps(StepWatch):
         """
         from horovod.torch import mpi_ops
 
+        if not self.drives:
+            return
         optimizer = self._optimizer
         handles = optimizer._handles
         if optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):

@@ -42,11 +42,9 @@ class Engine(EngineBase):
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        exchange: the one that is in use now.
         watch: the front end, which follows the steps of that optimizer.
         results: of the latest step.
         updates: whether they are applied as entries.
-        error: that ended the latest step.
         is_scaled: whether the scale of a GradScaler is known.
         on_stepped: called when an optimizer has stepped the parameters, as the last thing; it may raise.
         sparse: parameters with sparse gradients.
@@ -119,7 +117,7 @@ class Engine(EngineBase):
         self.watch = watch
 
     def begin(self, index: int) -> None:
-        """Open a step with a gradient, that of parameter ``index``, which is handed over later."""
+        """Open a step with the gradient of parameter ``index``, which is handed over later."""
         if (failed := self._open_step(index)) is not None:
             self.fail(failed)
 
