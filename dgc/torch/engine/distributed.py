@@ -6,7 +6,7 @@ import datetime
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from dgc.torch.engine.tensors import is_sharded, local
 from dgc.transport.agreement import tell_error
 from dgc.transport.choice import require_no_choice
 from dgc.transport.horovod import HorovodTransportBase
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _TIMEOUT = datetime.timedelta(seconds=600)
 """Longest wait for another rank in a collective."""
@@ -103,7 +106,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object)
         if not is_sharded(p):
             continue
         group = ranks.members() if isinstance(ranks, ProcessGroup) else range(dist.get_world_size())
-        mesh = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        mesh = cast("DTensor", p).device_mesh.mesh.flatten().tolist()
         if common := sorted({*mesh} & {*group} - {dist.get_rank()}):
             raise ConfigError(
                 f"{name!r} is sharded or averaged by FSDP among ranks {sorted(mesh)}, and its gradients would be "

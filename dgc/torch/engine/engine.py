@@ -284,13 +284,10 @@ class Engine(EngineBase):
         self._exchanges[:] = [self.exchange]
 
     def _clear(self) -> None:
-        self._leave_failure()
-        self.watch.saved.forget()  # the ranks may have met the failure before or after they asked each other
-        self._replicas_compared = self._results_compared = False
-
-    def _leave_failure(self) -> None:
         self._pending.clear()
         self.error, self._untold, self._opened = None, False, False
+        self.watch.saved.forget()  # the ranks may have met the failure before or after they asked each other
+        self._replicas_compared = self._results_compared = False
 
     def _open_step(self, index: int | None = None) -> DGCError | None:
         """Prepare for the first gradient of a step, that of parameter ``index``; within a step, do nothing.
@@ -304,7 +301,8 @@ class Engine(EngineBase):
         error: DGCError | None = None
         if self._untold:
             error = self.error  # the other ranks begin this step without it
-            self._leave_failure()
+            self._pending.clear()
+            self.error, self._untold = None, False
         if self.error is not None:
             raise self.error
         if self._opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -146,7 +146,7 @@ class _Sums:
         """
         host, hvd = torch.from_numpy(values), self._hvd
         name = f"{self._prefix}.{values.dtype.name}.{values.size}"
-        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             copy = torch.empty_like(host, device=self._device)
             copy.copy_(host, non_blocking=True)
             holder = hold(copy)
