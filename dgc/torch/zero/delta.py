@@ -14,8 +14,7 @@ import torch
 
 from dgc.core.wire import padded, smallest_index_codec
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ARRAY_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_PAUSE = 64
 _COLUMNS = 1021
 """A prime, so that two rows of a matrix that change places change the sums."""
@@ -37,44 +36,28 @@ class Changes:
     values: np.ndarray
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One owner's parameters, in the order of its flat space, and their numbers among all parameters."""
+def starts_of(shard: Sequence[torch.Tensor]) -> np.ndarray:
+    """(parameters + 1,) int64: where each begins in the flat space of a shard, and n."""
+    return np.cumsum([0] + [p.numel() for p in shard])
 
-    parameters: tuple[torch.Tensor, ...]
-    numbers: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Elements, n_r."""
-        return sum(p.numel() for p in self.parameters)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """(parameters + 1,) int64: where each begins in the flat space."""
-        return np.cumsum([0] + [p.numel() for p in self.parameters])
-
-    def write(self, changes: Changes) -> None:
-        """Set the changed entries."""
-        bounds = np.searchsorted(changes.positions, self.starts)
-        for p, start, first, last in zip(self.parameters, self.starts[:-1], bounds[:-1], bounds[1:], strict=True):
-            if first == last:
-                continue
-            bits = bits_of(p)
-            places = torch.from_numpy(changes.positions[first:last] - start).to(bits.device)
-            bits[places] = torch.from_numpy(changes.values[first:last].copy()).to(bits.device)
-            if not p.is_contiguous():
-                p.detach().copy_(bits.view(p.dtype).view(p.shape))
+def write_changes(shard: Sequence[torch.Tensor], changes: Changes) -> None:
+    """Set the changed entries of an owner's parameters."""
+    starts = starts_of(shard)
+    bounds = np.searchsorted(changes.positions, starts)
+    for p, start, first, last in zip(shard, starts[:-1], bounds[:-1], bounds[1:], strict=True):
+        if first == last:
+            continue
+        bits = bits_of(p)
+        places = torch.from_numpy(changes.positions[first:last] - start).to(bits.device)
+        bits[places] = torch.from_numpy(changes.values[first:last].copy()).to(bits.device)
+        if not p.is_contiguous():
+            p.detach().copy_(bits.view(p.dtype).view(p.shape))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """(numel,) integers with the tensor's bits in logical order; its memory if it is contiguous, else a copy."""
     return tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-
-
-def bits_dtype(itemsize: int) -> np.dtype:
-    """The NumPy type of :func:`bits_of` for elements of ``itemsize`` bytes."""
-    return np.dtype(_ARRAY_BITS[itemsize])
 
 
 def values_digest(parameters: Sequence[torch.Tensor]) -> int:
@@ -86,7 +69,7 @@ def values_digest(parameters: Sequence[torch.Tensor]) -> int:
         if rows:
             table = bits[: rows * _COLUMNS].view(rows, _COLUMNS)
             if table.device.type == "cpu":  # where NumPy's sums of integers are several times faster than torch's
-                digest.update(np.add.reduce(table.numpy(), axis=0, dtype=bits_dtype(p.element_size())))
+                digest.update(np.add.reduce(table.numpy(), axis=0, dtype=f"i{p.element_size()}"))
             else:
                 digest.update(table.sum(0, dtype=bits.dtype).cpu().numpy())
         digest.update(bits[rows * _COLUMNS :].cpu().contiguous().numpy())
@@ -104,7 +87,7 @@ class ChangeTracker:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Track (owned) parameters; their order is that of the flat space."""
         self._parameters = parameters
-        self._starts = np.cumsum([0] + [p.numel() for p in parameters])
+        self._starts = starts_of(parameters)
         self._before: dict[int, torch.Tensor] = {}
         self._watched: list[int] | None = None
         self._pause = 1
@@ -220,11 +203,11 @@ def write_entries(changes: Changes, n: int, row: np.ndarray) -> None:
     row[used + raw.size :] = 0
 
 
-def read_entries(row: np.ndarray, n: int, k: int, bits: np.dtype) -> Changes:
-    """Read an owner's message of k entries.
+def read_entries(row: np.ndarray, n: int, k: int, itemsize: int) -> Changes:
+    """Read an owner's message of k entries whose values have ``itemsize`` bytes.
 
     Raises:
         WireError: the message is damaged.
     """
     positions, used = smallest_index_codec(n, k).decode(row, n, k)
-    return Changes(positions, row[used : used + k * bits.itemsize].view(bits))
+    return Changes(positions, row[used : used + k * itemsize].view(f"i{itemsize}"))

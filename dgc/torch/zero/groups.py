@@ -103,10 +103,7 @@ def checked_groups(params: object) -> list[Group]:
     """
     if isinstance(params, torch.Tensor):
         raise TypeError("params is a single Tensor; give an iterable of tensors or of group dicts, such as [tensor]")
-    if not isinstance(params, Iterable) or isinstance(params, (str, bytes, dict)):
-        raise TypeError(f"params is a {type(params).__name__}; give an iterable of tensors or of group dicts")
-    _require_order(params)
-    items = list(params)
+    items = _listed(params, "tensors or of group dicts")
     if not items:
         raise LayoutError("the optimizer got an empty parameter list; give model.parameters()")
     if all(isinstance(item, dict) for item in items):
@@ -253,10 +250,7 @@ def _tensors_of(group: dict[str, Any]) -> list[Any]:
     members = group["params"]
     if isinstance(members, torch.Tensor):
         members = [members]
-    _require_order(members)
-    if not isinstance(members, Iterable) or isinstance(members, (str, bytes, dict)):
-        raise TypeError(f"params is a {type(members).__name__}; give an iterable of tensors")
-    members = list(members)
+    members = _listed(members, "tensors")
     for member in members:
         if isinstance(member, tuple) and len(member) != 2:
             raise TypeError(
@@ -276,6 +270,9 @@ def _tensors_of(group: dict[str, Any]) -> list[Any]:
     return members
 
 
-def _require_order(collection: object) -> None:
-    if isinstance(collection, (set, frozenset)):
+def _listed(params: object, of: str) -> list[Any]:
+    if isinstance(params, (set, frozenset)):
         raise TypeError("params is a set, whose order differs between ranks; give a list")
+    if not isinstance(params, Iterable) or isinstance(params, (str, bytes, dict)):
+        raise TypeError(f"params is a {type(params).__name__}; give an iterable of {of}")
+    return list(params)

@@ -5,6 +5,7 @@ P = number of ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -141,33 +142,20 @@ def require_separate(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> N
     Raises:
         LayoutError: names the first two that overlap.
     """
-    spans = sorted(
-        (t.untyped_storage().data_ptr(), *_bounds(t), i)
-        for i, t in enumerate(tensors)
-        if t.numel() and t.device.type != "meta"
-    )
-    for place, (storage, _, end, i) in enumerate(spans):
-        for other, start, _, j in spans[place + 1 :]:
-            if other != storage or start >= end:
-                break
-            if _share_elements(tensors[i], tensors[j]):
+    by_storage = defaultdict(list)
+    for i, t in enumerate(tensors):
+        if t.numel() and t.device.type != "meta":
+            by_storage[t.untyped_storage().data_ptr()].append(i)
+    for numbers in by_storage.values():
+        if len(numbers) == 1:
+            continue
+        first = tensors[numbers[0]]
+        owners = torch.full((first.untyped_storage().nbytes() // first.itemsize,), -1, dtype=torch.int32)
+        for i in numbers:
+            place = owners.as_strided(tensors[i].shape, tensors[i].stride(), tensors[i].storage_offset())
+            if (other := int(place.max())) >= 0:
                 raise LayoutError(
-                    f"{names[min(i, j)]} and {names[max(i, j)]} lie in the same memory, where the ranks that own them "
-                    "would overwrite each other's update; to tie weights let both modules hold one Parameter"
+                    f"{names[other]} and {names[i]} lie in the same memory, where the ranks that own them would "
+                    "overwrite each other's update; to tie weights let both modules hold one Parameter"
                 )
-
-
-def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element in the storage, and the one behind the last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset()
-    return start, start + last + 1
-
-
-def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one type and storage have an element in common."""
-    begin = min(a.storage_offset(), b.storage_offset())
-    taken = torch.zeros(max(_bounds(a)[1], _bounds(b)[1]) - begin, dtype=torch.bool)
-    places = [taken.as_strided(t.shape, t.stride(), t.storage_offset() - begin) for t in (a, b)]
-    places[0].fill_(True)
-    return bool(places[1].any())
+            place.fill_(i)

@@ -17,7 +17,6 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.fuse.seam import StepSeam
-from dgc.torch.zero.delta import Shard
 from dgc.torch.zero.groups import (
     Group,
     checked_class,
@@ -304,14 +303,12 @@ class ZeroRedundancyOptimizer(ShardedState):
         self._known = [list(map(id, group["params"])) for group in self.param_groups]
         self._kinds = _kinds(self.param_groups)
         parameters = parameters_of(self.param_groups)
-        shards = []
-        for groups in self._partition.indices():
-            numbers = tuple(n for members in groups for n in members)
-            shards.append(Shard(tuple(parameters[n] for n in numbers), numbers))
+        shards = [[parameters[n] for members in groups for n in members] for groups in self._partition.indices()]
         if self._bucket_view:
             self._views = self._views or BucketViews()
-            self._views.build([s.parameters for s in shards])
-        self._sharing = Sharing(self._ranks, shards, names_of(self.param_groups), self._views, sparse=self._sparse)
+            self._views.build(shards)
+        named = dict(zip(names_of(self.param_groups), parameters, strict=True))
+        self._sharing = Sharing(self._ranks, named, shards, self._views, sparse=self._sparse)
 
 
 def _kinds(groups: Sequence[Group]) -> tuple[list[torch.dtype], list[bool]]:

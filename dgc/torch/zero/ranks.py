@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,12 +17,10 @@ from dgc.torch.engine.horovod.choice import make_transport
 from dgc.torch.engine.horovod.held import hold
 from dgc.torch.engine.horovod.horovod import HOROVOD, gather_values, import_horovod, member_set
 from dgc.torch.engine.horovod.transport import HorovodTransport
-from dgc.transport.agreement import ERROR_KEY, require_agreement
+from dgc.transport.agreement import require_agreement, tell_error
 
-COUNT_BYTES = 8
+COUNT_BYTES = 4
 """Bytes that counting the ranks costs."""
-
-_instances = itertools.count()
 
 _PIECE = 2**30
 """Elements per broadcast: MPI counts are int32."""
@@ -73,34 +70,32 @@ class Ranks:
         self.members = member_set(chosen)
         self.size = self.members.size()
         self._prefix = f"dgc.zero.{self.members.process_set_id}"
-        all_well = self._meet(mistake)
-        answers = gather_values([next(_instances), self._hvd.rank()], "zero.number", self.members)
-        # A rank may have made optimizers for other process sets before; the largest number is new to all members.
-        self._prefix += f".{max(number for number, _ in answers)}"
-        self._roots = [rank for _, rank in answers]
+        self._meet(mistake)
+        self._prefix = HOROVOD.unique_name("dgc.zero", self.members)
+        self._roots = gather_values(self._hvd.rank(), "zero.root", self.members)
         self.channel = HorovodTransport(self.members)
         self.transport: Transport = self.channel
         self.rank = self.channel.rank
-        if not all_well:
-            self.explain_failure(mistake)
-            assert mistake is not None
+        if mistake is not None:
+            tell_error(self.channel, mistake)
             raise mistake
+        require_agreement(self.channel, {}, "process sets")
 
     def use_transport(self, choice: str | Transport) -> None:
         """Choose what carries the sparse messages. Collective."""
         if self.size > 1 and choice != "horovod":
             self.transport = make_transport(choice, self.members)
 
-    def begin_count(self, *, mistaken: bool = False) -> None:
-        """Begin to count the ranks that take this step; ``mistaken`` is one that cannot go on.
+    def begin_count(self) -> None:
+        """Begin to count the ranks that take this step.
 
         Raises:
             TransportError: Horovod refused.
         """
         self.end_count()  # of a step that was interrupted
-        if self.size == 1 and not mistaken:
+        if self.size == 1:
             return
-        answer = torch.tensor([1.0, float(mistaken)])
+        answer = torch.ones(1)
         holder = hold(answer)
         try:
             self._counting = self._hvd.allreduce_async_(
@@ -110,23 +105,22 @@ class Ranks:
             raise TransportError(f"Horovod could not count the ranks: {error}") from error
         self._holders[self._counting] = holder
 
-    def end_count(self) -> bool:
-        """Wait for the count, if one has begun; returns whether all ranks can go on.
+    def end_count(self) -> None:
+        """Wait for the count, if one has begun.
 
         Raises:
             TransportError: a rank has joined, or Horovod failed.
         """
         if self._counting is None:
-            return True
+            return
         handle, self._counting = self._counting, None
         try:
-            present, mistaken = (round(total) for total in self._hvd.synchronize(handle).tolist())
+            present = round(float(self._hvd.synchronize(handle)))
         except RuntimeError as error:
             raise TransportError(f"Horovod could not count the ranks: {error}") from error
         del self._holders[handle]
         if present != self.size:
             raise TransportError(f"only {present} of {self.size} ranks take part: {JOINED}")
-        return not mistaken
 
     def gather_status(self, status: Sequence[int]) -> np.ndarray:
         """Every rank's few integers, (P, len(status)) int64."""
@@ -134,19 +128,6 @@ class Ranks:
         table = np.empty((self.size, own.nbytes), np.uint8)
         self.transport.allgather(own.view(np.uint8), table)
         return table.view(np.int64)
-
-    def explain_failure(self, error: BaseException | None) -> None:
-        """Raise ``error``, after a status of failure, on the ranks that did not fail; its own rank's caller raises it.
-
-        Raises:
-            RemoteError: names the rank and the error.
-        """
-        own = {} if error is None else {ERROR_KEY: [type(error).__name__, str(error)]}
-        try:
-            require_agreement(self.transport, own, "the ranks' steps")
-        except Exception:
-            if error is None:
-                raise
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
         """Start broadcasts of (name, owner, tensor), in place; call the result to wait for them.
@@ -175,33 +156,14 @@ class Ranks:
 
         return wait
 
-    def collect(self, data: torch.Tensor | None, error: BaseException | None, to: int) -> list[torch.Tensor] | None:
-        """Bring every rank's bytes to rank ``to``, one rank after the other.
+    def collect(self, data: torch.Tensor, to: int) -> list[torch.Tensor] | None:
+        """Bring every rank's (m,) uint8, m of each rank's own, to rank ``to``, one rank after the other.
 
-        Args:
-            data: (m,) uint8, m of each rank's own; None if making it failed.
-            error: why it failed.
-            to: the rank that gets all ranks' bytes, in rank order; the others get None.
-
-        Raises:
-            RemoteError: another rank failed.
-            ConfigError: ``to`` differs between the ranks.
-            TransportError: a rank has joined.
+        Returns:
+            All ranks' bytes in rank order on rank ``to``; None on the others.
         """
-        self.begin_count()
-        self.end_count()
-        table = self.gather_status([-1 if data is None else data.numel(), to])
-        lengths, wanted = table.T.tolist()
-        if min(lengths) < 0:
-            self.explain_failure(error)
-            assert error is not None
-            raise error
-        if len(set(wanted)) > 1:
-            listed = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(wanted))
-            raise ConfigError(f"the ranks disagree about `to`: {listed}; name the same rank everywhere")
-        assert data is not None
         found = []
-        for owner, length in enumerate(lengths):
+        for owner, length in enumerate(self.gather_status([data.numel()])[:, 0].tolist()):
             whole = self.rank in (owner, to)
             space = data if owner == self.rank else data.new_empty(length if whole else min(length, _STATE_BYTES))
             for start in range(0, length if owner != to else 0, _STATE_BYTES):
@@ -210,20 +172,16 @@ class Ranks:
             found.append(space)
         return found if self.rank == to else None
 
-    def _meet(self, mistake: Exception | None) -> bool:
-        """Wait until all ranks are here, before the first collective that a joined rank does not answer.
-
-        Returns:
-            Whether no rank has made a mistake.
-        """
+    def _meet(self, mistake: Exception | None) -> None:
+        """Wait until all ranks are here, before the first collective that a joined rank does not answer."""
         try:
-            self.begin_count(mistaken=mistake is not None)
+            self.begin_count()
             patience = time.monotonic() + _PATIENCE
-            while mistake is not None and not self._hvd.poll(self._counting):
+            while mistake is not None and self._counting is not None and not self._hvd.poll(self._counting):
                 if time.monotonic() > patience:
                     raise mistake
                 time.sleep(0.01)
-            return self.end_count()
+            self.end_count()
         except TransportError as error:
             raise mistake or error from error
 

@@ -22,6 +22,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero.groups import Group, copy_options, parameters_of
 from dgc.torch.zero.memory import Partition
 from dgc.torch.zero.ranks import Ranks
+from dgc.transport.agreement import agree_or_raise
 
 Owned = Sequence[Sequence[int]]
 """By group, the full numbers of the parameters that a rank owns, in the order of its local groups."""
@@ -186,19 +187,23 @@ class ShardedState(Uncopied, Optimizer):
             RemoteError: it failed on another rank.
             TransportError: a rank has joined.
         """
-        data, failure = None, None
-        try:
-            to = operator.index(to)
-            if not 0 <= to < self._ranks.size:
-                raise ConfigError(f"to={to}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
+        data = torch.empty(0, dtype=torch.uint8)
+
+        def build() -> dict[str, int]:
+            nonlocal data
+            number = operator.index(to)
+            if not 0 <= number < self._ranks.size:
+                raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
             self._require_known_parameters()
             self._push_options()
-            owned = self._partition.indices()[self._ranks.rank]
-            entries = full_entries(self.optim.state_dict(), owned)
-            data = to_bytes(entries)
-        except Exception as error:
-            failure, to = error, -1
-        found = self._ranks.collect(data, failure, to)
+            data = to_bytes(full_entries(self.optim.state_dict(), self._partition.indices()[self._ranks.rank]))
+            return {"to": number}
+
+        self._ranks.begin_count()
+        self._ranks.end_count()
+        what, advice = "arguments of consolidate_state_dict", "Name the same rank everywhere."
+        agreed = agree_or_raise(self._ranks.transport, build, what, advice=advice)
+        found = self._ranks.collect(data, agreed["to"])
         self._consolidated = None if found is None else [from_bytes(part) for part in found]
 
     def state_dict(self) -> dict[str, Any]:

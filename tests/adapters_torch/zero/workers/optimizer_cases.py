@@ -250,11 +250,11 @@ def few_changes_travel_as_entries_and_many_whole():
         last = zero.stats.last
         assert last.dense_bytes == 4 * sum(p.numel() for g in zero.optim.param_groups for p in g["params"])
         if density == 1:
-            assert last.bytes_sent == last.dense_bytes + 40
+            assert last.bytes_sent == last.dense_bytes + 36
         else:
             assert last.bytes_sent < 20_000 * 4 * 0.02, last
     step_both(zero, plain, own, other, 1, start=99, density=0.0)
-    assert zero.stats.last.bytes_sent == 40
+    assert zero.stats.last.bytes_sent == 36
 
 
 @case
@@ -290,7 +290,7 @@ def entries_carry_exact_bits():
             assert last.bytes_sent > 4 * 2999, last
         else:
             assert 6 * len(mine) <= last.entries_sent <= few, (step, last)
-            assert last.bytes_sent < 40 + 16 * few, last
+            assert last.bytes_sent < 36 + 16 * few, last
     assert_replicas_identical(own)
 
 

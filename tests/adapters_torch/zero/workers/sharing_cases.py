@@ -102,7 +102,7 @@ def equal_starts_cost_no_warning():
     with warned(0):
         for step in range(8):
             step_all(step, 1, (zero, own), (other, plain), density=0.0)
-            assert _last_bytes(zero) == 40
+            assert _last_bytes(zero) == 36
     assert_bits_equal(own, plain)
 
 
@@ -185,7 +185,7 @@ def writes_between_all_steps_on_all_ranks_send_nothing_whole():
             with torch.no_grad():
                 for p in own:
                     p.clamp_(-1, 1)
-            assert _last_bytes(zero) == 40
+            assert _last_bytes(zero) == 36
     assert_replicas_identical(own)
 
 
