@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer, require_parameters
+from dgc.adapter.paddle.options import PaddleOptions, require_parameters
+from dgc.adapter.paddle.regularizers import ArgumentError, L1Decay, L2Decay, check_regularizer
 from dgc.core.config.schedule import Schedule, entries_to_send
 from dgc.core.state.layout import Parameter, sent_dense
 from dgc.errors import ConfigError

@@ -64,7 +64,6 @@ ELSEWHERE = {
     "tensorflow/keras/momentum/compressor.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",
     "tensorflow/keras/momentum/keras3.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",
     "tensorflow/keras/momentum/legacy.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",
-    "tensorflow/keras/momentum/state.py": "adapters_tensorflow/keras/momentum/test_optimizer.py",
     # Parts of a fused step that show in nothing but the step: what is fused, and that it equals a plain one.
     "torch/fuse/fused_set.py": "adapters_torch/fuse/test_step.py",
     "torch/fuse/plan.py": "adapters_torch/fuse/test_api.py",

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.engine import EngineBase
 from dgc.adapter.metrics import Metrics
 from dgc.core.exchange.records import Stats
-
-
-class Exchanges(Protocol):
-    """An engine or a compressor."""
-
-    @property
-    def stats(self) -> Stats: ...  # noqa: D102
-
-    @property
-    def inside(self) -> Metrics: ...  # noqa: D102
-
-    def describe(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def log_to(self, writer: object, every: int = ..., prefix: str = ...) -> None: ...  # noqa: D102
-
-    def reset(self) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
 
 
 class ExchangeMethods:
     """Mixed into an optimizer: methods that are its exchange's."""
 
     @property
-    def _exchanges(self) -> Exchanges:
-        """The engine or the compressor."""
+    def _exchanges(self) -> EngineBase | CompressorBase[Any]:
         raise NotImplementedError
 
     @property

@@ -63,8 +63,8 @@ class PaddleOptions:
     regularization: Regularizer = None
     name: str | None = None
     min_numel: int = MIN_NUMEL
-    dtypes: tuple[str, ...] = COMPRESSED_TYPES
-    exclude: tuple[str, ...] = ()
+    dtypes: Sequence[str] = COMPRESSED_TYPES
+    exclude: str | Sequence[str] = ()
     codecs: Mapping[str, Any] = field(default_factory=dict)
     """Some of :data:`CODEC_OPTIONS`."""
 
@@ -78,6 +78,8 @@ class PaddleOptions:
         """
         for option in fields(self):
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        object.__setattr__(self, "exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
         if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
         if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from dgc.errors import LayoutError
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 BUFFERS = ("u", "v")
 """Entries of a parameter's state that have its shape."""
@@ -39,33 +42,49 @@ def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
     Raises:
         StateError: names the first missing key.
     """
-    missing = [key for key in keys if key not in saved]
-    if missing:
-        raise StateError(f"the state has no {missing[0]!r}; it was not made by DGCMomentum's state_dict()")
+    for key in keys:
+        if key not in saved:
+            raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")
 
 
-def checked_buffer(
-    name: str, key: str, value: Any, shapes: Collection[tuple[int, ...]], dtype: Any, allowed: str = "an array"
-) -> np.ndarray:
-    """A buffer of a parameter's state, flat.
+def shaped(parameters: Mapping[str, Mapping[str, Any]], shapes: Shapes) -> dict[str, dict[str, Any]]:
+    """The parameters of an engine's ``state_dict()``, u and v in the parameters' shapes."""
+    return {
+        name: {key: value.reshape(shapes[name]) if key in BUFFERS else value for key, value in entry.items()}
+        for name, entry in parameters.items()
+    }
+
+
+def flat(
+    parameters: Mapping[str, Mapping[str, Any]],
+    shapes: Shapes,
+    dtypes: Mapping[str, np.dtype],
+    allowed: str = "an array",
+    flat_too: bool = False,
+) -> dict[str, dict[str, np.ndarray]]:
+    """The inverse of :func:`shaped`.
 
     Args:
-        name: the parameter's.
-        key: the buffer's.
-        value: what was saved.
-        shapes: that it may have, the parameter's own first; none if it is not known.
-        dtype: that it must have, where it has the parameter's shape.
-        allowed: what it may be, for the error.
+        parameters: as :func:`shaped` returned them; those of other names are not compared.
+        shapes: of the parameters by name.
+        dtypes: of their u and v.
+        allowed: what a value may be, for the error.
+        flat_too: buffers may be flat already.
 
     Raises:
         StateError: another shape or type.
-        RuntimeError: it is no array.
+        RuntimeError: a value is no array.
     """
-    if not isinstance(value, np.ndarray):
-        raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: {allowed}")
-    if key in BUFFERS and shapes:
-        if value.shape not in shapes:
-            raise StateError(f"{key} of {name!r} has shape {value.shape}, the parameter {next(iter(shapes))}")
-        if value.dtype != dtype:
-            raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {np.dtype(dtype)}")
-    return value.reshape(-1)
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for name, entry in parameters.items():
+        result[name] = {}
+        for key, value in entry.items():
+            if not isinstance(value, np.ndarray):
+                raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: {allowed}")
+            if key in BUFFERS and name in shapes:
+                if value.shape != shapes[name] and not (flat_too and value.shape == (math.prod(shapes[name]),)):
+                    raise StateError(f"{key} of {name!r} has shape {value.shape}, the parameter {shapes[name]}")
+                if value.dtype != dtypes[name]:
+                    raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {dtypes[name]}")
+            result[name][key] = value.reshape(-1)
+    return result

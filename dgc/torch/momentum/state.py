@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.adapter.paddle import StateError, check_regularizer, checked_buffer, require_keys
+from dgc.adapter.paddle.regularizers import check_regularizer
+from dgc.adapter.paddle.state import StateError, flat, require_keys, shaped
 
 _EXTRAS = ("format", "op", "step", "rank", "size", "sparse_gradients")
 
@@ -44,13 +45,11 @@ def describe(groups: Sequence[Mapping[str, Any]], named: Named) -> dict[str, Any
 
 def to_torch(state: Mapping[str, Any], named: Named) -> dict[str, Any]:
     """What an exchange's ``state_dict()`` returned, as tensors in the parameters' shapes."""
+    parameters = shaped(state["parameters"], _shapes(named))
     entries = {
-        number: {
-            key: torch.from_numpy(np.array(value)).view(p.shape if key in ("u", "v") else -1)
-            for key, value in state["parameters"][name].items()
-        }
-        for number, (name, p) in enumerate(named)
-        if name in state["parameters"]
+        number: {key: torch.from_numpy(np.array(value)) for key, value in parameters[name].items()}
+        for number, (name, _) in enumerate(named)
+        if name in parameters
     }
     return {"state": entries, **{key: state[key] for key in _EXTRAS if key in state}}
 
@@ -63,15 +62,17 @@ def from_torch(saved: Mapping[str, Any], named: Named) -> dict[str, Any]:
         RuntimeError: a buffer is neither a tensor nor an array.
     """
     require_keys(saved, ("state", "step", "rank", "size", "format"))
-    parameters: dict[str, dict[str, np.ndarray]] = {}
-    for number, entry in saved["state"].items():
-        name, p = named[number]
-        wanted = np.float64 if p.dtype is torch.float64 else np.float32
-        parameters[name] = {}
-        for key, value in entry.items():
-            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-            parameters[name][key] = checked_buffer(name, key, array, [tuple(p.shape)], wanted, "a tensor or an array")
-    return {"parameters": parameters, **{key: saved[key] for key in _EXTRAS if key in saved}}
+    parameters = {
+        named[number][0]: {k: v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+        for number, entry in saved["state"].items()
+    }
+    wide = {n: np.dtype(np.float64 if p.dtype is torch.float64 else np.float32) for n, p in named}
+    checked = flat(parameters, _shapes(named), wide, "a tensor or an array")
+    return {"parameters": checked, **{key: saved[key] for key in _EXTRAS if key in saved}}
+
+
+def _shapes(named: Named) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in named}
 
 
 def check_groups(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay, PaddleOptions, Regularizer
+from dgc.adapter.paddle.methods import ExchangeMethods
+from dgc.adapter.paddle.options import PaddleOptions
+from dgc.adapter.paddle.regularizers import ArgumentError, L1Decay, L2Decay, Regularizer
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer
@@ -33,21 +35,12 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     """
     import_horovod(initialized=False)
     given = dict(arguments)
-    rate, sparsity, exclude = given.pop("learning_rate"), given.pop("sparsity"), given.pop("exclude")
-    own = given.pop("parameter_regularization") or {}
+    own = {k: _regularizer(v) for k, v in (given.pop("parameter_regularization") or {}).items()}
     rates = given.pop("parameter_learning_rate", None) or {}
     process_set, transport, lost = given.pop("process_set", None), given.pop("transport"), given.pop("lost", ())
     named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
     named["regularization"] = _regularizer(named["regularization"])
-    named["dtypes"] = tuple(named["dtypes"])
-    options = PaddleOptions(
-        **named,
-        learning_rate=float(rate) if isinstance(rate, int) and not isinstance(rate, bool) else rate,
-        sparsity=tuple(sparsity) if isinstance(sparsity, (list, tuple)) else sparsity,
-        exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
-        codecs=given,
-    )
-    own = {k: _regularizer(v) for k, v in own.items()}
+    options = PaddleOptions(**named, codecs=given)
     compressor = MomentumCompressor(options, own, rates, process_set, transport)
     reduction = ReduceOptions(process_set=process_set)
     settings = Settings(compressor, reduction, lost=lost)
@@ -65,18 +58,14 @@ def saved_arguments(settings: Settings) -> dict[str, Any]:
     given = compressor.given_options["transport"]
     if not isinstance(given, str):
         lost.append("transport")
+    plain = {
+        f.name: list(value) if isinstance(value := getattr(options, f.name), (list, tuple)) else value
+        for f in dataclasses.fields(options)
+        if f.name not in ("learning_rate", "name", "codecs")
+    }
     return {
-        "momentum": options.momentum,
-        "rampup_begin_step": options.rampup_begin_step,
-        "rampup_step": options.rampup_step,
-        "sparsity": list(options.sparsity) if isinstance(options.sparsity, Sequence) else options.sparsity,
-        "use_nesterov": options.use_nesterov,
-        "local_grad_clip_norm": options.local_grad_clip_norm,
-        "num_trainers": options.num_trainers,
+        **plain,
         "regularization": _plain(options.regularization),
-        "min_numel": options.min_numel,
-        "dtypes": list(options.dtypes),
-        "exclude": list(options.exclude),
         "parameter_regularization": {k: _plain(v) for k, v in compressor.parameter_regularization.items()},
         "parameter_learning_rate": dict(compressor.parameter_learning_rate),
         "transport": given if isinstance(given, str) else "auto",
@@ -160,6 +149,15 @@ class PaddleOptimizer(ExchangeMethods):
 
     def _set_iterations(self, value: int) -> None:
         raise NotImplementedError
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with an empty state."""
+        config = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+        if isinstance(config["learning_rate"], dict):
+            load = tf.keras.optimizers.schedules.deserialize
+            config["learning_rate"] = load(config["learning_rate"], custom_objects=custom_objects)
+        return cls(**config)
 
 
 def _plain(regularizer: Regularizer) -> Any:

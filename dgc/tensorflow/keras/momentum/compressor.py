@@ -13,16 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.paddle import (
-    L1Decay,
-    PaddleOptions,
-    Regularizer,
-    as_state_error,
-    check_regularizer,
-    coefficients,
-    config_for,
-    sparse_refusal,
-)
+from dgc.adapter.paddle.options import PaddleOptions, config_for, sparse_refusal
+from dgc.adapter.paddle.regularizers import L1Decay, Regularizer, check_regularizer, coefficients
+from dgc.adapter.paddle.state import as_state_error, flat, require_keys, shaped
 from dgc.adapter.states import is_empty
 from dgc.core.config.checks import require_number
 from dgc.core.transport import Transport
@@ -34,7 +27,6 @@ from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import Variable, describe, raw_variable, unique_names
-from dgc.tensorflow.keras.momentum.state import flat_state, shaped_state
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.step import Context, Gradient
 from dgc.transport.agreement import agree_or_raise
@@ -205,7 +197,8 @@ class MomentumCompressor(DGCCompressor):
         """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
         if self.engine is None:
             return super().state_dict()
-        return shaped_state(self.engine.state_dict(), self._shapes)
+        state = self.engine.state_dict()
+        return {**state, "parameters": shaped(state["parameters"], self._shapes)}
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
@@ -224,7 +217,11 @@ class MomentumCompressor(DGCCompressor):
             for name, v in zip(self.engine.names, self.engine.variables, strict=True)
         }
         if not is_empty(states[0]):
-            states = [flat_state(s, self._shapes, wide) for s in states]
+            for state in states:
+                require_keys(state, ("parameters", "step", "rank", "size", "format"))
+            # Other names are the engine's business: it knows how Keras renames a loaded model's variables.
+            checked = [flat(state["parameters"], self._shapes, wide, flat_too=True) for state in states]
+            states = [{**state, "parameters": own} for state, own in zip(states, checked, strict=True)]
         with as_state_error():
             return super()._own(states, resize)
 

@@ -17,23 +17,21 @@ class _Paddle(PaddleOptimizer):
     _dgc_settings: Any
     name: str
 
+    def __init__(self, arguments: dict[str, Any], **others: Any) -> None:
+        settings = make_settings(arguments)
+        options = settings.compression.options  # type: ignore[union-attr]
+        name = options.name or "dgc_momentum"
+        super().__init__(keras.optimizers.SGD(options.learning_rate), settings, name=name, **others)  # type: ignore[call-arg]
+
     def _set_iterations(self, value: int) -> None:
         self.inner_optimizer._iterations.assign(value)
         if isinstance(self, DistributedOptimizer):
             self._iterations.assign(value)
 
-    def _arguments_of(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
         inner = self.inner_optimizer.get_config()
         return {"learning_rate": inner["learning_rate"], "name": self.name, **saved_arguments(self._dgc_settings)}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Build it as it was saved; the compressor begins with an empty state."""
-        config = dict(config)
-        if isinstance(config["learning_rate"], dict):
-            rate = keras.saving.deserialize_keras_object(config["learning_rate"], custom_objects=custom_objects)
-            config["learning_rate"] = rate
-        return cls(**config)
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
@@ -42,13 +40,7 @@ class DGCMomentum(_Paddle, DistributedOptimizer):
 
     def __init__(self, **arguments: Any) -> None:
         """Arguments as in :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`."""
-        settings = make_settings(arguments)
-        rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
-        super().__init__(keras.optimizers.SGD(rate), settings, name=name or "dgc_momentum")
-
-    def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs."""
-        return self._arguments_of()
+        super().__init__(arguments)
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
@@ -57,20 +49,9 @@ class DGCMomentumLossScale(_Paddle, DistributedLossScaleOptimizer):
 
     def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
         """Arguments as in :func:`dgc.tensorflow.keras.momentum.optimizer.DGCMomentum` and Keras' LossScaleOptimizer."""
-        settings = make_settings(arguments)
-        rate, name = settings.compression.options.learning_rate, settings.compression.options.name  # type: ignore[union-attr]
-        super().__init__(
-            keras.optimizers.SGD(rate),
-            settings,
-            initial_scale=initial_scale,
-            dynamic_growth_steps=dynamic_growth_steps,
-            name=name or "dgc_momentum",
-        )
+        super().__init__(arguments, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
 
     def get_config(self) -> dict[str, Any]:
         """All that :meth:`from_config` needs."""
-        return {
-            **self._arguments_of(),
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
+        scale = {"initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps}
+        return {**super().get_config(), **scale}

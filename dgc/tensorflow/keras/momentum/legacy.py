@@ -33,12 +33,3 @@ class DGCMomentum(PaddleOptimizer, _Distributed, tf_keras.optimizers.SGD):
             "is_legacy_optimizer": False,
             **saved_arguments(self._dgc_settings),
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Build it as it was saved; the compressor begins with an empty state."""
-        config = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
-        if isinstance(config["learning_rate"], dict):
-            rate = tf_keras.optimizers.schedules.deserialize(config["learning_rate"], custom_objects=custom_objects)
-            config["learning_rate"] = rate
-        return cls(**config)

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.paddle import COMPRESSED_TYPES, MIN_NUMEL, Regularizer
+from dgc.adapter.paddle.options import COMPRESSED_TYPES, MIN_NUMEL
+from dgc.adapter.paddle.regularizers import Regularizer
 from dgc.errors import ConfigError
 
 
@@ -85,28 +86,13 @@ def DGCMomentum(
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
-    if learning_rate is not None and lr is not None:
-        raise ConfigError("learning_rate and lr mean the same; give one of them")
-    return _classes()[_is_mixed()](
-        learning_rate=learning_rate if lr is None else lr,
-        momentum=momentum,
-        rampup_begin_step=rampup_begin_step,
-        rampup_step=rampup_step,
-        sparsity=sparsity,
-        use_nesterov=use_nesterov,
-        local_grad_clip_norm=local_grad_clip_norm,
-        num_trainers=num_trainers,
-        regularization=regularization,
-        name=name,
-        min_numel=min_numel,
-        dtypes=dtypes,
-        exclude=exclude,
-        parameter_regularization=parameter_regularization,
-        parameter_learning_rate=parameter_learning_rate,
-        process_set=process_set,
-        transport=transport,
-        **codecs,
-    )
+    arguments = {**locals(), **codecs}
+    del arguments["codecs"], arguments["lr"]
+    if lr is not None:
+        if learning_rate is not None:
+            raise ConfigError("learning_rate and lr mean the same; give one of them")
+        arguments["learning_rate"] = lr
+    return _classes()[_is_mixed()](**arguments)
 
 
 def _is_mixed() -> bool:
