@@ -88,52 +88,40 @@ class ChangeTracker:
         """Track (owned) parameters; their order is that of the flat space."""
         self._parameters = parameters
         self._starts = starts_of(parameters)
-        self._before: dict[int, torch.Tensor] = {}
-        self._watched: list[int] | None = None
+        self._before: dict[int, torch.Tensor] | None = None
         self._pause = 1
         self._skip = 0
 
     def before_update(self, *, gradients_known: bool) -> None:
         """Take a copy, unless the gradients, where they are known, touch more than half of the shard."""
-        self._watched = None
+        self._before = None
         if self._skip:
             self._skip -= 1
             return
         # What is frozen and has no old gradient either stays as it is; anything else may change, gradient or not.
-        candidates = [
-            i for i, p in enumerate(self._parameters) if p.numel() and (p.requires_grad or p.grad is not None)
-        ]
-        if gradients_known and 2 * sum(_touched(self._parameters[i].grad) for i in candidates) > self._starts[-1]:
-            self._before.clear()
-            return
-        for i in candidates:
-            bits = bits_of(self._parameters[i])
-            kept = self._before.get(i)
-            if kept is None or (kept.shape, kept.dtype, kept.device) != (bits.shape, bits.dtype, bits.device):
-                self._before[i] = bits.clone()
-            else:
-                kept.copy_(bits)
-        self._watched = candidates
+        candidates = {
+            i: p for i, p in enumerate(self._parameters) if p.numel() and (p.requires_grad or p.grad is not None)
+        }
+        if not gradients_known or 2 * sum(_touched(p.grad) for p in candidates.values()) <= self._starts[-1]:
+            self._before = {i: bits_of(p).clone() for i, p in candidates.items()}
 
     def after_update(self) -> Changes | None:
         """What changed since :meth:`before_update`; None when that is unknown or more than half of the shard."""
-        if self._watched is None:
+        before, self._before = self._before, None
+        if before is None:
             return None
-        positions, values, count = [], [], 0
-        for i in self._watched:
+        positions, values, count = [np.empty(0, np.int64)], [], 0
+        for i, old in before.items():
             bits = bits_of(self._parameters[i])
-            changed = (bits != self._before[i]).nonzero().view(-1)
+            changed = (bits != old).nonzero().view(-1)
             count += changed.numel()
             if 2 * count > self._starts[-1]:
-                self._before.clear()
                 self._skip, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
                 return None
             values.append(bits[changed].cpu().numpy())
             positions.append(changed.cpu().numpy() + self._starts[i])
         self._pause = 1
-        if not positions:
-            return Changes(np.empty(0, np.int64), np.empty(0, np.int32))
-        return Changes(np.concatenate(positions), np.concatenate(values))
+        return Changes(np.concatenate(positions), np.concatenate(values or [np.empty(0, np.int32)]))
 
 
 def _touched(gradient: torch.Tensor | None) -> int:

@@ -113,18 +113,6 @@ def check_groups(full: Mapping[str, Any], lengths: Sequence[int]) -> None:
         )
 
 
-def to_bytes(value: object) -> torch.Tensor:
-    """Any value as a (m,) uint8 tensor."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def from_bytes(data: torch.Tensor) -> Any:
-    """The inverse of :func:`to_bytes`; the bytes come from another rank of this job."""
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
-
-
 def _keys(full: Mapping[str, Any]) -> list[Any]:
     """The state dict's own key of each parameter: usually 0, 1, 2, ... in order."""
     return [key for group in full["param_groups"] for key in group["params"]]
@@ -196,7 +184,9 @@ class ShardedState(Uncopied, Optimizer):
                 raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {self._ranks.size - 1}")
             self._require_known_parameters()
             self._push_options()
-            data = to_bytes(full_entries(self.optim.state_dict(), self._partition.indices()[self._ranks.rank]))
+            buffer = io.BytesIO()
+            torch.save(full_entries(self.optim.state_dict(), self._partition.indices()[self._ranks.rank]), buffer)
+            data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
             return {"to": number}
 
         self._ranks.begin_count()
@@ -204,7 +194,10 @@ class ShardedState(Uncopied, Optimizer):
         what, advice = "arguments of consolidate_state_dict", "Name the same rank everywhere."
         agreed = agree_or_raise(self._ranks.transport, build, what, advice=advice)
         found = self._ranks.collect(data, agreed["to"])
-        self._consolidated = None if found is None else [from_bytes(part) for part in found]
+        self._consolidated = None
+        if found is not None:  # bytes of other ranks of this job
+            files = [io.BytesIO(part.numpy().tobytes()) for part in found]
+            self._consolidated = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.

@@ -40,80 +40,6 @@ class ParameterNorm(Own):
         return p.grad * p.norm() / p.grad.norm()
 
 
-class MatrixDecay(Own):
-    """Decays matrices only."""
-
-    def direction(self, p):
-        return p.grad + 0.1 * p if p.dim() > 1 else p.grad
-
-
-class PerTensorScale(Own):
-    """One adaptive scale per parameter, kept as a 0-dimensional state tensor."""
-
-    def direction(self, p):
-        scale = self.state[p].setdefault("scale", torch.zeros(()))
-        scale.mul_(0.9).add_(p.grad.square().mean(), alpha=0.1)
-        return p.grad / scale.sqrt()
-
-
-class PerTensorScaleFromTheSecondStep(Own):
-    """Adapts nothing in its first step, in which it looks element-wise."""
-
-    def direction(self, p):
-        state = self.state[p]
-        previous, state["norm"] = state.get("norm"), p.grad.norm().item()
-        return p.grad if previous is None else p.grad / previous
-
-
-class CubeRoot(Own):
-    """Element-wise, as MADGRAD is, but torch's kernels round the last elements of a power otherwise than the rest."""
-
-    def direction(self, p):
-        total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad.square())
-        return p.grad / total.pow(1 / 3).add_(1e-6)
-
-
-class WithGlobalNorm(torch.optim.Optimizer):
-    """The norms of all parameters scale the step: a distance ``d`` kept among the options, as in D-Adaptation."""
-
-    last_norm = 2**31
-    """The number of the last step that looks at the norms."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "d": 1.0, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            if group["k"] <= self.last_norm:
-                group["d"] = max(group["d"], sum(p.grad.norm() for p in group["params"]).item())
-            group["k"] += 1
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] / group["d"])
-
-
-class WithGlobalNormAtFirst(WithGlobalNorm):
-    """From its second step on it looks element-wise."""
-
-    last_norm = 0
-
-
-class GlobalMean(Own):
-    """The mean of all squares, of all groups, sets every element's momentum, as in Adai."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        squares = [self.state[p].setdefault("square", torch.zeros_like(p)) for p in self._parameters()]
-        for p, square in zip(self._parameters(), squares, strict=True):
-            square.lerp_(p.grad.square(), 0.1)
-        mean = sum(square.sum() for square in squares) / sum(square.numel() for square in squares)
-        for p, square in zip(self._parameters(), squares, strict=True):
-            p.sub_(p.grad * (1 - square / mean).clamp(0, 0.9), alpha=self.param_groups[0]["lr"])
-
-    def _parameters(self):
-        return [p for group in self.param_groups for p in group["params"]]
-
-
 class Polyak(Own):
     """The loss over the norm of all gradients is the step size, as in AliG."""
 
@@ -128,17 +54,7 @@ class Polyak(Own):
         return loss
 
 
-UNKNOWN = [
-    ParameterNorm,
-    MatrixDecay,
-    PerTensorScale,
-    PerTensorScaleFromTheSecondStep,
-    WithGlobalNorm,
-    WithGlobalNormAtFirst,
-    GlobalMean,
-    CubeRoot,
-    Momentum,
-]
+UNKNOWN = [ParameterNorm, Momentum]
 NEVER = [(torch.optim.Adafactor, SHAPES), (torch.optim.Muon, MATRICES)]
 
 

@@ -27,10 +27,13 @@ def make_model():
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def named(model, prefix):
+    return [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
+
+
 def make_optimizer(model, name, prefix, **options):
     cls, settings = OPTIMIZERS[name]
-    names = [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
-    return hvd.DistributedOptimizer(cls(model.parameters(), **settings), named_parameters=names, **options)
+    return hvd.DistributedOptimizer(cls(model.parameters(), **settings), named(model, prefix), **options)
 
 
 def loss_of(model, step):
@@ -50,74 +53,73 @@ def assert_equal(plain, fused):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
 
 
-def compare(name, steps=6, clip=None, **options):
-    """Train a plain and a fused twin, and return the fused optimizer."""
+def compare(make, *, passes=1, clear=True, clip=None, fused=lambda optimizer: PARAMETERS):
+    """Train twins whose optimizers ``make(model, prefix)`` builds, and return the fused one.
+
+    Args:
+        make: builds an optimizer.
+        passes: backward passes per step.
+        clear: whether gradients are dropped before a step; if not, they keep their memory.
+        clip: largest norm of the averaged gradients.
+        fused: how many parameters are stepped as one.
+    """
     plain_model, model = make_model(), make_model()
-    plain = make_optimizer(plain_model, name, "plain", **options)
-    optimizer = fuse_optimizer(make_optimizer(model, name, "fused", **options))
-    for step in range(steps):
+    plain, optimizer = make(plain_model, "plain"), fuse_optimizer(make(model, "fused"))
+    for step in range(8):
         for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
-            opt.zero_grad()
-            loss_of(net, step).backward()
+            opt.zero_grad(set_to_none=clear)
+            for part in range(passes):
+                loss_of(net, 10 * step + part).backward()
             context = nullcontext()
             if clip is not None:
                 opt.synchronize()
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
                 context = opt.skip_synchronize()
             with context:
-                if step == 3:
-                    opt.step()
-                else:
-                    update()
+                opt.step() if step == 3 else update()
         assert_equal(plain_model, model)
         if step != 3:
-            assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+            assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, fused(optimizer))
     assert_ranks_agree(model)
     return optimizer
 
 
-@case
-def sgd_equals_the_plain_step():
-    compare("sgd")
+def compare_horovods(name, passes=1, clear=True, clip=None, **options):
+    compare(lambda model, prefix: make_optimizer(model, name, prefix, **options), passes=passes, clear=clear, clip=clip)
 
 
 @case
-def adam_equals_the_plain_step():
-    compare("adam")
+def sgd_and_adam_equal_the_plain_step():
+    for name in OPTIMIZERS:
+        compare_horovods(name)
 
 
 @case
 def compression_moves_the_gradients_and_the_step_follows():
     # decompress makes a new tensor, and Horovod calls p.grad.set_() on the very tensor that fuse_step handed out.
-    compare("sgd", compression=hvd.Compression.fp16)
-    compare("adam", compression=hvd.Compression.fp16)
+    for name in OPTIMIZERS:
+        compare_horovods(name, compression=hvd.Compression.fp16)
 
 
 @case
 def gradients_that_are_kept_and_moved():
-    """No zero_grad between: the handed-out gradient tensors live on and are re-pointed by Horovod every step."""
-    plain_model, model = make_model(), make_model()
-    plain = make_optimizer(plain_model, "sgd", "plain", compression=hvd.Compression.fp16)
-    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "fused", compression=hvd.Compression.fp16))
-    for step in range(5):
-        for net, update in ((plain_model, plain.step), (model, optimizer.fuse_step)):
-            for p in net.parameters():
-                if p.grad is not None:
-                    p.grad.zero_()
-            loss_of(net, step).backward()
-            update()
-        assert_equal(plain_model, model)
-        assert optimizer._dgc_fuse.fused_params == PARAMETERS
+    """The handed-out gradient tensors live on and are re-pointed by Horovod every step."""
+    compare_horovods("sgd", clear=False, compression=hvd.Compression.fp16)
 
 
 @case
 def clipping_between_synchronize_and_the_step():
-    compare("sgd", clip=1e-2)
+    compare_horovods("sgd", clip=1e-2)
 
 
 @case
 def grouped_allreduce():
-    compare("sgd", groups=2)
+    compare_horovods("sgd", groups=2)
+
+
+@case
+def several_backward_passes_per_step():
+    compare_horovods("sgd", passes=2, backward_passes_per_step=2)
 
 
 @case
@@ -203,38 +205,6 @@ def broadcast_weights_and_state():
 
 
 @case
-def several_backward_passes_per_step():
-    plain_model, model = make_model(), make_model()
-    plain = make_optimizer(plain_model, "sgd", "plain", backward_passes_per_step=2)
-    optimizer = fuse_optimizer(make_optimizer(model, "sgd", "fused", backward_passes_per_step=2))
-    for step in range(4):
-        for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
-            opt.zero_grad()
-            for part in range(2):
-                loss_of(net, 10 * step + part).backward()
-            update()
-        assert_equal(plain_model, model)
-
-
-def compare_made_by(make, steps=8):
-    """Train twins whose optimizers ``make(model, prefix)`` builds, one of them fused; return that one."""
-    plain_model, model = make_model(), make_model()
-    plain, optimizer = make(plain_model, "plain"), fuse_optimizer(make(model, "fused"))
-    for step in range(steps):
-        for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
-            opt.zero_grad()
-            loss_of(net, step).backward()
-            update()
-        assert_equal(plain_model, model)
-    assert_ranks_agree(model)
-    return optimizer
-
-
-def named(model, prefix):
-    return [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
-
-
-@case
 def with_compressed_gradients():
     def make(model, prefix):
         return dgc.DistributedOptimizer(
@@ -243,8 +213,7 @@ def with_compressed_gradients():
             compression=dgc.Compression.dgc(sparsity=0.9, min_numel=16, sparse_updates=False),
         )
 
-    optimizer = compare_made_by(make)
-    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+    compare(make)
 
 
 @case
@@ -255,8 +224,7 @@ def with_compressed_gradients_through_horovods_own_argument():
         compression = dgc.Compression.dgc(named(model, prefix), optimizer=inner, **options)
         return hvd.DistributedOptimizer(inner, named(model, prefix), compression=compression)
 
-    optimizer = compare_made_by(make)
-    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, PARAMETERS)
+    compare(make)
 
 
 def sharded(bucket_view):
@@ -271,17 +239,9 @@ def sharded(bucket_view):
 
 @case
 def with_sharded_state():
-    optimizer = compare_made_by(sharded(False))
-    own = len(optimizer.optim.param_groups[0]["params"])
-    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, own)
-
-
-@case
-def with_sharded_state_in_bucket_views():
-    optimizer = compare_made_by(sharded(True))
-    own = len(optimizer.optim.param_groups[0]["params"])
-    assert (optimizer._dgc_fuse.fused_sets, optimizer._dgc_fuse.fused_params) == (1, own)
-    assert optimizer._views.intact()
+    own = lambda optimizer: len(optimizer.optim.param_groups[0]["params"])  # noqa: E731
+    compare(sharded(False), fused=own)
+    assert compare(sharded(True), fused=own)._views.intact()
 
 
 @case("2ranks")
