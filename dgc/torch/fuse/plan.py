@@ -24,14 +24,12 @@ class GroupPlan:
     """
 
     def __init__(self, *, do_flatten: bool, check_flatten: bool) -> None:
-        """Nothing is planned yet; the arguments are those of ``fuse_optimizer``."""
+        """Plan nothing yet; the arguments are those of ``fuse_optimizer``."""
         self._do_flatten = do_flatten
         self._check_flatten = check_flatten and do_flatten
         self._params: list[Tensor] = []
-        self._trainable: list[bool] = []
         self._fusable: list[Tensor] = []
-        self._places: list[tuple[int, tuple[int, ...]]] = []
-        self._shapes: list[torch.Size] = []
+        self._layout: tuple = ()
         self._runs: list[list[Tensor]] = []
         self._flattened: dict[int, Tensor] = {}
         self._apart: list[tuple[Tensor, tuple[bool, int]]] = []
@@ -58,10 +56,8 @@ class GroupPlan:
             flatten_weights(new, [p for other in optimizer.param_groups for p in other["params"]])
         self._flattened.update((id(p), p) for p in new)
         before = {id(p) for run in self._runs for p in run} & here
-        self._params, self._trainable = list(params), [p.requires_grad for p in params]
-        self._fusable = [p for p in params if is_fusable_weight(p)]
-        self._places = places(self._fusable)
-        self._shapes = [p.shape for p in self._fusable]
+        self._params, self._fusable = list(params), [p for p in params if is_fusable_weight(p)]
+        self._layout = _layout(self._params, self._fusable)
         self._runs = [run for run in adjacent_runs(self._fusable) if len(run) > 1]
         self._stale = True
         lost = before - {id(p) for run in self._runs for p in run}
@@ -78,13 +74,8 @@ class GroupPlan:
     def prepare(self, group: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Make ``sets`` and ``unfused`` right for the gradients, state and memory as they are now."""
         params, state = group["params"], optimizer.state
-        if not (
-            len(params) == len(self._params)
-            and all(map(is_, params, self._params))
-            and [p.requires_grad for p in params] == self._trainable
-            and places(self._fusable) == self._places
-            and [p.shape for p in self._fusable] == self._shapes
-        ):
+        same = len(params) == len(self._params) and all(map(is_, params, self._params))
+        if not same or _layout(params, self._fusable) != self._layout:
             self.flatten(group, optimizer)
         differentiable = bool(group.get("differentiable"))
         if (
@@ -129,6 +120,11 @@ class GroupPlan:
         """Write the fused state back to the parameters, after the step."""
         for fused in self.sets:
             self._stale |= fused.write_back(state)
+
+
+def _layout(params: list[Tensor], fusable: list[Tensor]) -> tuple:
+    """What the flat memory and the runs depend on."""
+    return [p.requires_grad for p in params], places(fusable), [p.shape for p in fusable]
 
 
 def _kind(param: Tensor, state: Mapping[Tensor, dict]) -> tuple[bool, int]:

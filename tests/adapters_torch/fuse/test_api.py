@@ -74,13 +74,6 @@ def test_no_gradient_at_the_first_step_then_all(name):
     twins.run()
 
 
-def test_momentum_that_comes_late_joins_the_others():
-    twins = twins_of("sgd")
-    twins.step(skip=(3,))
-    assert fused_counts(twins.fused)[1] < len(SHAPES)
-    twins.run(3, counts=ALL)
-
-
 @pytest.mark.parametrize("skip", [(3, 4, 5), (3,), (1, 2, 3, 4, 5)])
 def test_neighbours_that_get_momentum_late_join_the_others(skip):
     # Depending on who skips, a set and a set, or a set and a single one, become alike by the step itself.
