@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dgc.adapter.paddle.options import PaddleOptions, config_for, sparse_refusal
 from dgc.adapter.paddle.regularizers import L1Decay, Regularizer, check_regularizer, coefficients
-from dgc.adapter.paddle.state import as_state_error, flat, require_keys, shaped
+from dgc.adapter.paddle.state import StateError, as_state_error, flat, require_keys, shaped
 from dgc.adapter.states import is_empty
 from dgc.core.config.checks import require_number
 from dgc.core.transport import Transport
@@ -219,6 +219,9 @@ class MomentumCompressor(DGCCompressor):
         if not is_empty(states[0]):
             for state in states:
                 require_keys(state, ("parameters", "step", "rank", "size", "format"))
+                for name in (name for group in state.get("groups", ()) for name in group["names"]):
+                    if name not in state["parameters"]:
+                        raise StateError(f"the state lacks parameter {name!r}; it was changed after it was saved")
             # Other names are the engine's business: it knows how Keras renames a loaded model's variables.
             checked = [flat(state["parameters"], self._shapes, wide, flat_too=True) for state in states]
             states = [{**state, "parameters": own} for state, own in zip(states, checked, strict=True)]
