@@ -62,14 +62,7 @@ def flat(
     allowed: str = "an array",
     flat_too: bool = False,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of :func:`shaped`.
-
-    Args:
-        parameters: as :func:`shaped` returned them; those of other names are not compared.
-        shapes: of the parameters by name.
-        dtypes: of their u and v.
-        allowed: what a value may be, for the error.
-        flat_too: buffers may be flat already.
+    """The inverse of :func:`shaped`; ``flat_too``: buffers may be flat already. Unknown names are not compared.
 
     Raises:
         StateError: another shape or type.

@@ -19,13 +19,8 @@ def alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]
     """A tensor on part of ``flat``'s memory that autograd does not know as its view.
 
     A plain view shares its version counter and its "is a view" flag with its base, and some in-place calls refuse
-    views. Gradients and weights handed to the user must behave like ordinary tensors.
-
-    Args:
-        flat: (n,) contiguous.
-        offset: first element, counted from the start of ``flat``.
-        shape: of the result.
-        stride: of the result.
+    views. Gradients and weights handed to the user must behave like ordinary tensors. ``offset`` counts from the start
+    of ``flat``.
     """
     out = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return out.set_(flat.untyped_storage(), flat.storage_offset() + offset, tuple(shape), tuple(stride))
@@ -42,10 +37,7 @@ def places(tensors: Sequence[Tensor | None]) -> list[tuple[int, tuple[int, ...]]
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that ``tensors`` were written in place through an alias.
-
-    So a backward pass over values saved before the step is refused, as after a plain step.
-    """
+    """Tell autograd that ``tensors`` were written, so that a backward pass over values of before is refused."""
     try:
         torch.autograd.graph.increment_version(tensors)
     except TypeError:  # older torch takes one tensor at a time
@@ -89,13 +81,7 @@ def storage_end(tensor: Tensor) -> int:
 
 
 def are_parallel(tensors: Sequence[Tensor], weights: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-    """Whether ``tensors`` lie in one storage at the same offsets, and in the same element order, as their weights.
-
-    Args:
-        tensors: m tensors, shaped like the weights.
-        weights: m weights.
-        offsets: m + 1 positions of the weights, with the end of the last one.
-    """
+    """Whether m ``tensors`` lie in one storage at the weights' m + 1 offsets, and in the weights' element order."""
     first = tensors[0]
     begin, size = first.data_ptr() - offsets[0] * first.itemsize, first.itemsize
     return (
@@ -150,14 +136,10 @@ def flatten_weights(params: Sequence[Tensor], neighbours: Sequence[Tensor]) -> N
 
     A weight stays where it is if somebody else may rely on its place: its storage is larger than itself, shared with
     another parameter or with another process, or pinned. Nothing moves if the weights of a kind already lie side by
-    side.
+    side. The storage of ``neighbours``, all other parameters, is not taken apart.
 
     Order: weights whose size is a multiple of 64 bytes first, then of 32, and so on. So every weight starts at least
     as well aligned as its own size allows, without padding, and matrix kernels keep their fast paths.
-
-    Args:
-        params: fusable weights, given new storage in place (``param.data``).
-        neighbours: all other parameters, whose storage must not be taken apart.
     """
     users: dict[int, int] = defaultdict(int)
     for param in {id(p): p for p in (*params, *neighbours)}.values():

@@ -43,10 +43,6 @@ class GroupPlan:
 
         At fusing that is all of them; later those of an added group, or unfrozen ones. Then find the runs of adjacent
         weights.
-
-        Args:
-            group: the parameter group.
-            optimizer: the one it belongs to.
         """
         params = group["params"]
         here = {id(p) for p in params}

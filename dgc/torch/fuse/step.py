@@ -74,14 +74,9 @@ class FuseRecord:
             plan.flatten(group, seam.local)
 
     def update(self, seam: StepSeam, closure: Callable[[], Any] | None = None) -> Any:
-        """The local update with fused parameters in the place of their members.
+        """Run the local update with fused parameters in the place of their members; return what ``step`` does.
 
-        Args:
-            seam: the step; its class can be fused.
-            closure: returns the loss; evaluated before, so that the gradients are there.
-
-        Returns:
-            What the plain step returned.
+        The closure returns the loss of gradients that are there already.
         """
         local = seam.local
         planned = self._plans_of(local)
@@ -164,11 +159,8 @@ class _EvaluatedClosure:
 def _in_group_order(optimizer: Optimizer, known: set[int]) -> None:
     """Order the state entries made in this step as a plain step would have made them: by parameter.
 
-    Fused sets follow memory order; ``state_dict()`` lists entries in the order they were made.
-
-    Args:
-        optimizer: the one that was stepped.
-        known: ids of the parameters that had state before the step.
+    Fused sets follow memory order; ``state_dict()`` lists entries in the order they were made. ``known`` are the ids of
+    the parameters that had state before.
     """
     for param in [p for group in optimizer.param_groups for p in group["params"]]:
         if param in optimizer.state and id(param) not in known:

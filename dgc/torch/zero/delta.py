@@ -158,12 +158,7 @@ def choose_routes(counts: Sequence[int], numels: Sequence[int], itemsize: int) -
 
     Entries go in one allgather, whose messages are as long as the longest, so every rank pays for the largest of them:
     P times the row, against one broadcast of ``n_r`` elements for each owner left out. The best row length is that of
-    one of the owners.
-
-    Args:
-        counts: (P,) k_r, or :data:`UNKNOWN`.
-        numels: (P,) n_r.
-        itemsize: bytes of a value.
+    one of the owners. ``counts`` are k_r or :data:`UNKNOWN`, ``numels`` n_r.
     """
     sizes = [None if k == UNKNOWN else entries_bytes(n, k, itemsize) for n, k in zip(numels, counts, strict=True)]
 
@@ -178,13 +173,7 @@ def choose_routes(counts: Sequence[int], numels: Sequence[int], itemsize: int) -
 
 
 def write_entries(changes: Changes, n: int, row: np.ndarray) -> None:
-    """Write an owner's message.
-
-    Args:
-        changes: k entries.
-        n: elements of the owner's shard.
-        row: (row_bytes,) uint8; what is left over is zeroed.
-    """
+    """Write an owner's message about its n elements into ``row``, (row_bytes,) uint8; what is left over is zeroed."""
     used = smallest_index_codec(n, changes.positions.size).encode(changes.positions, n, row)
     raw = changes.values.view(np.uint8)
     row[used : used + raw.size] = raw

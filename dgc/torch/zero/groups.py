@@ -124,10 +124,7 @@ def tensor_of(item: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
 
 
 def require_shardable(items: Sequence[Any]) -> None:
-    """Refuse parameters that ranks cannot own one by one.
-
-    Args:
-        items: tensors or (name, tensor) pairs, of all groups that the optimizer is going to have.
+    """Refuse tensors or (name, tensor) pairs, of all groups together, that ranks cannot own one by one.
 
     Raises:
         LayoutError: sparse or complex, of different types, or two in the same memory; names the first.

@@ -29,13 +29,8 @@ class Partition:
     def add_group(self, numels: Sequence[int]) -> list[int]:
         """Give each parameter of a new group to the rank with the least elements so far, the largest first.
 
-        Earlier groups keep their owners. Ties go to the lower rank and, among parameters, to the earlier one.
-
-        Args:
-            numels: elements of each parameter in registration order, frozen ones included.
-
-        Returns:
-            The owners in registration order.
+        Earlier groups keep their owners. Ties go to the lower rank and, among parameters, to the earlier one. Elements
+        and owners are in registration order.
 
         Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
         """
@@ -71,11 +66,7 @@ class BucketViews:
 
     @torch.no_grad()
     def build(self, shards: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Move the parameters; again when owners or trainability have changed.
-
-        Args:
-            shards: by owner, its parameters.
-        """
+        """Move the parameters of every owner; again when owners or trainability have changed."""
         before, self._homes = self._homes, {}
         self.buckets = [self._buckets_of(shard) for shard in shards]
         for p in (p for shard in shards for p in shard):
@@ -133,14 +124,10 @@ def _is_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def require_separate(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that share elements. Views of one buffer are fine as long as they lie apart.
-
-    Args:
-        names: of the tensors, for the error.
-        tensors: strided, of one type.
+    """Refuse strided tensors of one type that share elements. Views of one buffer that lie apart are fine.
 
     Raises:
-        LayoutError: names the first two that overlap.
+        LayoutError: names two that overlap.
     """
     by_storage = defaultdict(list)
     for i, t in enumerate(tensors):

@@ -62,13 +62,7 @@ def local_dict(full: Mapping[str, Any], owned: Owned) -> dict[str, Any]:
 def full_dict(
     groups: Iterable[Group], parts: Iterable[Mapping[Any, Any]], partition: Sequence[Owned]
 ) -> dict[str, Any]:
-    """A whole state dict in torch's layout, which shares no tensor with its sources.
-
-    Args:
-        groups: the optimizer's full groups.
-        parts: by rank, what :func:`full_entries` returned there.
-        partition: by rank and group, the numbers of the parameters that the rank owns.
-    """
+    """A whole state dict in torch's layout, of what :func:`full_entries` returned on every rank; shares no tensor."""
     packed, number = [], 0
     for group in groups:
         numbers = list(range(number, number + len(group["params"])))
@@ -133,9 +127,7 @@ def momentum_is_adopted(optimizer: Optimizer) -> bool:
 def hand_over_momentum(optimizer: ShardedState, saved: Mapping[str, Any]) -> None:
     """Leave the momentum buffers of all parameters where the compressor of every rank looks for them.
 
-    Args:
-        optimizer: the sharded one; its share of the buffers is taken out of its local optimizer.
-        saved: a full state dict, not changed.
+    The sharded optimizer's share of them is taken out of its local optimizer.
     """
     for key, p in zip(_keys(saved), parameters_of(optimizer.param_groups), strict=True):
         buffer = saved["state"].get(key, {}).get("momentum_buffer")

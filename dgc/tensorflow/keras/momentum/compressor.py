@@ -41,13 +41,7 @@ class FixedMomentum(Adoption):
     )
 
     def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
-        """Hold the options.
-
-        Args:
-            options: momentum and Nesterov.
-            regularizers: of each variable.
-            optimizer: the Keras optimizer whose learning rate counts.
-        """
+        """Take Paddle's options, each variable's regularizer, and the optimizer whose learning rate counts."""
         self._regularizers = list(regularizers)
         super().__init__(optimizer, options.to_config([]))
         self.cover(len(self._regularizers))
@@ -101,15 +95,7 @@ class MomentumCompressor(DGCCompressor):
         process_set: Any = None,
         transport: Any = "auto",
     ) -> None:
-        """Check what needs no other rank.
-
-        Args:
-            options: Paddle's arguments.
-            parameter_regularization: name patterns (fnmatch) of variables, whose regulariser goes before the
-                optimizer's; the first match counts.
-            parameter_learning_rate: name patterns of variables and factors of the learning rate for them.
-            process_set: the Horovod process set to average over; None means all ranks.
-            transport: "auto", "mpi", "horovod" or a transport.
+        """Check what needs no other rank; arguments as in :func:`~dgc.tensorflow.keras.momentum.optimizer.DGCMomentum`.
 
         Raises:
             ArgumentError: a regulariser of another kind, or ``num_trainers`` is not the number of ranks.
@@ -205,12 +191,7 @@ class MomentumCompressor(DGCCompressor):
             return super()._require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """This rank's state, made of some in the form of :meth:`state_dict`.
-
-        Raises:
-            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
-            RuntimeError: a buffer is no array.
-        """
+        """This rank's state, made of some in the form of :meth:`state_dict`."""
         assert self.engine is not None
         wide = {
             name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
