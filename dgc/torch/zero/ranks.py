@@ -93,17 +93,8 @@ class Ranks:
             TransportError: Horovod refused.
         """
         self.end_count()  # of a step that was interrupted
-        if self.size == 1:
-            return
-        answer = torch.ones(1)
-        holder = hold(answer)
-        try:
-            self._counting = self._hvd.allreduce_async_(
-                answer, name=f"{self._prefix}.count", op=self._hvd.Sum, process_set=self.members
-            )
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"Horovod could not count the ranks: {error}") from error
-        self._holders[self._counting] = holder
+        if self.size > 1:
+            self._counting = self._start(self._hvd.allreduce_async_, torch.ones(1), "count", op=self._hvd.Sum)
 
     def end_count(self) -> None:
         """Wait for the count, if one has begun.
@@ -114,11 +105,7 @@ class Ranks:
         if self._counting is None:
             return
         handle, self._counting = self._counting, None
-        try:
-            present = round(float(self._hvd.synchronize(handle)))
-        except RuntimeError as error:
-            raise TransportError(f"Horovod could not count the ranks: {error}") from error
-        del self._holders[handle]
+        present = round(float(self._finish(handle)))
         if present != self.size:
             raise TransportError(f"only {present} of {self.size} ranks take part: {JOINED}")
 
@@ -142,15 +129,12 @@ class Ranks:
             # Horovod knows no bfloat16 on every backend, and bytes are bytes.
             carried = flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
             for i, piece in enumerate(carried.view(-1).split(_PIECE)):
-                pending.append((self._start(piece, owner, f"{name}.{i}"), data, flat))
+                handle = self._start(self._hvd.broadcast_async_, piece, f"{name}.{i}", root_rank=self._roots[owner])
+                pending.append((handle, data, flat))
 
         def wait() -> None:
             for handle, data, flat in pending:
-                try:
-                    self._hvd.synchronize(handle)
-                except RuntimeError as error:
-                    raise TransportError(f"Horovod could not broadcast: {error}") from error
-                del self._holders[handle]
+                self._finish(handle)
                 if not data.is_contiguous():
                     data.copy_(flat)
 
@@ -185,13 +169,19 @@ class Ranks:
         except TransportError as error:
             raise mistake or error from error
 
-    def _start(self, tensor: torch.Tensor, owner: int, name: str) -> int:
+    def _start(self, collective: Callable[..., int], tensor: torch.Tensor, name: str, **options: object) -> int:
         holder = hold(tensor)
         try:
-            handle: int = self._hvd.broadcast_async_(
-                tensor, root_rank=self._roots[owner], name=f"{self._prefix}.{name}", process_set=self.members
-            )
+            handle = collective(tensor, name=f"{self._prefix}.{name}", process_set=self.members, **options)
         except (RuntimeError, ValueError) as error:
-            raise TransportError(f"Horovod could not broadcast {name} of rank {owner}: {error}") from error
+            raise TransportError(f"Horovod could not begin {self._prefix}.{name}: {error}") from error
         self._holders[handle] = holder
         return handle
+
+    def _finish(self, handle: int) -> torch.Tensor:
+        try:
+            result: torch.Tensor = self._hvd.synchronize(handle)
+        except RuntimeError as error:
+            raise TransportError(f"Horovod could not count the ranks, or send their parameters: {error}") from error
+        del self._holders[handle]
+        return result
