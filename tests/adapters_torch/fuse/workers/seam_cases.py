@@ -67,7 +67,7 @@ def compare(make, *, passes=1, clear=True, clip=None, fused=lambda optimizer: PA
     plain, optimizer = make(plain_model, "plain"), fuse_optimizer(make(model, "fused"))
     for step in range(8):
         for net, opt, update in ((plain_model, plain, plain.step), (model, optimizer, optimizer.fuse_step)):
-            opt.zero_grad(set_to_none=clear)
+            opt.zero_grad() if clear else net.zero_grad(set_to_none=False)
             for part in range(passes):
                 loss_of(net, 10 * step + part).backward()
             context = nullcontext()
