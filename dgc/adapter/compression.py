@@ -30,12 +30,12 @@ class CompressionBase(abc.ABC):
 
     @property
     def none(self) -> Any:
-        """Horovod's: gradients travel as they are."""
+        """Horovod's: gradients are sent as they are."""
         return self._horovod.module(initialized=False).Compression.none
 
     @property
     def fp16(self) -> Any:
-        """Horovod's: gradients travel as float16."""
+        """Horovod's: gradients are sent as float16."""
         return self._horovod.module(initialized=False).Compression.fp16
 
     @abc.abstractmethod

@@ -51,7 +51,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
     """
 
     works_alone: ClassVar[bool] = False
-    """Whether it has an engine in a job of one process too, because nobody else would apply its momentum."""
+    """Whether it has an engine in a job of one process too, because otherwise its momentum would not be applied."""
 
     _horovod: Ranks | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
@@ -100,7 +100,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         name = self.op_of(op)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
-                f"the compressor was told op={self.config.op}, the optimizer op={name}; pass the same to both, or "
+                f"the compressor has op={self.config.op}, the optimizer op={name}; pass the same to both, or "
                 "leave it out of the compressor"
             )
         self.config = dataclasses.replace(self.config, op=name)
@@ -118,7 +118,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process is in the process set; also where there is nobody else, and before ``bind``."""
+        """Whether this process is in the process set; also in a job of one process, and before ``bind``."""
         return self._members is None or bool(self._members.included())
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
@@ -184,7 +184,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
-        """The engine, for what Horovod calls; None where there is nobody to exchange with.
+        """The engine, for what Horovod calls; None in a job of one process.
 
         Args:
             missing: what the compressor was not given, and what to do.

@@ -39,7 +39,7 @@ class EngineBase(EngineMetrics, abc.ABC):
     Attributes:
         names: of the tensors, in registration order.
         transport: connects the ranks; the engine closes it.
-        between: what gradients travel over: that transport, or one among nodes whose ranks send as one.
+        between: what carries gradients: that transport, or one among nodes whose ranks send as one.
         adoption: what was taken over from the optimizer.
         layout: of all tensors that may be exchanged, or of those that are.
         joins: see :class:`~dgc.core.exchange.exchange.Exchange`.
@@ -100,7 +100,7 @@ class EngineBase(EngineMetrics, abc.ABC):
         return saved
 
     def _decide(self) -> None:
-        """Before the state is looked at: see what became of the latest step, if nobody has reported that."""
+        """Before the state is looked at: find out what became of the latest step, if that was not reported."""
 
     def _clear(self) -> None:
         """Forget, after a reset, what outlives a step."""
@@ -268,7 +268,7 @@ class EngineBase(EngineMetrics, abc.ABC):
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
-        # Tensors whose gradients travel otherwise have no state; which ones is part of it.
+        # Tensors whose gradients are sent otherwise have no state; which ones is part of it.
         others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
         without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
         layout = self.layout

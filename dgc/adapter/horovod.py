@@ -157,7 +157,7 @@ class Horovod(abc.ABC):
         return chosen
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
-        """Whether this process has nobody to exchange with: one rank, or outside the set; None before ``hvd.init()``.
+        """Whether this process exchanges nothing: one rank, or outside the set; None before ``hvd.init()``.
 
         Raises:
             ConfigError: Horovod is missing, or it is no process set.
@@ -317,7 +317,7 @@ def check_placeholder(value: float, *, op: str, size: int) -> None:
 
     Args:
         value: the reduced placeholder.
-        op: "average" or "sum", what the compressor was told.
+        op: "average" or "sum", the compressor's.
         size: number of ranks.
 
     Raises:
@@ -332,7 +332,7 @@ def check_placeholder(value: float, *, op: str, size: int) -> None:
             "Compression.dgc(..., op=hvd.Sum)"
         )
     if op == "sum" and abs(value - 1.0) < 1e-3:
-        raise ConfigError("the compressor was told op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
+        raise ConfigError("the compressor has op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
     raise ConfigError(
         f"the ranks' placeholders reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the "
         "op is not one the compressor supports; give every rank the same number of batches (repeat or drop some) "

@@ -15,7 +15,7 @@ from dgc.core.state.probe import FIGURES, Probe, TensorFigures
 from dgc.errors import ConfigError
 
 OFF = "no log is on: call log_to(writer) first, on each rank that wants to see"
-ALONE = "nothing is compressed in this process, which has nobody to exchange with"
+ALONE = "nothing is compressed in this process, which has no other ranks"
 UNBOUND = "the compressor is bound to no model yet"
 NOT_YET = "no step was looked at yet"
 

@@ -99,7 +99,7 @@ def own_state(
 
 
 def warn_of_dropped(state: Any) -> None:
-    """Say what a process that has nobody to exchange with does not take over."""
+    """Say what a job of one process does not take over."""
     states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
     if not all(holds_nothing(s) for s in states):
         warnings.warn(

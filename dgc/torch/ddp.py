@@ -191,7 +191,7 @@ class _Steps(StepWatch):
         if bucket.index() == 0:
             self._waiting, self._results = [], {}
             if not self.begun:
-                # Join runs the hook on zeros, on a rank without data: nobody else steps, or drops, results here.
+                # Join runs the hook on zeros on a rank without data, where nothing else steps or drops results.
                 self._require_stepped()
                 self._joined = True
                 engine.results.applied()

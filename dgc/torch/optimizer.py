@@ -133,7 +133,7 @@ _all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 
 class _Exchanged(NamedTuple):
-    """A gradient whose exchange has begun, in which nobody may change it, its version then, and where its result goes.
+    """A gradient whose exchange has begun, in which it must not change, its version then, and where its result goes.
 
     Whether the exchange has read a gradient before or after a change of it is a matter of chance.
     """
@@ -332,7 +332,7 @@ class Steps(StepWatch):
         self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 
     def _first_exchanging(self) -> int | None:
-        """The index of a gradient that nobody may change now."""
+        """The index of a gradient that must not change now."""
         for i, exchanged in self._exchanged.items():
             if exchanged is not None:
                 return i

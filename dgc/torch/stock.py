@@ -163,7 +163,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             try:
                 result = self._submit(engine, tensor)
             except (StallError, _WrappedTwice):
-                raise  # the other ranks do not come, or nobody will call decompress()
+                raise  # the other ranks do not come, or decompress() will not be called
             except DGCError as error:
                 # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
                 self._pending_error = error

@@ -1,4 +1,4 @@
-"""Before any gradient travels: do all ranks mean the same thing?
+"""Compare what the ranks train before any gradient is sent.
 
 Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So at
 construction every rank describes itself and all descriptions are compared; a difference, or an error on one rank
@@ -81,7 +81,7 @@ def agree_or_raise(
     """Run ``build`` on every rank and require that all ranks built the same description.
 
     Where ``build`` raises, that rank gets its own exception and all others one that names the rank and the message,
-    so that nobody waits for a rank that gave up.
+    so that no rank waits for one that gave up.
 
     Args:
         transport: connects the ranks.
@@ -112,13 +112,13 @@ def tell_error(transport: Transport, error: Exception) -> None:
 
     Args:
         transport: connects the ranks.
-        error: gets a note where they could not be told.
+        error: gets a note where it could not be reported to them.
     """
     try:
         gather_if_different(transport, {ERROR_KEY: [type(error).__name__, str(error)]})
     except TransportError as lost:
         # What add_note does, which Python 3.10 lacks.
-        note = f"and the other ranks could not be told: {lost}"
+        note = f"and this could not be reported to the other ranks: {lost}"
         error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 

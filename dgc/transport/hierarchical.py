@@ -30,7 +30,7 @@ _WHY = (
 
 
 def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Transport:
-    """What gradients travel over. Collective.
+    """The transport of gradients. Collective.
 
     Args:
         transport: among all ranks.
@@ -50,7 +50,7 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
         if hierarchical == "auto":
             return transport
         raise ConfigError(
-            f"hierarchical={hierarchical!r} needs MPI, and gradients travel over {transport.name!r} here: start the "
+            f"hierarchical={hierarchical!r} needs MPI, and gradients are sent over {transport.name!r} here: start the "
             "job with horovodrun --mpi (and mpi4py installed), or leave hierarchical out"
         )
     if nodes is None:
@@ -63,7 +63,7 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
         return transport
     if count == 1 and size > 1 and transport.rank == 0:
         logger.warning(
-            "hierarchical=%s: all %d ranks are one node, and nothing travels between nodes; gradients are sparsified "
+            "hierarchical=%s: all %d ranks are one node, and nothing is sent between nodes; gradients are sparsified "
             "all the same. hierarchical='auto' does without nodes here",
             hierarchical,
             size,

@@ -15,11 +15,11 @@ tests without pause               72 to 73 %                1.6 to 4.8 ms
 tests with sleeps (this module)   97 to 101 %               0.6 ms
 ================================  ========================  ==================================
 
-Where nobody is late and nothing else runs, 25 kB take 12 microseconds instead of the blocking collective's 5. The
+Where no rank is late and nothing else runs, 25 kB take 12 microseconds instead of the blocking collective's 5. The
 price is paid beside a thread that never releases the GIL: each pass through Python may then wait for one switch
 interval, 5.4 ms a message instead of 2 to 6.
 
-**How large messages travel.** A rank that sleeps moves no fragments: where shared memory copies through small buffers
+**How large messages are sent.** A rank that sleeps moves no fragments: where shared memory copies through small buffers
 (containers that forbid reading another process' memory), 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So
 a large collective begins with eight bytes from every rank; while those are missing a rank sleeps, and once they are
 in, all ranks are awake and test without pause for as long as the bytes should take: 4.6 ms there, 2.6 ms elsewhere.
@@ -74,7 +74,7 @@ SUSPENDED_SECONDS = 5.0
 
 _OUT_OF_STEP = (
     ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
-    "the same order. A rank that is told to stop or to save (by a signal, by a metric of its own) asks the others first"
+    "the same order. A rank that has to stop or to save (by a signal, by its own metric) asks the others first"
     " (hvd.allreduce)"
 )
 
@@ -124,7 +124,7 @@ def why_unusable(
 
 
 class MPITransport(Divisible):
-    """Collectives of mpi4py on a duplicate of a communicator, so that nobody else's messages can be taken for ours.
+    """Collectives of mpi4py on a duplicate of a communicator, so that no other messages can be taken for ours.
 
     To be called by one thread at a time, in the same order on every rank; other threads (Horovod's own, the user's)
     may use MPI meanwhile.

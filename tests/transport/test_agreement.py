@@ -167,7 +167,7 @@ def test_a_broken_transport_does_not_hide_the_error_itself():
 
     with pytest.raises(KeyError) as caught:
         agree_or_raise(Broken(2), _fail(KeyError("x")))
-    assert caught.value.__notes__ == ["and the other ranks could not be told: cable cut"]
+    assert caught.value.__notes__ == ["and this could not be reported to the other ranks: cable cut"]
 
 
 def outcomes(tables):

@@ -184,7 +184,7 @@ def test_auto_makes_no_nodes_where_they_would_save_nothing(caplog):
         assert over([0, 1, 2, 3], "auto") == [None] * 4
         assert not caplog.records
         assert over([0, 0, 0, 0], True) == [1] * 4
-    assert ["nothing travels between nodes" in r.getMessage() for r in caplog.records] == [True]
+    assert ["nothing is sent between nodes" in r.getMessage() for r in caplog.records] == [True]
 
 
 def test_what_cannot_be_a_node_is_refused_on_all_ranks():

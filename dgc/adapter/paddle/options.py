@@ -206,7 +206,7 @@ def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: i
 def sparse_refusal(name: str, advice: str = "") -> ConfigError:
     """The error about a sparse gradient of a compressed parameter."""
     return ConfigError(
-        f"{name!r} has sparse gradients, which are not compressed: add its name to exclude=, so that it travels "
+        f"{name!r} has sparse gradients, which are not compressed: add its name to exclude=, so that it is sent "
         f"dense{advice}"
     )
 

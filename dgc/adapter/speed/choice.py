@@ -44,7 +44,7 @@ class Choice:
         self._ranks = 1
         self.network: Network | None = None
         self._works: list[Cost] = []
-        self._dense: dict[str, bool] = {}  # tensors that were chosen for, or whose state says how they travelled
+        self._dense: dict[str, bool] = {}  # tensors that were chosen for, or whose state says how they were sent
         self._predicted: dict[tuple[str, ...], tuple[float, float]] = {}
         self._told = False
         self.reason: str | None = None
@@ -53,7 +53,7 @@ class Choice:
         """Learn what "auto" needs; collective for that option, the same on all ranks, and nothing for the others.
 
         Args:
-            transport: connects the ranks; nobody else uses it meanwhile.
+            transport: connects the ranks; nothing else uses it meanwhile.
             entries_alone: see :func:`dgc.adapter.speed.work.measure_cost`.
 
         Raises:
@@ -102,7 +102,7 @@ class Choice:
         return layout.with_dense(dense)
 
     def follow(self, parameters: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Let tensors travel from now on as they did where a state was saved, unless the option says how.
+        """Send tensors from now on as they were sent where a state was saved, unless the option says how.
 
         Residuals and a rank's own momentum belong to the compressed way; there is no dense step that sends both once.
 
@@ -124,7 +124,7 @@ class Choice:
         """What tensors will be once the state ``saved`` was followed.
 
         Returns:
-            Name -> whether it is sparsified, and the names of those that may travel coded.
+            Name -> whether it is sparsified, and the names of those that may be sent coded.
         """
         sparsified, small = layout.sparsified(), layout.small()
         if self._config.exchange == "auto":

@@ -60,7 +60,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> N
     Sizes and results are those of the slowest rank, so ranks that measure different things agree.
 
     Args:
-        transport: connects the ranks; nobody else uses it meanwhile.
+        transport: connects the ranks; nothing else uses it meanwhile.
         clock: seconds, of any origin.
 
     Raises:

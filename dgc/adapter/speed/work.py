@@ -1,4 +1,4 @@
-"""What compressing, and the dense way, cost this process besides the network: steps of one tensor with nobody else.
+"""What compressing, and the dense way, cost this process besides the network: steps of one tensor in one process.
 
 The steps are those of the real exchange over a transport that answers at once, so whatever a compressor does is in
 them. The fastest step counts: what else the machine has to do only adds. P = number of ranks.

@@ -97,7 +97,7 @@ def require_compressor(value: object) -> None:
 
 
 def no_compressor(value: object) -> ConfigError:
-    """The error about a value in a compressor's place, such as a class or a constructor that nobody called."""
+    """The error about a value in a compressor's place, such as a class or a constructor that was not called."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
     name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
     return ConfigError(

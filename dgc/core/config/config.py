@@ -48,7 +48,7 @@ class DGCConfig:
     # Codecs of the message, by their names in the registry: see docs/wire-format.md.
     indices: str = "uint16"
     values: str = "float16"
-    # How tensors that are dense because of their shape or size travel beside sparsified ones: a value codec's name.
+    # How tensors that are dense because of their shape or size are sent beside sparsified ones: a value codec's name.
     small: str = "int8"
     # Dense float32 bytes per bucket.
     bucket_bytes: int = DEFAULT_BUCKET_BYTES

@@ -142,10 +142,10 @@ class Exchange:
             self.fail(error, index)
 
     def fail(self, error: DGCError, parameter: int | None = None) -> NoReturn:
-        """Tell all ranks that this one cannot go on, and raise the error here once they have been told.
+        """Report to all ranks that this one cannot go on, and raise the error here afterwards.
 
-        When all buckets are through, the others finish the step; they are told in the next one, if this rank takes
-        part in it.
+        When all buckets are through, the others finish the step; the error reaches them in the next one, if this rank
+        takes part in it.
 
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.

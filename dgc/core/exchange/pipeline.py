@@ -146,7 +146,7 @@ class Pipeline:
 
         Raises:
             RemoteFailure: a rank sent an error.
-            DGCError: a message or a collective failed; or another error that cannot be told in this step any more.
+            DGCError: a message or a collective failed; or another error that cannot be reported in this step any more.
         """
         bucket, step = self._buckets[index], self._step
         announced = step.announced if self._nodes is None else self._add_up(context, index, self._nodes)
@@ -235,7 +235,7 @@ class Pipeline:
         if not self._kernels.overlaps or self._nodes is not None:
             return  # which gradients are there differs between the ranks of a node
         stop = self._stop(context, index)
-        # What fails here fails again when it is that bucket's turn, and can be told the other ranks then.
+        # What fails here fails again when it is that bucket's turn, and can be reported to the other ranks then.
         with contextlib.suppress(Exception):
             for following in range(index + 1, stop if self._waits else min(stop, index + 2)):
                 self._prepare(context, following)
@@ -249,7 +249,7 @@ class Pipeline:
 
 
 def _told(error: Exception) -> DGCError:
-    """What the other ranks are told of an error here."""
+    """What is reported to the other ranks of an error here."""
     if isinstance(error, DGCError):
         return error
     wrapped = RemoteError(f"{type(error).__name__}: {error}")

@@ -55,7 +55,7 @@ class Event(enum.Enum):
     FINISH = "`finish()`: all values are finite"
     REFUSE = "`finish()`: a value is not finite"
     RAISE = "`finish()` or `fail()` raises the error"
-    APPLY = "`applied()`: the optimizer updates the parameters, or nobody reports updates"
+    APPLY = "`applied()`: the optimizer updates the parameters, or updates are not reported"
     DROP = "`drop()`: the results are not used"
     TAKE_OVER = "`remember()`: another exchange finished the step"
     RESET = "`reset()`, `load_state_dict()`"

@@ -86,7 +86,7 @@ class Memory(Protocol):
         ...
 
     def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
-        """Return host memory for what travels, (n,), not initialised; page-locked where that helps."""
+        """Return host memory for what is sent, (n,), not initialised; page-locked where that helps."""
         ...
 
     def to_host(self, array: Array) -> np.ndarray:

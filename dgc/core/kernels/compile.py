@@ -68,7 +68,7 @@ def usable(directory: str) -> bool:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether this user, or root, owns the folder or file, so that nobody else has put there what it holds."""
+    """Whether this user, or root, owns the folder or file, so that its content is theirs."""
     return path.stat().st_uid in (os.getuid(), 0)
 
 

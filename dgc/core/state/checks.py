@@ -96,13 +96,13 @@ def require_fit(
 
     Args:
         saved: as in :func:`require_sound`.
-        sparsified: name -> whether a parameter travels sparsified.
+        sparsified: name -> whether a parameter is sent sparsified.
         lengths: name -> number of elements, of the same parameters.
         optional: names of those that the state need not have, and of others that it may have.
-        small: names of those that may travel coded, and so may have a residual of the codec's.
+        small: names of those that may be sent coded, and so may have a residual of the codec's.
 
     Raises:
-        LayoutError: it has other parameters, of other lengths, or they travelled otherwise.
+        LayoutError: it has other parameters, of other lengths, or they were sent otherwise.
     """
     found = saved["parameters"]
     missing = [n for n in lengths if n not in found and n not in optional]
@@ -127,7 +127,7 @@ def require_fit(
             )
         if "error" in entry and name not in small:
             raise LayoutError(
-                f"parameter {name!r} travels exactly here, and was coded when the state was saved; what the codec had "
+                f"parameter {name!r} is sent exactly here, and was coded when the state was saved; what the codec had "
                 "lost would be dropped: use the same exclude and exchange"
             )
         for key in sorted(wanted | ({"error"} & set(entry))):

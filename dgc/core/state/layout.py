@@ -73,7 +73,7 @@ class Bucket:
     part: int = 0
     """Which member of a wrapper (``by_size``, ``by_name``, ``by_step``) compresses the bucket."""
     small_size: int = 0
-    """Elements from ``sparse_size`` on, padding included, of dense tensors that may travel coded: those of float32
+    """Elements from ``sparse_size`` on, padding included, of dense tensors that may be sent coded: those of float32
     that are dense because of their shape or size. The others, which a user named, come after them."""
 
     @cached_property
@@ -83,7 +83,7 @@ class Bucket:
 
     @cached_property
     def small(self) -> tuple[Segment, ...]:
-        """Dense segments that may travel coded."""
+        """Dense segments that may be sent coded."""
         return tuple(s for s in self.dense if s.offset < self.sparse_size + self.small_size)
 
     @cached_property
@@ -145,7 +145,7 @@ class Layout:
         return sum(s.length for b in self.buckets for s in b.sparse)
 
     def is_sparsified(self, parameter: int) -> bool:
-        """Whether a parameter travels sparsified, once sparsification has begun."""
+        """Whether a parameter is sent sparsified, once sparsification has begun."""
         bucket, segment = self.places[parameter]
         return segment.offset < self.buckets[bucket].sparse_size
 
@@ -154,7 +154,7 @@ class Layout:
         return {p.name: self.is_sparsified(i) for i, p in enumerate(self.parameters)}
 
     def small(self) -> set[str]:
-        """Names of the dense parameters that may travel coded."""
+        """Names of the dense parameters that may be sent coded."""
         return {self.parameters[s.parameter].name for b in self.buckets for s in b.small}
 
     def lengths(self) -> dict[str, int]:

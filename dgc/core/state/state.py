@@ -108,7 +108,7 @@ class State:
         return self.buckets[bucket].v[segment.slice]
 
     def error(self, parameter: int) -> np.ndarray:
-        """View of what a small tensor's codec has lost: (numel,), or (0,) for a parameter that never travels coded."""
+        """View of what a small tensor's codec has lost: (numel,), or (0,) for a parameter that is never sent coded."""
         bucket, segment = self._layout.places[parameter]
         first = segment.offset - self._layout.buckets[bucket].sparse_size
         return self.buckets[bucket].error[first : first + segment.length] if first >= 0 else np.empty(0, np.float32)

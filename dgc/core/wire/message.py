@@ -1,4 +1,4 @@
-"""A bucket's message: header, sparse payload, and the dense tensors when they travel along."""
+"""A bucket's message: header, sparse payload, and the dense tensors when they are in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one bucket travels at one density: message sizes, and sparse message or dense sum. The same on every rank.
+"""How one bucket is sent at one density: message sizes, and sparse message or dense sum. The same on every rank.
 
 Everything here follows from the layout, the density, the codecs and the number of ranks P alone, so the ranks agree
 without asking each other, and a resumed run decides as the first one did.
@@ -43,8 +43,8 @@ class BucketPlan:
     """Sizes of one bucket's traffic.
 
     The *vector* covers positions ``vector_start`` to ``bucket.size``: what is summed densely. Where ``small`` is given,
-    its first ``bucket.small_size`` elements travel coded inside the message. The rest, the *plain* part, travels inside
-    the message (``inline``) when that saves a collective, else by allreduce.
+    its first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent
+    inside the message (``inline``) when that saves a collective, else by allreduce.
     """
 
     mode: Mode
@@ -85,7 +85,7 @@ class BucketPlan:
 
     @cached_property
     def coded_bytes(self) -> int:
-        """Bytes of the coded small tensors; 0 when they do not travel coded."""
+        """Bytes of the coded small tensors; 0 when they are not sent coded."""
         return self.small.max_bytes if self.small else 0
 
     @cached_property
@@ -95,7 +95,7 @@ class BucketPlan:
 
     @cached_property
     def inline_bytes(self) -> int:
-        """Bytes of the vector's plain part; 0 when it does not travel in the message."""
+        """Bytes of the vector's plain part; 0 when it is not in the message."""
         return (self.vector_size - self.plain_start) * self.itemsize if self.inline else 0
 
     @cached_property
@@ -146,7 +146,7 @@ def plan_for(
         payload_bytes: what a message of entries reserves for them.
         density: share of entries that the schedule allows, or None for a dense step (before the ramp-up).
         ranks: P.
-        small: name of the value codec for the small tensors; "float32" is what all dense tensors travel as.
+        small: name of the value codec for the small tensors; "float32" is what all dense tensors are sent as.
         selection: what writes the payload, where selected entries do without an algorithm.
 
     Raises:

@@ -28,7 +28,7 @@ class SmallCodec:
         self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
         self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
         lengths = np.diff(self._bounds)
-        # Where each element lies; the padding between tensors does not travel.
+        # Where each element lies; the padding between tensors is not sent.
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:

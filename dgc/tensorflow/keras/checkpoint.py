@@ -130,7 +130,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this process takes part and has nobody to exchange with."""
+        """Whether this process takes part in a job of one process."""
         compression = self._owner.compression
         return compression is not None and compression.is_bound and compression.takes_part and self._engine is None
 

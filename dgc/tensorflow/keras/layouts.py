@@ -37,7 +37,7 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
     """
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
     slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(getattr(inner, "momentums", None)))
-    # Slots before sums, which have the same shapes: nobody saves sums of an optimizer with momentum without its slots.
+    # Slots before sums, which have the same shapes: sums of an optimizer with momentum are not saved without slots.
     choices = itertools.product((True, False), _choices(slots_may_be), _choices(inner.gradient_accumulation_steps))
     for with_own, with_slots, with_sums in choices:
         wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]

@@ -121,7 +121,7 @@ class _Distributed(HasSettings, _Base):
         """Give the reason for dense results in this call of ``apply_gradients``; None if there is none."""
         settings = self._dgc_settings
         if settings.compression is None or is_alone(settings.process_set) is not False:
-            return "there is nobody to exchange with"
+            return "there is no other rank to exchange with"
         settings.require_complete()
         settings.adopt(self)
         if len(arguments) > 1 or not variables:

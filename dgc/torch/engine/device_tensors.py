@@ -30,7 +30,7 @@ _TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
-    # CuPy has no bfloat16: its bits travel as uint16.
+    # CuPy has no bfloat16: its bits are kept as uint16.
     torch.bfloat16: np.dtype(np.uint16),
 }
 

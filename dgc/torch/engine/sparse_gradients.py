@@ -55,9 +55,9 @@ class SparseGradients:
         )
 
     def momentum_refusal(self, index: int) -> ConfigError:
-        """What is wrong with a sparse gradient whose momentum was adopted: nobody would apply it."""
+        """What is wrong with a sparse gradient whose momentum was adopted: it would not be applied."""
         return ConfigError(
-            f"{self._names[index]!r} has sparse gradients, which travel Horovod's own way, but momentum or weight "
+            f"{self._names[index]!r} has sparse gradients, which are sent Horovod's own way, but momentum or weight "
             "decay of its group was taken into the compressor; put it in a parameter group of its own with momentum 0 "
             "and weight_decay 0"
         )

@@ -27,7 +27,7 @@ class StepSeam:
         update_class: the class whose ``step`` is the local update and nothing else.
         around: the context of the update; None where nothing else happens in a step. It gets a function that computes
             the gradients, which it calls first; at the end it publishes the updated weights. An error of that function
-            or of the update is raised in it, so that other ranks can be told.
+            or of the update is raised in it, so that it can be reported to other ranks.
     """
 
     local: Optimizer

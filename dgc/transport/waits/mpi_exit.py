@@ -75,7 +75,7 @@ def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """While a collective is under way. One that fails counts for ever: nobody can be expected to come after it."""
+    """While a collective is under way. One that fails counts for ever: no call can be expected after it."""
     me = threading.get_ident()
     _waiting[me] += 1
     yield
@@ -102,7 +102,7 @@ def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
 
 
 def give_up(mpi: ModuleType, text: str) -> None:
-    """End the whole job, here and now: nobody takes the error, and every orderly way out waits for a missing rank."""
+    """End the whole job, here and now: the error is not handled, and every orderly way out waits for a missing rank."""
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     mpi.COMM_WORLD.Abort(1)
@@ -138,7 +138,7 @@ def leave() -> None:
 
     if _missing.is_set() and not MPI.Is_finalized():
         give_up(MPI, "this rank gave up waiting for others: it ends the job")
-    # After an uncaught exception, or in the middle of a step, nobody else comes.
+    # After an uncaught exception, or in the middle of a step, no other rank comes.
     if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
         say_farewell(MPI)
     _stop_calling()

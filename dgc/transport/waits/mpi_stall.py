@@ -1,6 +1,6 @@
 """A rank that waits for others for very long says for which, and gives up in the end.
 
-A link that is down, or a process that is stopped, is an error to nobody: a collective simply never ends. Horovod's own
+A link that is down, or a process that is stopped, raises no error: a collective simply never ends. Horovod's own
 stall inspector asks the ranks over the same links, and waits with them. So a rank that has waited for long tells each
 other one, in a small message of its own, which collective it has come to; from whom no such message has come by the
 time of a warning, that one is missing, or cannot be reached. While collectives end in time nothing is sent at all.
@@ -9,7 +9,7 @@ A rank that writes a checkpoint for very long says so all the while, and is wait
 the others count how long they have waited.
 
 The times are Horovod's: ``HOROVOD_STALL_CHECK_TIME_SECONDS`` and ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``; unlike there
-a rank gives up without being told so, after ten minutes, as Gloo and NCCL do.
+a rank gives up without a setting, after ten minutes, as Gloo and NCCL do.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def nobody_to_exchange_with():
     m.fit(model, 3, callbacks=[dgck.callbacks.LogCompression(writer, every=1)])
     assert writer.rows == []
     compression.log_to(writer)
-    assert "nobody to exchange with" in compression.inside.nothing
+    assert "no other ranks" in compression.inside.nothing
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Topk(_Selection):
     With ``threshold="global"`` t is the R-quantile of about 100 000 entries of all buckets, taken in the step
     before (in the first step: of the bucket's own), since a bucket leaves before the gradients of the others are there;
     a message has room for ``headroom`` times the entries of an even share, the largest are preferred, and the rest
-    waits. Values travel in ``values=`` (float16 by default).
+    waits. Values are sent in ``values=`` (float16 by default).
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
     """

@@ -39,7 +39,7 @@ class BucketStep:
         sent: positions and values of a selection as the receivers read them, (k,) each, until that is committed.
         flagged: whether a value is not finite; once the messages are in, on any rank.
         flagged_by: the ranks that met such a value before they sent anything.
-        is_out: whether this rank's message is out; an error can no longer be told the others in it.
+        is_out: whether this rank's message is out; an error can no longer be reported in it.
         is_committed: whether what was sent has left the residual.
         deferred: the results of the sparsified tensors that have not been written.
     """
@@ -119,7 +119,7 @@ class Encoder(ABC):
         return
 
     def abandon(self) -> None:
-        """Let nobody work on the bucket any more, when :meth:`compress` will not come to what :meth:`begin` began."""
+        """Stop work on the bucket, when :meth:`compress` will not come to what :meth:`begin` began."""
         return
 
     @abstractmethod

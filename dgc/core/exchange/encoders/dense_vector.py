@@ -93,7 +93,7 @@ class DenseVector:
         return not is_finite(vector)
 
     def code_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
-        """Add to small tensors' gradients what is owed to them, and code them where the plan says so.
+        """Add to small tensors' gradients their residuals, and code them where the plan says so.
 
         The state does not change before :meth:`commit`: a step that is refused or fails leaves it as it was.
 
@@ -123,7 +123,7 @@ class DenseVector:
         return not finite
 
     def commit(self, plan: BucketPlan, state: BucketState) -> None:
-        """The step counts: what its codec has lost is owed from now on."""
+        """The step counts: what its codec has lost becomes their residual."""
         if self._changes:
             state.error[...] = self._left
             state.residual_pending = plan.small is not None

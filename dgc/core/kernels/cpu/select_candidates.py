@@ -1,8 +1,8 @@
 """The compress pass of one bucket: all chunks of all segments, shared out to the threads; the last to finish picks.
 
 A chunk is a piece of one segment. Threads take chunks by ticket and write candidates into room of their own. Whoever
-finishes a segment's last chunk picks its entries at once, so nobody waits for anybody in between. Chunks do not depend
-on the number of threads and a segment's candidates are read in the order of its chunks, so neither do the results.
+finishes a segment's last chunk picks its entries at once, so no thread waits for another in between. Chunks do not
+depend on the number of threads and a segment's candidates are read in the order of its chunks, so neither do results.
 
 Candidates lie in runs (one for each chunk of the segment), each in ascending order of position. Magnitudes are compared
 as the bits of ``|v|``, called keys. Exactly the k largest are picked without sorting: a partition of the candidates'
@@ -273,7 +273,7 @@ class Workspace(threading.local):
         self._scratch: dict[np.dtype, list[Scratch]] = {}
 
     def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> Scratch:
-        """Return scratch arrays for buckets of type ``kind`` that nobody else has, grown when they are too small."""
+        """Return scratch arrays for buckets of type ``kind`` that have no other user, grown when they are too small."""
         kept = self._scratch.setdefault(kind, [])
         if kept:
             scratch = kept.pop()

@@ -4,7 +4,7 @@ Numba leaves vectorisation to LLVM's loop passes, which give up on a loop that u
 its entries passes a threshold and only then decides what to store. With a vector type the kernel says it directly:
 one value holds LANES floats, an operation on it is one LLVM instruction, which LLVM splits into the registers of the
 machine at hand (four of 512 bits, eight of 256, sixteen of 128). Operations are exactly rounded one by one: LLVM
-contracts a product and a sum into one rounding only where it is told to, and it is not.
+contracts a product and a sum into one rounding only where a flag says so, and none does.
 """
 
 from __future__ import annotations

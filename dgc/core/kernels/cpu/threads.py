@@ -197,9 +197,9 @@ class Work:
             raise
 
     def give_up(self) -> None:
-        """Leave the rest of the work undone; when this returns, nobody works on it."""
+        """Leave the rest of the work undone; when this returns, no thread works on it."""
         self._given_up = True
-        self._progress[0] = self._pieces  # nobody takes another piece
+        self._progress[0] = self._pieces  # no thread takes another piece
         _wait_for(self._started, self._finished)
 
 

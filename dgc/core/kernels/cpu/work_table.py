@@ -34,7 +34,7 @@ _CODES = {
     _FLOAT32: FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
-    # NumPy has no bfloat16: its bits travel as uint16.
+    # NumPy has no bfloat16: its bits are kept as uint16.
     np.dtype(np.uint16): BFLOAT16,
 }
 

@@ -108,7 +108,7 @@ class DeviceKernels(CodeKernels, Kernels):
         bits = 8 * np.dtype(vector.dtype).itemsize
         with self.lock:
             tensors = [DenseTensor(gradient=g, vector=at) for g, at in zip(gradients, offsets, strict=True)]
-            met = self._scratch.host("gathered", SUMMARY.itemsize)  # nobody reads it
+            met = self._scratch.host("gathered", SUMMARY.itemsize)  # not read
             self._over_tensors("pack", bits, tensors, vector, np.int64(vector.size), met)
 
     def scale(self, vector: Array, factor: float) -> None:

@@ -64,7 +64,7 @@ _FIELDS = "length scales codes bytes key limit scale bits levels group columns i
 
 
 class CodeKernels(BucketKernels):
-    """What an exchange on a device does with the tensors that travel in few bits."""
+    """What an exchange on a device does with the tensors that are sent in few bits."""
 
     def moments(self, v: Array, tensors: Sequence[CodedTensor]) -> list[np.ndarray]:
         """For each tensor (tiles, 3) float64: largest magnitude, sum, and squares' sum about the mean, by tile."""

@@ -51,7 +51,7 @@ _CODES = {
     np.dtype(np.float32): FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
-    # Neither NumPy nor CuPy knows bfloat16: its bits travel as uint16.
+    # Neither NumPy nor CuPy knows bfloat16: its bits are kept as uint16.
     np.dtype(np.uint16): BFLOAT16,
 }
 

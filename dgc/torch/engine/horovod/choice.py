@@ -13,7 +13,7 @@ from dgc.torch.engine.horovod.transport import HorovodTransport
 def make_transport(choice: str | Collectives = "auto", process_set: Any = None) -> Transport:
     """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
 
-    Where Horovod has NCCL, it is one that large sums of GPUs' gradients do not travel over.
+    Where Horovod has NCCL, it is one that large sums of GPUs' gradients are not sent over.
 
     Args:
         choice: "auto", "mpi", "horovod" or a transport: see :func:`dgc.transport.choice.choose_transport`.

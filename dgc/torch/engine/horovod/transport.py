@@ -21,7 +21,7 @@ class HorovodTransport(HorovodTransportBase):
     them; they contain the size, since another first dimension under the same name would miss that cache. One call takes
     about 2 ms on MPI, of which Horovod's cycle time and its 1 ms polling are the most.
 
-    Horovod may fuse a large sum with other tensors that travel at the same time, so its last bits can differ between
+    Horovod may fuse a large sum with other tensors that are sent at the same time, so its last bits can differ between
     two runs, though never between ranks.
     """
 

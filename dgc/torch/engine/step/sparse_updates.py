@@ -28,7 +28,7 @@ Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 class SparseUpdates:
     """Decides in each step whether the sums of entries are deferred, and applies them.
 
-    They are deferred while nobody has asked for gradients: a script that calls ``synchronize()`` itself gets dense
+    They are deferred while gradients are not asked for: a script that calls ``synchronize()`` itself gets dense
     results, written while the backward pass goes on, from the next step on. A script whose second step finds the first
     one's gradients where they were (set to 0 in place, or added to) gets dense results for good: it needs them there.
 
@@ -121,7 +121,7 @@ class SparseUpdates:
         if self._unwanted is not None:
             return self._unwanted
         if self.obstacle is None:
-            return "nobody can apply anything else"
+            return "nothing else can be applied"
         shards = list(map(local, self._parameters))
         for p in shards:
             if not (p.is_cpu and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()):

@@ -276,7 +276,7 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
 def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a step without a backward pass is one of ``torch.distributed.checkpoint``, for the optimizer's state.
 
-    All gradients and learning rates are 0 in it. An exchange would send entries that nobody applies.
+    All gradients and learning rates are 0 in it. An exchange would send entries that are not applied.
     """
     return set(learning_rates_of(optimizer)) == {0.0} and all(
         p.grad is not None and not bool(local(p.grad).any()) for p in parameters

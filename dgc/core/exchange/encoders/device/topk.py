@@ -90,7 +90,7 @@ class DeviceEncoder(TopKEncoder):
             enqueued.finish()
 
     def catch_up(self, at: BucketStep) -> None:
-        """See :class:`Encoder`; nobody may write into the message any more."""
+        """See :class:`Encoder`; the message must not be written any more."""
         self.abandon()
 
     def compress(self, at: BucketStep) -> None:  # noqa: D102
@@ -127,7 +127,7 @@ class DeviceEncoder(TopKEncoder):
             [(message.payload, message.count) for message in messages],
             share * at.step.loss_scale,
         )
-        # What other ranks send is finite, and nobody waits for the device to look at the sum.
+        # What other ranks send is finite, and the host does not wait for the device to look at the sum.
 
     def _mask(self, plan: BucketPlan, state: BucketState, positions: Array, values: Array, masking: bool) -> None:
         mask = self._kernels.mask if _format(plan) is None else self._kernels.subtract
