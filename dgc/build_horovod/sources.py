@@ -89,7 +89,7 @@ _IDLE_CYCLES = """\
 // Cycles since a collective was last performed.
 static int idle_cycles = 0;
 
-// Whether a longer cycle of this rank delays no other rank: it has nothing to do, and all others have to wait for it
+// Whether a longer cycle of this rank would delay nobody: it has nothing to do, and all others have to wait for it
 // anyway until it has. Ranks that have joined, or are outside of a process set, take part in what others hand in.
 static bool DelaysNobody(HorovodGlobalState& state) {
   if (state.shut_down || state.dynamic_process_sets || state.parameter_manager.IsAutoTuning()) {

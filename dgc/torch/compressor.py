@@ -96,7 +96,7 @@ class DGCCompressor(HorovodCompressor):
         self._bind(process_set, open_engine)
         if stock and self.engine is not None:
             leave_hooks_untraced()
-            steps = self.watch_horovod(self.engine)
+            steps = self._watch_horovod(self.engine)
             if optimizer is not None:
                 announce_owner(optimizer, steps.own)
 

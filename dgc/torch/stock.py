@@ -232,7 +232,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
         return engine.submit(index, tensor)
 
-    def watch_horovod(self, engine: Engine) -> HorovodSteps:
+    def _watch_horovod(self, engine: Engine) -> HorovodSteps:
         """Follow the steps of the optimizer that Horovod makes with this compressor."""
         if self._steps is None:
             self._steps = HorovodSteps(engine, self)
@@ -240,7 +240,7 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     def _bind_caller(self, engine: Engine) -> None:
         owner: Any = find_owner(self)
-        steps = self.watch_horovod(engine)
+        steps = self._watch_horovod(engine)
         steps.own(owner)
         steps.drives = True
         if any(other.begun for other in steps.others()):

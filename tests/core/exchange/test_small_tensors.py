@@ -273,7 +273,7 @@ def test_a_residual_of_a_tensor_that_travels_exactly_is_refused():
         exchange = make_exchange(transport, **CODED)
         steps(exchange, 1)
         state = exchange.state_dict()
-        with pytest.raises(LayoutError, match=r"'fc.bias' travels exactly here.*exclude"):
+        with pytest.raises(LayoutError, match=r"'fc.bias' is sent exactly here.*exclude"):
             make_exchange(transport, **CODED, exclude="fc.bias").load_state_dict(state)
 
     on_ranks(2, one_rank)
