@@ -93,9 +93,7 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
 def _take_over(engine: Engine, group: Group, members: object, root: int) -> None:
     """Overwrite what all ranks share with that of one rank."""
     exchange = group.exchange
-    entries = exchange.state.to_dict()["parameters"].values()
-    replicated = exchange.state.step <= exchange.schedule.begin
-    momentum = {i: entry["u"] for i, entry in enumerate(entries) if replicated or "v" not in entry}
+    momentum = exchange.state.shared_momentum(exchange.schedule.begin)
     shared = [*engine.variables, *map(raw_variable, optimizer_variables(engine.adoption.optimizer))]
     own = [np.asarray(v) for v in shared], momentum, group.rate
     values, momentum, rate = import_horovod().broadcast_object(own, root, name="dgc.join", process_set=members)

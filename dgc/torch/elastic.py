@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from dgc.core.state.state import own_arrays
 from dgc.errors import TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD
@@ -145,6 +146,6 @@ def _of_all_old_ranks(states: list[State | None], compression: DGCCompressor) ->
 def _without_residuals(state: State, rank: int, replicated: bool) -> State:
     parameters = {}
     for name, entry in state["parameters"].items():
-        own = {"v", "error"} | ({"u"} if "v" in entry and not replicated else set())
+        own = own_arrays(entry, replicated)
         parameters[name] = {k: np.zeros_like(a) if k in own else a for k, a in entry.items()}
     return {**state, "rank": rank, "parameters": parameters}

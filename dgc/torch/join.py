@@ -115,18 +115,12 @@ def _clear(engine: Engine) -> None:
 def _take_over(engine: Engine, optimizer: Any, root: int) -> None:
     """Overwrite what all ranks share with that of one rank, unless it is equal."""
     exchange, rank = engine.exchange, engine.transport.rank
-    replicated = exchange.state.step <= exchange.schedule.begin
-    momentum = {
-        i: entry["u"]
-        for i, entry in enumerate(exchange.state.to_dict()["parameters"].values())
-        if replicated or "v" not in entry
-    }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     content = {
         "options": option_values(optimizer),
         "parameters": [p.detach() for p in parameters],
         "state": [dict(optimizer.state.get(p, {})) for p in parameters],
-        "momentum": momentum,
+        "momentum": exchange.state.shared_momentum(exchange.schedule.begin),
     }
     file = io.BytesIO()
     torch.save(content, file)

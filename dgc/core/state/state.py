@@ -93,6 +93,11 @@ class State:
         bucket, segment = self._layout.places[parameter]
         return self.buckets[bucket].u[segment.slice]
 
+    def shared_momentum(self, rampup_begin_step: int) -> dict[int, np.ndarray]:
+        """Copies of u by parameter, of those where it is equal on all ranks."""
+        entries, is_shared = self.to_dict()["parameters"].values(), self.step <= rampup_begin_step
+        return {i: entry["u"] for i, entry in enumerate(entries) if "u" not in own_arrays(entry, is_shared)}
+
     def set_momentum_buffer(self, parameter: int, values: np.ndarray) -> None:
         """Overwrite u of one parameter with (numel,) values."""
         self._memory.copy_in(self.momentum_buffer(parameter), values)
@@ -173,6 +178,16 @@ class State:
         return row
 
 
+def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
+    """Names of a parameter's arrays that differ between ranks; u of a sparsified one not before the ramp-up (shared).
+
+    Args:
+        entry: of the parameter, in :meth:`State.to_dict`.
+        is_shared: whether the ramp-up has not begun.
+    """
+    return set(entry) & ({"v", "error", "u"} if "v" in entry and not is_shared else {"v", "error"})
+
+
 def resized(
     states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin_step: int, *, op: str = "average"
 ) -> dict[str, Any]:
@@ -199,8 +214,7 @@ def resized(
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
     for name, entry in result["parameters"].items():
         entry.pop("threshold", None)
-        own = {"v", "error"} & set(entry) | ({"u"} if "v" in entry and not replicated else set())
-        for key in own:
+        for key in own_arrays(entry, replicated):
             total = np.zeros_like(entry[key])
             for state in mine:
                 total += state["parameters"][name][key]
