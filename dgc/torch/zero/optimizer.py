@@ -71,6 +71,7 @@ class ZeroRedundancyOptimizer(ShardedState):
     _local_defaults: dict[str, Any]
     _unfinished: bool
 
+    _ready = False
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
 
     def __init__(
@@ -120,7 +121,6 @@ class ZeroRedundancyOptimizer(ShardedState):
             parameters_as_bucket_view, sparse_parameters = origin._bucket_view, origin._sparse
             ranks.begin_count()
             ranks.end_count()
-        self._ready = False
         self.stats = Stats()
         self._ranks = ranks
         self._partition = Partition(ranks.size)
@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(ShardedState):
             LayoutError: sparse, complex, of another type than the other parameters, or in the same memory.
             ConfigError: Horovod's ``DistributedOptimizer`` has been wrapped around, and would not average the new ones.
         """
-        if not getattr(self, "_ready", False):  # torch's constructor calls this for every group
+        if not self._ready:  # torch's constructor calls this for every group
             super().add_param_group(param_group)
             return
         if not isinstance(param_group, dict):
