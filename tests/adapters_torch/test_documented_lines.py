@@ -60,6 +60,7 @@ END = """
 ranks = [torch.empty_like(model.weight.data) for _ in range(2)]
 dist.all_gather(ranks, model.weight.data)
 print("same" if torch.equal(*ranks) and compression.stats.steps == 3 else "different")
+dist.destroy_process_group()
 """
 
 

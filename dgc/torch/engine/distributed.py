@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -185,7 +186,10 @@ class DistributedTransport(HorovodTransportBase):
         # Ranks may differ in it, and after a group was destroyed it comes again; both would hang.
         name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        self._groups = [dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)]
+        # Gloo's threads take the GIL to release tensors, some time after wait(); once the interpreter ends that aborts
+        # the process. The group's destructor joins them, at exit as well, unless a collective is under way.
+        weakref.finalize(self, self._groups.clear)
         super().__init__(rank, size)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
@@ -201,16 +205,16 @@ class DistributedTransport(HorovodTransportBase):
         return dist.is_initialized()
 
     def _run(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
-        assert self._group is not None, "it is open"
+        group = self._groups[0]
         try:
-            start(self._group).wait()
+            start(group).wait()
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"a collective of torch.distributed failed: {error}") from error
 
     def close(self) -> None:
         """End the group of its own; the others go on."""
         super().close()
-        self._group = None
+        self._groups.clear()
 
 
 def broadcast_parameters(
