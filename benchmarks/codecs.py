@@ -27,6 +27,7 @@ SHOWN = [
     ("uint16", "float16"),
     ("elias_fano", "float16"),
     ("elias_fano", "int8"),
+    ("elias_fano", "int2"),
     ("elias_fano", "sign"),
 ]
 

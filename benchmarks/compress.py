@@ -34,7 +34,8 @@ from dgc.core.wire.payload import SparseCodec
 
 RESULTS = Path(__file__).parent / "results"
 MOMENTUM = 0.9
-CASES = ("plain", "nesterov", "weight decay", "clipping", "float16")
+CASES = ("plain", "nesterov", "weight decay", "clipping", "float16", "int2")
+"""float16: the gradients; int2: the values of a message, beside positions by Elias-Fano."""
 
 
 def resnet50() -> list[tuple[int, ...]]:
@@ -121,7 +122,8 @@ class Rank:
                 decayed.append(None if parameters is None else parameters[start : start + segment.length])
                 start += segment.length
             if ks:
-                self._buckets.append(_BucketState(bucket, kernels, ks, gradients, decayed))
+                codecs = ("elias_fano", "int2") if case == "int2" else ("uint16", "float16")
+                self._buckets.append(_BucketState(bucket, kernels, ks, gradients, decayed, codecs))
 
     def refresh(self) -> None:
         """Take over a new gradient (not timed)."""
@@ -166,13 +168,14 @@ class _BucketState:
     ks: list[int]
     gradients: list[np.ndarray]
     parameters: list[np.ndarray | None]
+    codecs: tuple[str, str]
     chosen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         self.u = np.zeros(self.bucket.size, np.float32)
         self.v = np.zeros(self.bucket.sparse_size, np.float32)
         self.thresholds = self.kernels.new_thresholds(len(self.ks))
-        self.codec = SparseCodec(self.bucket, sum(self.ks), "uint16", "float16")
+        self.codec = SparseCodec(self.bucket, sum(self.ks), *self.codecs)
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evidence.application import Scale
 from evidence.applications import CLASSES
-from evidence.variants import ABLATIONS, FAMILY, LESS_SPARSE
+from evidence.variants import ABLATIONS, BY_STEPS, FAMILY
 
 DEFAULT_SEEDS: dict[Scale, tuple[int, ...]] = {"full": (0, 1, 2), "quick": (0,), "tiny": (0,)}
 SMALL_RANKS = 2
@@ -32,7 +32,9 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     **{name: ("dense", "dgc") for name in CLASSES},
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
-    "transformer": ("dense", "dgc", *LESS_SPARSE, "no-correction"),
+    "transformer": ("dense", "dgc", "no-correction"),
+    "transformer_short": ("dense", "dgc", *BY_STEPS),
+    "speech_short": ("dense", "dgc", *BY_STEPS),
 }
 """What is trained of each application."""
 

@@ -93,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sparsity", type=float, nargs="+", help="share of entries held back; dgc: the paper's warm-up to 0.999"
     )
+    parser.add_argument("--by-steps", action="store_true", help="dgc: let the number of steps choose what is sent")
     parser.add_argument("--rampup-begin-step", type=int, default=0, help="first compressed step")
     parser.add_argument("--rampup-step", type=int, default=0, help="steps of ramp-up; 0: an eighth of all steps")
     parser.add_argument("--drop-residual", action="store_true", help="control experiment: forget what was not sent")
@@ -132,13 +133,15 @@ def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def make_compression(
-    args: argparse.Namespace, rampup_step: int, model: nn.Module, optimizer: torch.optim.Optimizer
+    args: argparse.Namespace, steps: int, rampup_step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Any:
     """What ``DistributedOptimizer(compression=...)`` takes."""
     if args.compression in ("none", "fp16"):
         return getattr(hvd.Compression, args.compression)
     options: dict[str, Any] = {"rampup_begin_step": args.rampup_begin_step}
-    if args.compression == "dgc" or args.sparsity:
+    if args.by_steps:
+        options["steps"] = steps
+    elif args.compression == "dgc" or args.sparsity:
         options.update(sparsity=args.sparsity or PAPER_WARMUP, rampup_step=rampup_step)
     if args.drop_residual:
         options["error_feedback"] = False
@@ -207,7 +210,7 @@ def main() -> None:
     )
     steps = args.epochs * len(loader)
     rampup_step = args.rampup_step or max(1, steps // 8)
-    compression = make_compression(args, rampup_step, model, optimizer)
+    compression = make_compression(args, steps, rampup_step, model, optimizer)
     distributed_optimizer = dgc.DistributedOptimizer if args.way == "b" else hvd.DistributedOptimizer
     optimizer = distributed_optimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

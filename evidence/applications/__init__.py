@@ -13,6 +13,8 @@ CLASSES = {
     "language": ("evidence.applications.language", "Language"),
     "transformer": ("evidence.applications.transformer", "TransformerLanguage"),
     "speech": ("evidence.applications.speech", "Speech"),
+    "transformer_short": ("evidence.applications.transformer", "ShortTransformer"),
+    "speech_short": ("evidence.applications.speech", "ShortSpeech"),
 }
 """Name -> module and class. Modules are imported when they are asked for: each rank loads one framework."""
 

@@ -76,7 +76,7 @@ def test_a_name_that_nothing_has_lists_those_there_are():
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.compressor])
 def test_the_compressor_of_each_variant_takes_its_options(name):
     class Task:
-        rampup_epochs, clip = 2, 0.5
+        epochs, rampup_epochs, clip = 3, 2, 0.5
 
     variant = variant_of(name)
     options = compressor_options(variant, Task(), 100, None)

@@ -14,6 +14,7 @@ from dgc.core.compressors.registry import compressor_class
 from dgc.core.config.checks import plain, require_choice
 from dgc.core.config.composite import WRAPPERS, Parts
 from dgc.core.config.config import DGCConfig
+from dgc.core.config.schedule import of_steps
 from dgc.core.wire import index_codec_names, value_codec, value_codec_names
 from dgc.errors import ConfigError
 
@@ -39,7 +40,9 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
         raise TypeError(
             f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
         )
-    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
+    if options.get("steps") is not None:
+        options = of_steps(**options)
+    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in (*own, "steps")}}
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
     check_codecs(config.indices, config.values, config.small)

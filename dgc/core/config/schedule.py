@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from dgc.core.config.checks import plain, require_integer
+from dgc.errors import ConfigError
 
 DENSITY_DIGITS = 12
 """Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
@@ -37,6 +41,28 @@ class Schedule:
         """First step at which the last sparsity of the list is in force."""
         count = len(self.sparsity)
         return self.begin + -(-(count - 1) * self.length // count)
+
+
+def of_steps(steps: int, **options: Any) -> dict[str, Any]:
+    """Options of DGC for a training of so many steps: what is sent of a gradient, and how it is written.
+
+    The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
+    There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning. Values of
+    2 bits and coded positions pay for the entries.
+
+    Args:
+        steps: of the optimizer, in the whole training.
+        **options: the others that the user gives; masking and codecs among them stay.
+
+    Raises:
+        ConfigError: ``steps`` is no integer from 1 on, or the sparsity is given beside it.
+    """
+    require_integer("steps", steps := plain(steps), 1)
+    if both := {"sparsity", "rampup_step"} & options.keys():
+        raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
+    density = min(1 / 64, max(0.001, 100 / steps))
+    chosen = {"momentum_masking": False, "indices": "elias_fano", "values": "int2"}
+    return {**chosen, **options, "sparsity": 1.0 - density}
 
 
 def entries_to_send(numel: int, density: float) -> int:

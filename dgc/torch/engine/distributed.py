@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT = datetime.timedelta(seconds=600)
 """Longest wait for another rank in a collective."""
+
+_EXIT_PATIENCE = 5.0
+"""Seconds that a process which ends waits for a collective under way."""
 
 
 class ProcessGroup:
@@ -186,10 +190,8 @@ class DistributedTransport(HorovodTransportBase):
         # Ranks may differ in it, and after a group was destroyed it comes again; both would hang.
         name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
-        self._groups = [dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)]
-        # Gloo's threads take the GIL to release tensors, some time after wait(); once the interpreter ends that aborts
-        # the process. The group's destructor joins them, at exit as well, unless a collective is under way.
-        weakref.finalize(self, self._groups.clear)
+        self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
+        weakref.finalize(self, self._group.end, _EXIT_PATIENCE)
         super().__init__(rank, size)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
@@ -205,16 +207,40 @@ class DistributedTransport(HorovodTransportBase):
         return dist.is_initialized()
 
     def _run(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
-        group = self._groups[0]
         try:
-            start(group).wait()
+            self._group.run(start)
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"a collective of torch.distributed failed: {error}") from error
 
     def close(self) -> None:
         """End the group of its own; the others go on."""
         super().close()
-        self._groups.clear()
+        self._group.end(0.0)
+
+
+class _Group:
+    """A Gloo group that ends before the interpreter does.
+
+    Gloo's threads take the GIL to release tensors, some time after ``wait()``; once the interpreter ends that aborts
+    the process. The group's destructor joins them.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        self._gloo: dist.ProcessGroupGloo | None = gloo
+        self._in_use = threading.Lock()
+
+    def run(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
+        """Run a collective to its end."""
+        with self._in_use:
+            if self._gloo is None:
+                raise RuntimeError("this process is ending")
+            start(self._gloo).wait()
+
+    def end(self, patience: float) -> None:
+        """Drop the group, unless a collective is under way for longer than ``patience`` seconds."""
+        if self._in_use.acquire(timeout=patience):
+            self._gloo = None
+            self._in_use.release()
 
 
 def broadcast_parameters(

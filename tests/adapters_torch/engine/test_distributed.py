@@ -24,3 +24,31 @@ for _ in range(20):
 @pytest.mark.mpi
 def test_a_process_may_end_right_after_a_collective():
     run_mpi(2, LAST_ACT, launcher="torchrun")
+
+
+RAISES = """
+import torch
+import torch.distributed as dist
+import dgc.torch as dgc
+
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+dgc.broadcast_parameters(model.state_dict())
+compression = dgc.Compression.dgc(steps=100, bucket_bytes=2**18)
+sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer = dgc.DistributedOptimizer(sgd, model.named_parameters(), compression=compression)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 256)).sum().backward()
+    optimizer.step()
+model(torch.randn(4, 256)).sum().backward()
+raise ValueError("buckets are under way")
+"""
+
+
+@pytest.mark.mpi
+def test_an_error_before_the_step_is_what_ends_the_process():
+    result = run_mpi(2, RAISES, launcher="torchrun", check=False)
+    assert "ValueError: buckets are under way" in result.stderr, result.explain()
+    assert "exitcode  : 1 " in result.stderr, result.explain()
+    assert "terminate called" not in result.stderr, result.explain()

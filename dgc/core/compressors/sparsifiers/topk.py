@@ -75,8 +75,8 @@ class DGC(_Selection):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """All of them, in the order of :class:`~dgc.core.config.config.DGCConfig`."""
-        return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")]
+        """All of :class:`~dgc.core.config.config.DGCConfig`, in its order, and ``steps``, which chooses some."""
+        return [*(name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")), "steps"]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -277,3 +277,50 @@ def add_int8(data: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.
         for i in range(n):
             place[i] += (np.float32(code[i]) / np.float32(127)) * largest
     return True
+
+
+@entry(__file__)
+def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: np.ndarray, codes: np.ndarray) -> None:
+    """The block of the codecs ``sign`` (one bit an entry) and ``int2`` (two).
+
+    Args:
+        values: (k,) float32.
+        bounds: (groups + 1,) int64.
+        bits: an entry's; the last one says which mean of its group it has.
+        means: (2 groups,) float32; filled.
+        codes: (m,) uint8; filled.
+    """
+    codes[:] = 0
+    for g in range(bounds.size - 1):
+        n = bounds[g + 1] - bounds[g]
+        group = values[bounds[g] : bounds[g + 1]]
+        # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
+        total = 0.0
+        if bits == 2:
+            for i in range(n):
+                total += abs(group[i])
+        middle = np.float32(total / max(n, 1))
+        first, second, members = 0.0, 0.0, 0
+        for i in range(n):
+            negative = group[i] < np.float32(0)
+            value = abs(group[i]) if bits == 2 else group[i]
+            is_second = value > middle if bits == 2 else negative
+            at = bits * (bounds[g] + i)
+            codes[at >> 3] |= np.uint8((negative | is_second << 1 if bits == 2 else negative) << (at & 7))
+            first += 0.0 if is_second else value
+            second += value if is_second else 0.0
+            members += is_second
+        means[2 * g], means[2 * g + 1] = first / max(n - members, 1), second / max(members, 1)
+
+
+@entry(__file__)
+def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, bits: int, values: np.ndarray) -> None:
+    """Read what :func:`encode_two_means` writes into ``values``, (k,) float32."""
+    for g in range(bounds.size - 1):
+        first = _bits(means[2 * g])
+        change = first ^ _bits(means[2 * g + 1])
+        for i in range(bounds[g], bounds[g + 1]):
+            code = uint32(codes[bits * i >> 3]) >> uint32(bits * i & 7)
+            # Arithmetic on the bits, since a branch on random ones costs three times as much.
+            value = first ^ (change * (code >> uint32(bits - 1) & uint32(1)))
+            values[i] = _float(value | (code & uint32(bits - 1)) << uint32(31))

@@ -94,52 +94,22 @@ class _TwoMeans:
         return 8 * groups + 8 * words_for(self.bits * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        codes, means, sizes = self._coded(values, bounds)
-        block = block_of(out, self.max_bytes(values.size, sizes.size), self.name, writes=True)
-        table = 8 * sizes.size
-        block[:table].view("<f4")[...] = means.reshape(-1)
-        packed = np.packbits(codes, bitorder="little")
-        block[table : table + packed.size] = packed
-        block[table + packed.size :] = 0
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        check_values(values, self.dtype, self.name)
+        groups = _group_sizes(bounds, values.size, self.name).size
+        block = block_of(out, self.max_bytes(values.size, groups), self.name, writes=True)
+        loops.encode_two_means(values, bounds, self.bits, block[: 8 * groups].view(np.float32), block[8 * groups :])
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        sizes = _group_sizes(bounds, count, self.name)
-        block = block_of(data, self.max_bytes(count, sizes.size), self.name)
-        table = 8 * sizes.size
-        codes = np.unpackbits(block[table:], count=self.bits * count, bitorder="little").reshape(-1, self.bits)
-        return self._restore(codes, block[:table].view("<f4").reshape(-1, 2), sizes), block.size
+        from dgc.core.wire.codecs import numba_loops as loops
 
-    def _coded(self, values: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (k, bits) uint8 or bool, (groups, 2) float32 means, 0 without members, and the groups' sizes."""
-        check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
-        codes, means = np.empty((values.size, self.bits), np.uint8), np.zeros((sizes.size, 2), np.float32)
-        if values.size:
-            filled = sizes > 0
-            means[filled] = self._fill(values, bounds[:-1][filled], sizes[filled], codes)
-        return codes, means, sizes
-
-    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Write the codes, and return (groups, 2) means of groups that have entries."""
-        raise NotImplementedError
-
-    def _restore(self, codes: np.ndarray, means: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        # np.where on random signs is six times slower than choosing by arithmetic on the bits.
-        bits = means.view(np.uint32)
-        chosen = np.repeat(bits[:, 0], sizes)
-        chosen ^= np.repeat(bits[:, 0] ^ bits[:, 1], sizes) * codes[:, -1]
-        return chosen.view(np.float32)
-
-
-def _means(values: np.ndarray, second: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """(groups, 2) float64 means: of the values that are not among the ``second``, and of those that are."""
-    # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
-    zero = np.float32(0)
-    sums = [np.add.reduceat(np.where(mask, values, zero), starts, dtype=np.float64) for mask in (~second, second)]
-    members = np.add.reduceat(second, starts, dtype=np.int64)
-    means: np.ndarray = np.stack(sums, 1) / np.maximum(np.stack([sizes - members, members], 1), np.int64(1))
-    return means
+        groups = _group_sizes(bounds, count, self.name).size
+        block = block_of(data, self.max_bytes(count, groups), self.name)
+        values = np.empty(count, np.float32)
+        loops.decode_two_means(block[: 8 * groups].view(np.float32), block[8 * groups :], bounds, self.bits, values)
+        return values, block.size
 
 
 class Int2Values(_TwoMeans):
@@ -152,18 +122,6 @@ class Int2Values(_TwoMeans):
     id = ValueCodecId.INT2
     name = "int2"
     bits = 2
-
-    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        size = np.abs(values)
-        mean = np.add.reduceat(size, starts, dtype=np.float64) / sizes
-        large = size > np.repeat(mean.astype(np.float32), sizes)
-        codes[:, 0], codes[:, 1] = values < 0, large
-        return _means(size, large, starts, sizes)
-
-    def _restore(self, codes: np.ndarray, means: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        values = super()._restore(codes, means, sizes)
-        values.view(np.uint32)[...] |= codes[:, 0].astype(np.uint32) << np.uint32(31)
-        return values
 
 
 class SignValues(_TwoMeans):
@@ -178,11 +136,6 @@ class SignValues(_TwoMeans):
     id = ValueCodecId.SIGN
     name = "sign"
     bits = 1
-
-    def _fill(self, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        negative = values < 0
-        codes[:, 0] = negative
-        return _means(values, negative, starts, sizes)
 
 
 def _group_sizes(bounds: np.ndarray, k: int, name: str) -> np.ndarray:

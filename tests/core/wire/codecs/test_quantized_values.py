@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from codec_tools import read_back
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from dgc.core.wire import value_codec
 from dgc.errors import WireError
@@ -60,3 +63,25 @@ def test_sign_is_the_mean_of_each_sign():
     values = np.array([1.0, 3.0, -2.0, -6.0, 0.0, -1.0, -3.0], np.float32)
     decoded = read_back(value_codec("sign"), values, np.array([0, 5, 7]))
     np.testing.assert_array_equal(decoded, np.array([4 / 3, 4 / 3, -4.0, -4.0, 4 / 3, -2.0, -2.0], np.float32))
+
+
+@pytest.mark.parametrize("name", ["int2", "sign"])
+@given(
+    groups=st.lists(arrays(np.float32, st.integers(0, 20), elements=st.floats(-100, 100, width=32)), max_size=6),
+    broken=st.sampled_from([None, np.inf, np.nan]),
+)
+def test_two_means_are_those_that_numpy_finds(name, groups, broken):
+    values = np.concatenate([np.empty(0, np.float32), *groups])
+    if broken is not None and values.size:
+        values[0] = broken
+    bounds = np.cumsum([0, *map(len, groups)])
+    expected = []
+    for group in np.split(values, bounds[1:-1]):
+        size = np.abs(group) if name == "int2" else group
+        second = size > np.float32(size.mean(dtype=np.float64)) if group.size and name == "int2" else group < 0
+        means = [size[part].mean(dtype=np.float64) if part.any() else 0.0 for part in (~second, second)]
+        decoded = np.where(second, *means[::-1])
+        expected.append(np.copysign(decoded, np.where(group < 0, -1, 1)) if name == "int2" else decoded)
+    with np.errstate(over="ignore"):
+        expected = np.concatenate([np.empty(0), *expected]).astype(np.float32)
+    np.testing.assert_allclose(read_back(value_codec(name), values, bounds), expected, rtol=1e-6)
