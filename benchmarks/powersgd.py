@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
 
 def make(method: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> tuple[nn.Module, Any]:
     """What takes part in the exchange, and the optimizer; the model is the same on all ranks."""
-    compression = dgc.Compression.dgc(**({"steps": steps} if steps else {}))
+    compression = dgc.Compression.dgc(steps=steps or None)
     if method == "dgc":
         return model, dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     # One bucket: with several, Gloo's threads begin PowerSGD's collectives in another order on each rank, and wait.
