@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evidence.application import Scale
 from evidence.applications import CLASSES
-from evidence.variants import ABLATIONS, BY_STEPS, FAMILY
+from evidence.variants import ABLATIONS, FAMILY
 
 DEFAULT_SEEDS: dict[Scale, tuple[int, ...]] = {"full": (0, 1, 2), "quick": (0,), "tiny": (0,)}
 SMALL_RANKS = 2
@@ -33,8 +33,8 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "authors"),
     "transformer": ("dense", "dgc", "no-correction"),
-    "transformer_short": ("dense", "dgc", *BY_STEPS),
-    "speech_short": ("dense", "dgc", *BY_STEPS),
+    "transformer_short": ("dense", "dgc", "steps"),
+    "speech_short": ("dense", "dgc", "steps"),
 }
 """What is trained of each application."""
 

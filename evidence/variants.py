@@ -59,7 +59,6 @@ _ALL = (
 )
 VARIANTS = {variant.name: variant for variant in _ALL}
 ABLATIONS = ("no-correction", "no-masking", "no-warmup", "no-clipping", "no-feedback")
-BY_STEPS = ("steps",)
 FAMILY = ("topk", "onebit", "qsgd", "terngrad")
 
 

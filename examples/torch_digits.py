@@ -209,7 +209,7 @@ def main() -> None:
         nesterov=args.nesterov,
     )
     steps = args.epochs * len(loader)
-    rampup_step = args.rampup_step or max(1, steps // 8)
+    rampup_step = 0 if args.by_steps else args.rampup_step or max(1, steps // 8)
     compression = make_compression(args, steps, rampup_step, model, optimizer)
     distributed_optimizer = dgc.DistributedOptimizer if args.way == "b" else hvd.DistributedOptimizer
     optimizer = distributed_optimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)

@@ -12,7 +12,7 @@ from evidence.plan import VARIANTS_OF, plan
 from evidence.report import tables
 from evidence.report.groups import CLOSE, WANTED_RATIO, Group, Groups, load_groups, verdict
 from evidence.report.plots import plot_curves
-from evidence.variants import ABLATIONS, BY_STEPS, FAMILY, VARIANTS
+from evidence.variants import ABLATIONS, FAMILY, VARIANTS
 
 HEAD = f"""# Does it train?
 
@@ -103,7 +103,7 @@ class Page:
         parts += [f"- The same as above: {', '.join(same)}."] if same else []
         parts += ["", tables.seeds(pair, metrics), "", self._plot(pair, metrics[0], name)] if pair else [""]
         dgc, dense = self._groups.get((name, "dgc")), self._groups.get((name, "dense"))
-        parts += self._beside(name, "With steps=", "steps", BY_STEPS, dense, dgc)
+        parts += self._beside(name, "With steps=", "steps", ("steps",), dense, dgc)
         parts += self._beside(name, "What each part of DGC is for", "ablations", ABLATIONS, dgc, dense)
         parts += self._beside(name, "The family at its defaults", "family", FAMILY, dense, dgc)
         parts += self._authors(name, dgc)

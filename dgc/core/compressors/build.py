@@ -40,9 +40,8 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
         raise TypeError(
             f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
         )
-    if options.get("steps") is not None:
-        options = of_steps(**options)
-    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in (*own, "steps")}}
+    options = of_steps(**options)
+    common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
     check_codecs(config.indices, config.values, config.small)

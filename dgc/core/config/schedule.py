@@ -43,8 +43,8 @@ class Schedule:
         return self.begin + -(-(count - 1) * self.length // count)
 
 
-def of_steps(steps: int, **options: Any) -> dict[str, Any]:
-    """Options of DGC for a training of so many steps: what is sent of a gradient, and how it is written.
+def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
+    """Options of DGC for a training of so many steps, None: the others alone.
 
     The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
     There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning. Values of
@@ -57,6 +57,8 @@ def of_steps(steps: int, **options: Any) -> dict[str, Any]:
     Raises:
         ConfigError: ``steps`` is no integer from 1 on, or the sparsity is given beside it.
     """
+    if steps is None:
+        return options
     require_integer("steps", steps := plain(steps), 1)
     if both := {"sparsity", "rampup_step"} & options.keys():
         raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")

@@ -306,7 +306,7 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: n
             value = abs(group[i]) if bits == 2 else group[i]
             is_second = value > middle if bits == 2 else negative
             at = bits * (bounds[g] + i)
-            codes[at >> 3] |= np.uint8((negative | is_second << 1 if bits == 2 else negative) << (at & 7))
+            codes[at >> 3] |= np.uint8((negative | is_second << (bits - 1)) << (at & 7))
             first += 0.0 if is_second else value
             second += value if is_second else 0.0
             members += is_second
