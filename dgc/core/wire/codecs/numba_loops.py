@@ -229,7 +229,7 @@ def encode_int8(x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, out: np.n
     """The block of the codec ``int8``, with groups that lie apart, and what it loses.
 
     Args:
-        x: (N,) float32, finite.
+        x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
         bounds: (groups + 1,) int64, their lengths' sums.
         out: (m,) uint8, filled: what ``Int8Values.encode`` writes.
@@ -256,7 +256,7 @@ def encode_int8(x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, out: np.n
             # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
             q = (given[i] / divisor) * np.float32(127) + _ROUNDER - _ROUNDER
             lost[i] = given[i] - (q / np.float32(127)) * largest
-            code[i] = np.int8(q)
+            code[i] = np.int8(q) if abs(q) <= np.float32(127) else np.int8(0)  # a group that is not finite reads as NaN
         scales[g] = largest
 
 

@@ -28,55 +28,26 @@ class Int8Values:
     dtype = np.dtype(np.float32)
     grouped = True
 
-    _LEVELS = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32) / np.float32(127)
-    """Factor for each byte read as unsigned."""
-
     def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
         return padded(4 * groups) + padded(k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        from dgc.core.wire.codecs import numba_loops as loops
+
         check_values(values, self.dtype, self.name)
-        sizes = _group_sizes(bounds, values.size, self.name)
-        k, groups = values.size, sizes.size
-        block = block_of(out, self.max_bytes(k, groups), self.name, writes=True)
-        quantized, largest = self._quantize(values, bounds, sizes)
-        table = padded(4 * groups)
-        block[: 4 * groups].view("<f4")[...] = largest
-        block[4 * groups : table] = 0
-        block[table : table + k].view(np.int8)[...] = quantized
-        block[table + k :] = 0
+        groups = _group_sizes(bounds, values.size, self.name).size
+        block = block_of(out, self.max_bytes(values.size, groups), self.name, writes=True)
+        loops.encode_int8(values, bounds[:-1], bounds, block, np.empty_like(values))
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        sizes = _group_sizes(bounds, count, self.name)
-        block = block_of(data, self.max_bytes(count, sizes.size), self.name)
-        table = padded(4 * sizes.size)
-        largest = block[: 4 * sizes.size].view("<f4")
-        quantized = block[table : table + count]
-        if bool((quantized == 128).any()):
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        block = block_of(data, self.max_bytes(count, _group_sizes(bounds, count, self.name).size), self.name)
+        values = np.zeros(count, np.float32)
+        if not loops.add_int8(block, bounds[:-1], bounds, values):
             raise WireError(f"{self.name}: an entry is -128, the codec writes -127..127. The message is damaged.")
-        return self._restore(quantized, largest, sizes), block.size
-
-    @staticmethod
-    def _quantize(values: np.ndarray, bounds: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        filled = sizes > 0
-        largest = np.zeros(sizes.size, np.float32)
-        if values.size:
-            largest[filled] = np.maximum.reduceat(np.abs(values), bounds[:-1][filled])
-        divisor = np.where(largest > np.float32(0), largest, np.float32(1))
-        with np.errstate(under="ignore", invalid="ignore"):
-            ratios = values / np.repeat(divisor, sizes)
-        if not np.isfinite(largest).all():
-            # The group reads back as NaN or 0 * infinity = NaN whatever q is, but a cast of NaN to int8 is undefined.
-            ratios[~np.isfinite(ratios)] = 0
-        ratios *= np.float32(127)
-        return np.rint(ratios, out=ratios).astype(np.int8), largest
-
-    def _restore(self, quantized: np.ndarray, largest: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        values: np.ndarray = self._LEVELS[quantized]
-        with np.errstate(under="ignore", invalid="ignore"):
-            values *= np.repeat(largest, sizes)
-        return values
+        return values, block.size
 
 
 class _TwoMeans:

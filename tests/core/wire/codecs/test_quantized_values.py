@@ -85,3 +85,11 @@ def test_two_means_are_those_that_numpy_finds(name, groups, broken):
     with np.errstate(over="ignore"):
         expected = np.concatenate([np.empty(0), *expected]).astype(np.float32)
     np.testing.assert_allclose(read_back(value_codec(name), values, bounds), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_an_int8_group_that_is_not_finite_reads_as_nan(broken):
+    values = np.array([broken, 384 / 127, 1.0, 2.0], np.float32)  # 384 is -128 where 8 bits are left of it
+    decoded = read_back(value_codec("int8"), values, np.array([0, 2, 4]))
+    assert np.isnan(decoded[:2]).all()
+    np.testing.assert_allclose(decoded[2:], values[2:], rtol=0.01)
