@@ -100,6 +100,7 @@ def cases() -> dict[str, bytes]:
     golden["message_uint16_float16"] = whole_message("uint16", "float16").tobytes()
     golden["message_elias_fano_sign"] = whole_message("elias_fano", "sign").tobytes()
     golden["message_elias_fano_int2"] = whole_message("elias_fano", "int2", "int2").tobytes()
+    golden["message_elias_fano_int2_int3"] = whole_message("elias_fano", "int2", "int3").tobytes()
     golden["message_small_int8"] = whole_message("uint16", "float16", "int8").tobytes()
     return golden
 

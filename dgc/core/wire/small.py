@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from dgc.core.state.layout import Bucket
+from dgc.core.wire.codecs.quantized_values import IntegerValues
 from dgc.core.wire.codecs.registry import value_codec
-from dgc.errors import WireError
 
 
 class SmallCodec:
@@ -33,15 +33,12 @@ class SmallCodec:
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
         """Write the block of (N,) float32 ``x``, finite, 0 between tensors; ``left`` becomes ``x - decoded``."""
-        from dgc.core.wire.codecs import numba_loops as loops
-
-        if self.values.name == "int8":
-            left.fill(0)
-            loops.encode_int8(x, self._starts, self._bounds, out, left)
+        left.fill(0)
+        if isinstance(self.values, IntegerValues):
+            self.values.write_apart(x, self._starts, self._bounds, out, left)
             return
         values = x[self._places]
         self.values.encode(values, self._bounds, out)
-        left.fill(0)
         left[self._places] = values - self.values.decode(out, values.size, self._bounds)[0]
 
     def add(self, data: np.ndarray, sums: np.ndarray) -> None:
@@ -50,10 +47,8 @@ class SmallCodec:
         Raises:
             WireError: the block is damaged.
         """
-        from dgc.core.wire.codecs import numba_loops as loops
-
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.values.name != "int8":
+            if isinstance(self.values, IntegerValues):
+                self.values.add_apart(data, self._starts, self._bounds, sums)
+            else:
                 sums[self._places] += self.values.decode(data, int(self._bounds[-1]), self._bounds)[0]
-            elif not loops.add_int8(data, self._starts, self._bounds, sums):
-                raise WireError("int8: an entry is -128, the codec writes -127..127. The message is damaged.")

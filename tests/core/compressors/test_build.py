@@ -34,12 +34,13 @@ def test_every_codec_can_be_chosen_and_auto_for_indices_only():
 
 
 def test_small_tensors_take_every_codec_of_float32():
-    for small in ("float32", "float16", "bfloat16", "int8", "int2", "sign"):
+    for small in ("float32", "float16", "bfloat16", "int8", "int3", "int2", "sign"):
         assert make_config({"small": small}).small == small
         assert make_wrapper_config("by_size", {0: member()}, {"small": small}).small == small
     for wrong in ("float64", "auto", None):
         with pytest.raises(
-            ConfigError, match=r"^small is .*; allowed: 'float16', 'float32', 'bfloat16', 'int8', 'int2', 'sign'"
+            ConfigError,
+            match=r"^small is .*; allowed: 'float16', 'float32', 'bfloat16', 'int8', 'int3', 'int2', 'sign'",
         ):
             make_config({"small": wrong})
         with pytest.raises(ConfigError, match=r"^small is "):

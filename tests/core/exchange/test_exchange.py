@@ -108,7 +108,7 @@ def test_replicas_are_bit_identical(ranks, indices, values):
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
-    values=st.sampled_from(["float32", "float16", "bfloat16", "int8", "int2", "sign"]),
+    values=st.sampled_from(["float32", "float16", "bfloat16", "int8", "int3", "int2", "sign"]),
     indices=st.sampled_from(["uint16", "int32"]),
     nesterov=st.booleans(),
     dtype=st.sampled_from(["float16", "float32", "float64"]),

@@ -10,7 +10,7 @@ from dgc.core.state.layout import Parameter, make_layout
 from dgc.core.wire.small import SmallCodec
 from dgc.errors import ConfigError, WireError
 
-NAMES = ("float16", "bfloat16", "int8", "int2", "sign")
+NAMES = ("float16", "bfloat16", "int8", "int3", "int2", "sign")
 TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
@@ -65,23 +65,24 @@ def test_what_is_read_and_what_is_lost_add_up(values, name):
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors)
-def test_int8_loses_at_most_one_part_in_254_of_its_tensors_largest(values):
+@given(tensors, st.sampled_from([("int8", 127), ("int3", 3)]))
+def test_integers_lose_at_most_half_a_level_of_their_tensors_largest(values, kind):
+    name, levels = kind
     values = [np.array(v, np.float32) for v in values]
-    codec, bucket = coder([v.size for v in values])
+    codec, bucket = coder([v.size for v in values], name)
     _, left, _ = coded(codec, spread(bucket, reversed(values)))
     for segment, given_values in zip(filled(bucket), [v for v in reversed(values) if v.size], strict=True):
         lost = left[segment.offset - bucket.sparse_size :][: segment.length].astype(np.float64)
         largest = float(np.abs(given_values).max(initial=0))
-        assert np.abs(lost).max(initial=0) <= largest / 254 * (1 + 1e-5) + TINY
+        assert np.abs(lost).max(initial=0) <= largest / (2 * levels) * (1 + 1e-5) + TINY
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors)
-def test_the_loops_write_and_read_the_codecs_own_bytes(values):
-    """NumPy's codec is the oracle."""
+@given(tensors, st.sampled_from(["int8", "int3"]))
+def test_the_loops_write_and_read_the_codecs_own_bytes(values, name):
+    """Groups that lie apart and groups side by side."""
     values = [np.array(v, np.float32) for v in values]
-    codec, bucket = coder([v.size for v in values])
+    codec, bucket = coder([v.size for v in values], name)
     x = spread(bucket, reversed(values))
     block, left, read = coded(codec, x)
     given = x[codec._places]
@@ -148,7 +149,8 @@ def test_an_infinite_scale_makes_its_own_tensor_not_finite():
 
 def test_sizes_are_those_of_the_elements_without_padding():
     lengths = [1, 10, 17, 0]
-    for name, size in (("int8", 16 + 32), ("float16", 8 + 56), ("bfloat16", 56), ("int2", 24 + 8), ("sign", 24 + 8)):
+    sizes = {"int8": 16 + 32, "float16": 8 + 56, "bfloat16": 56, "int3": 16 + 16, "int2": 24 + 8, "sign": 24 + 8}
+    for name, size in sizes.items():
         assert coder(lengths, name)[0].max_bytes == size, name
     with pytest.raises(ConfigError, match="unknown"):
         coder([3], "int9")

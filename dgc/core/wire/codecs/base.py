@@ -37,6 +37,7 @@ class ValueCodecId(IntEnum):
     SIGN = 5
     FLOAT64 = 6
     INT2 = 7
+    INT3 = 8
 
 
 @runtime_checkable

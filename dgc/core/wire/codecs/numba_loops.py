@@ -224,22 +224,55 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
     return i
 
 
+@helper
+def _pack(codes, bits, packed):
+    """Write the lowest ``bits`` of each code, lowest bits first."""
+    packed[:] = 0
+    if bits == 8:
+        packed[: codes.size] = codes.view(np.uint8)
+        return
+    for i in range(codes.size):
+        at = bits * i
+        word = (uint32(codes[i]) & uint32((1 << bits) - 1)) << uint32(at & 7)
+        packed[at >> 3] |= np.uint8(word)
+        if (at & 7) + bits > 8:
+            packed[(at >> 3) + 1] |= np.uint8(word >> uint32(8))
+
+
+@helper
+def _unpack(packed, bits, codes):
+    """Read what :func:`_pack` writes, in two's complement."""
+    if bits == 8:
+        codes[:] = packed[: codes.size].view(np.int8)
+        return
+    negative = 1 << (bits - 1)
+    for i in range(codes.size):
+        at = bits * i
+        word = int(packed[at >> 3])
+        if (at & 7) + bits > 8:
+            word |= int(packed[(at >> 3) + 1]) << 8
+        codes[i] = (((word >> (at & 7)) & (2 * negative - 1)) ^ negative) - negative
+
+
 @entry(__file__)
-def encode_int8(x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
-    """The block of the codec ``int8``, with groups that lie apart, and what it loses.
+def encode_integers(
+    x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, out: np.ndarray, left: np.ndarray
+) -> None:
+    """The block of the codecs ``int8`` and ``int3``, with groups that lie apart, and what it loses.
 
     Args:
         x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
         bounds: (groups + 1,) int64, their lengths' sums.
-        out: (m,) uint8, filled: what ``Int8Values.encode`` writes.
+        bits: of an entry.
+        out: (m,) uint8, filled: what the codec's ``encode`` writes.
         left: (N,) float32; ``x - decoded`` of the groups.
     """
-    groups = starts.size
+    groups, codes = starts.size, np.empty(bounds[-1], np.int8)
     at = _padded(4 * groups)
-    scales, codes = out[: 4 * groups].view(np.float32), out[at : at + bounds[groups]].view(np.int8)
+    scales = out[: 4 * groups].view(np.float32)
     out[4 * groups : at] = 0
-    out[at + bounds[groups] :] = 0
+    levels = np.float32((1 << (bits - 1)) - 1)
     for g in range(groups):
         n = bounds[g + 1] - bounds[g]
         given, lost, code = (
@@ -247,35 +280,37 @@ def encode_int8(x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, out: np.n
             left[starts[g] : starts[g] + n],
             codes[bounds[g] : bounds[g + 1]],
         )
-        bits = uint32(0)
+        magnitude = uint32(0)
         for i in range(n):
-            bits = max(bits, _bits(given[i]) & uint32(0x7FFFFFFF))
-        largest = _float(bits)
+            magnitude = max(magnitude, _bits(given[i]) & uint32(0x7FFFFFFF))
+        largest = _float(magnitude)
         divisor = largest if largest > np.float32(0) else np.float32(1)
         for i in range(n):
             # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
-            q = (given[i] / divisor) * np.float32(127) + _ROUNDER - _ROUNDER
-            lost[i] = given[i] - (q / np.float32(127)) * largest
-            code[i] = np.int8(q) if abs(q) <= np.float32(127) else np.int8(0)  # a group that is not finite reads as NaN
+            q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
+            lost[i] = given[i] - (q / levels) * largest
+            code[i] = np.int8(q) if abs(q) <= levels else np.int8(0)  # a group that is not finite reads as NaN
         scales[g] = largest
+    _pack(codes, bits, out[at:])
 
 
 @entry(__file__)
-def add_int8(data: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> bool:
-    """Add what ``Int8Values.decode`` reads, with groups that lie apart, to (N,) float32; False if a code is -128."""
-    groups = starts.size
-    at = _padded(4 * groups)
-    scales, codes = data[: 4 * groups].view(np.float32), data[at : at + bounds[groups]].view(np.int8)
+def add_integers(data: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray) -> bool:
+    """Add what ``decode`` reads, with groups that lie apart, to (N,) float32; False if a code is damaged."""
+    groups, codes = starts.size, np.empty(bounds[-1], np.int8)
+    scales = data[: 4 * groups].view(np.float32)
+    _unpack(data[_padded(4 * groups) :], bits, codes)
+    levels = np.float32((1 << (bits - 1)) - 1)
     lowest = np.int8(0)
     for i in range(codes.size):
         lowest = min(lowest, codes[i])
-    if lowest == -128:
+    if lowest < -levels:
         return False
     for g in range(groups):
         n = bounds[g + 1] - bounds[g]
         place, code, largest = sums[starts[g] : starts[g] + n], codes[bounds[g] : bounds[g + 1]], scales[g]
         for i in range(n):
-            place[i] += (np.float32(code[i]) / np.float32(127)) * largest
+            place[i] += (np.float32(code[i]) / levels) * largest
     return True
 
 

@@ -14,73 +14,115 @@ from dgc.core.wire.codecs.float_values import check_values
 from dgc.errors import WireError
 
 
-class Int8Values:
-    """8 bits an entry: q in -127..127, a value is (q / 127) * largest magnitude of its group.
+class _Quantized:
+    """``bits`` bits an entry and ``scales`` float32 for each group.
 
-    The error is at most 1/254 of the group's largest magnitude, and that largest value comes back exact. The factor
-    q / 127 comes first and is at most 1, so nothing overflows, and nothing is divided by a scale that fell to 0.
-
-    A block: (groups,) float32 largest magnitudes, padded; then (k,) int8, padded.
-    """
-
-    id = ValueCodecId.INT8
-    name = "int8"
-    dtype = np.dtype(np.float32)
-    grouped = True
-
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
-        return padded(4 * groups) + padded(k)
-
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        from dgc.core.wire.codecs import numba_loops as loops
-
-        check_values(values, self.dtype, self.name)
-        groups = _group_sizes(bounds, values.size, self.name).size
-        block = block_of(out, self.max_bytes(values.size, groups), self.name, writes=True)
-        loops.encode_int8(values, bounds[:-1], bounds, block, np.empty_like(values))
-        return block.size
-
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        from dgc.core.wire.codecs import numba_loops as loops
-
-        block = block_of(data, self.max_bytes(count, _group_sizes(bounds, count, self.name).size), self.name)
-        values = np.zeros(count, np.float32)
-        if not loops.add_int8(block, bounds[:-1], bounds, values):
-            raise WireError(f"{self.name}: an entry is -128, the codec writes -127..127. The message is damaged.")
-        return values, block.size
-
-
-class _TwoMeans:
-    """``bits`` bits an entry, of which the last chooses between two means of its group.
-
-    A block: (groups, 2) float32 means; then the bits of each entry, lowest bits first, padded.
+    A block: (groups, scales) float32, padded; then the bits of each entry, lowest bits first, padded.
     """
 
     bits: int
+    scales: int
     name: str
     dtype = np.dtype(np.float32)
     grouped = True
 
     def max_bytes(self, k: int, groups: int) -> int:
-        return 8 * groups + 8 * words_for(self.bits * k)
+        return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        from dgc.core.wire.codecs import numba_loops as loops
-
         check_values(values, self.dtype, self.name)
         groups = _group_sizes(bounds, values.size, self.name).size
         block = block_of(out, self.max_bytes(values.size, groups), self.name, writes=True)
-        loops.encode_two_means(values, bounds, self.bits, block[: 8 * groups].view(np.float32), block[8 * groups :])
+        self._write(values, bounds, block)
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        from dgc.core.wire.codecs import numba_loops as loops
-
         groups = _group_sizes(bounds, count, self.name).size
         block = block_of(data, self.max_bytes(count, groups), self.name)
-        values = np.empty(count, np.float32)
-        loops.decode_two_means(block[: 8 * groups].view(np.float32), block[8 * groups :], bounds, self.bits, values)
+        values = np.zeros(count, np.float32)
+        self._read(block, bounds, values)
         return values, block.size
+
+    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+class IntegerValues(_Quantized):
+    """Of ``bits`` bits: q in -L..L with L = 2^(bits - 1) - 1; a value is (q / L) * its group's largest magnitude.
+
+    The error is at most 1 / 2L of the group's largest magnitude, and that largest value comes back exact. The factor
+    q / L comes first and is at most 1, so nothing overflows, and nothing is divided by a scale that fell to 0.
+    """
+
+    scales = 1
+
+    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
+        self.write_apart(values, bounds[:-1], bounds, block, np.empty_like(values))
+
+    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
+        self.add_apart(block, bounds[:-1], bounds, values)
+
+    def write_apart(
+        self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
+    ) -> None:
+        """Write groups that begin at ``starts`` of (N,) float32 ``x``; their places in ``left`` become what is lost."""
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        loops.encode_integers(x, starts, bounds, self.bits, block, left)
+
+    def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
+        """Read such groups and add them to (N,) float32 ``sums``.
+
+        Raises:
+            WireError: the block is damaged; nothing was added.
+        """
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        if not loops.add_integers(block, starts, bounds, self.bits, sums):
+            lowest = -(1 << (self.bits - 1))
+            raise WireError(f"{self.name}: an entry is {lowest}, which it never writes. The message is damaged.")
+
+
+class Int8Values(IntegerValues):
+    """8 bits an entry, 255 levels."""
+
+    id = ValueCodecId.INT8
+    name = "int8"
+    bits = 8
+
+
+class Int3Values(IntegerValues):
+    """3 bits an entry, 7 levels: for small tensors, of which a few elements are large and most are sent as 0."""
+
+    id = ValueCodecId.INT3
+    name = "int3"
+    bits = 3
+
+
+class _TwoMeans(_Quantized):
+    """The last bit chooses between two means of its group."""
+
+    scales = 2
+
+    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        means, codes = self._parts(bounds, block)
+        loops.encode_two_means(values, bounds, self.bits, means, codes)
+
+    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
+        from dgc.core.wire.codecs import numba_loops as loops
+
+        means, codes = self._parts(bounds, block)
+        loops.decode_two_means(means, codes, bounds, self.bits, values)
+
+    @staticmethod
+    def _parts(bounds: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        end = 8 * (bounds.size - 1)
+        return block[:end].view(np.float32), block[end:]
 
 
 class Int2Values(_TwoMeans):

@@ -10,7 +10,7 @@ from dgc.core.config.checks import require_unused
 from dgc.core.wire.codecs.base import IndexCodec, ValueCodec
 from dgc.core.wire.codecs.float_values import Bfloat16Values, Float16Values, Float32Values, Float64Values
 from dgc.core.wire.codecs.indices import EliasFanoIndices, Int32Indices, Uint16Indices
-from dgc.core.wire.codecs.quantized_values import Int2Values, Int8Values, SignValues
+from dgc.core.wire.codecs.quantized_values import Int2Values, Int3Values, Int8Values, SignValues
 from dgc.errors import ConfigError
 
 FREE_NUMBERS = range(128, 256)
@@ -24,6 +24,7 @@ _OWN_VALUE_CODECS: tuple[ValueCodec, ...] = (
     Float32Values(),
     Bfloat16Values(),
     Int8Values(),
+    Int3Values(),
     Int2Values(),
     SignValues(),
     Float64Values(),

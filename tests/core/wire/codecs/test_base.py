@@ -78,10 +78,11 @@ def test_error_is_bounded_and_finite_stays_finite(codec, case):
         assert (error <= np.maximum(np.abs(exact) * 2.0**-11, largest * 2.0**-39)).all()
     elif codec.name == "bfloat16":
         assert (error <= np.maximum(np.abs(exact) * 2.0**-8, 2.0**-134)).all()
-    elif codec.name == "int8":
+    elif codec.name in ("int8", "int3"):
+        levels = 2 ** (codec.bits - 1) - 1
         for group in groups_of(bounds):
             top = np.abs(exact[group]).max()
-            assert (error[group] <= top * (1 / 254 + 1e-6) + TINIEST).all()
+            assert (error[group] <= top * (1 / (2 * levels) + 1e-6) + TINIEST).all()
             assert (error[group][np.abs(exact[group]) == top] == 0).all()
     elif codec.name == "int2":
         for group in groups_of(bounds):
@@ -141,7 +142,17 @@ def test_reserve_for_k_holds_fewer_entries_too(codec, k, less, groups):
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("float32", 32), ("float16", 16), ("bfloat16", 16), ("int8", 8), ("sign", 1), ("float64", 64)]
+    ("name", "bits"),
+    [
+        ("float32", 32),
+        ("float16", 16),
+        ("bfloat16", 16),
+        ("int8", 8),
+        ("int3", 3),
+        ("int2", 2),
+        ("sign", 1),
+        ("float64", 64),
+    ],
 )
 def test_bits_per_entry(name, bits):
     k, groups = 25_000, 10

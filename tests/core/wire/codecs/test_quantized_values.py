@@ -1,4 +1,4 @@
-"""int8, int2 and sign: groups with scales of their own."""
+"""int8, int3, int2 and sign: groups with scales of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dgc.core.wire import value_codec
 from dgc.errors import WireError
 
 
-@pytest.mark.parametrize("name", ["int8", "int2", "sign"])
+@pytest.mark.parametrize("name", ["int8", "int3", "int2", "sign"])
 @pytest.mark.parametrize("bounds", [[], [0], [0, 2], [0, 4], [1, 3], [0, 5, 3], [0, 2, 1, 3], [-1, 3]])
 def test_bounds_that_do_not_cover_the_entries_are_refused(name, bounds):
     codec, bounds = value_codec(name), np.array(bounds, np.int64)
@@ -25,12 +25,27 @@ def test_bounds_that_do_not_cover_the_entries_are_refused(name, bounds):
             call()
 
 
-def test_int8_refuses_the_value_it_never_writes():
+@pytest.mark.parametrize(("name", "codes", "lowest"), [("int8", (3, 128), -128), ("int3", (0b100011, 0), -4)])
+def test_the_code_that_is_never_written_is_refused(name, codes, lowest):
     block = np.zeros(16, np.uint8)
     block[:4].view("<f4")[0] = 1.0
-    block[8:10] = 128, 0
-    with pytest.raises(WireError, match="-128"):
-        value_codec("int8").decode(block, 2, np.array([0, 2]))
+    block[8:10] = codes
+    with pytest.raises(WireError, match=f"{name}: an entry is {lowest},"):
+        value_codec(name).decode(block, 2, np.array([0, 2]))
+
+
+@pytest.mark.parametrize("name", ["int8", "int3"])
+@given(groups=st.lists(arrays(np.float32, st.integers(0, 40), elements=st.floats(-1e6, 1e6, width=32)), max_size=5))
+def test_integers_are_those_that_numpy_finds(name, groups):
+    values = np.concatenate([np.empty(0, np.float32), *groups])
+    codec, bounds = value_codec(name), np.cumsum([0, *map(len, groups)])
+    levels = np.float32(2 ** (codec.bits - 1) - 1)
+    expected = [np.empty(0, np.float32)]
+    for group in groups:
+        largest = np.abs(group).max(initial=np.float32(0))
+        q = np.rint(group / (largest or np.float32(1)) * levels)
+        expected.append(q / levels * largest)
+    np.testing.assert_array_equal(read_back(codec, values, bounds), np.concatenate(expected))
 
 
 def test_groups_have_scales_of_their_own():
@@ -88,8 +103,9 @@ def test_two_means_are_those_that_numpy_finds(name, groups, broken):
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_an_int8_group_that_is_not_finite_reads_as_nan(broken):
-    values = np.array([broken, 384 / 127, 1.0, 2.0], np.float32)  # 384 is -128 where 8 bits are left of it
-    decoded = read_back(value_codec("int8"), values, np.array([0, 2, 4]))
+@pytest.mark.parametrize(("name", "large"), [("int8", 384 / 127), ("int3", 12 / 3)])
+def test_a_group_of_integers_that_is_not_finite_reads_as_nan(name, large, broken):
+    values = np.array([broken, large, 1.0, 2.0], np.float32)  # 384 is -128 where 8 bits are left of it, 12 is -4 of 3
+    decoded = read_back(value_codec(name), values, np.array([0, 2, 4]))
     assert np.isnan(decoded[:2]).all()
-    np.testing.assert_allclose(decoded[2:], values[2:], rtol=0.01)
+    assert decoded[3] == 2.0

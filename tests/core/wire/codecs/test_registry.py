@@ -33,6 +33,7 @@ def test_numbers_are_fixed():
         "SIGN": 5,
         "FLOAT64": 6,
         "INT2": 7,
+        "INT3": 8,
     }
 
 
