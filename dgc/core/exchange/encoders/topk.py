@@ -61,15 +61,19 @@ class TopKEncoder(Encoder):
             selection = begun()
         else:
             selection = self._kernels.accumulate_and_select(self._work(at), state.u, state.v, state.thresholds)
-        positions, values = selection.positions, selection.values
+        self._write(at, selection.positions, selection.values)
+        at.flagged = selection.nonfinite
+
+    def _write(self, at: BucketStep, positions: np.ndarray, values: np.ndarray) -> None:
+        """Code the selected entries: (k,) int64, ascending, and (k,)."""
+        plan = at.plan
         is_message = plan.mode is Mode.SPARSE
         payload = at.sender.payload if is_message else np.empty(plan.codec.max_bytes, np.uint8)
         decoded = plan.codec.encode(positions, values, payload)
         if not is_message:
             at.vector.values[: self._bucket.sparse_size] = 0
             at.vector.values[positions] = decoded
-        at.sent = positions, decoded
-        at.count, at.flagged = len(positions), selection.nonfinite
+        at.sent, at.count = (positions, decoded), len(positions)
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         entries = []

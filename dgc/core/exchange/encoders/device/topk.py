@@ -1,10 +1,10 @@
 """The k largest entries where gradients, u, v and results are on a device.
 
-What crosses is the message (or, for codecs that the device does not know and for dense sums, the entries and the dense
-vector), once there and once back; the exchange between the two, on page-locked host memory, is that of the CPU.
+What crosses is the message, once there and once back; the exchange between the two, on page-locked host memory, is that
+of the CPU. For codecs that the device does not know (bit-packed, quantised) and for dense sums the entries cross as
+they are, and the host codes them.
 
-Formats that the device writes and reads itself are checked here before it reads; others (bit-packed, quantised) are
-written and read on the host, from entries that are copied there and back.
+Formats that the device writes and reads itself are checked here before it reads.
 
 n elements of a bucket's sparsified part, k entries.
 """
@@ -46,7 +46,7 @@ class DeviceEncoder(TopKEncoder):
     """:class:`TopKEncoder` with whole buckets handed to the device's kernels.
 
     All buckets whose gradients are in are enqueued before the first message is waited for, and that wait is for all of
-    them. A second one is needed when a threshold was of no use, when the codecs are not the device's, and for clipping.
+    them. A second one is needed when a threshold was of no use, and for clipping.
     Results are complete only when the kernels' stream has reached them.
     """
 
@@ -59,6 +59,9 @@ class DeviceEncoder(TopKEncoder):
         super().__init__(bucket, config, kernels, ranks)
         self._vector = vector
         self._scratch = kernels.new_scratch()
+        self._dtype = np.dtype(bucket.dtype)
+        kind = ValueCodecId.FLOAT64 if self._dtype == np.float64 else ValueCodecId.FLOAT32
+        self._entries_as_they_are = Format(_INDICES[IndexCodecId.INT32], _VALUES[kind])
         self._enqueued: Begun | None = None
 
     def await_gradients(self, step: StepContext) -> None:
@@ -68,17 +71,15 @@ class DeviceEncoder(TopKEncoder):
 
     def begin(self, at: BucketStep) -> None:  # noqa: D102
         plan, state = at.plan, at.state
-        form, active = _format(plan), plan.is_active
-        if active and form is None:
-            return
         at.start_message()
+        form = _format(plan)
         self._enqueued = self._kernels.begin(
-            self._work(at) if active else [],
+            self._work(at) if plan.is_active else [],
             state.u,
             state.v,
             state.thresholds,
-            form,
-            at.sender.payload,
+            form or self._entries_as_they_are,
+            at.sender.payload if form else self._entries(sum(plan.ks)),
             self._vector.gradients(at.step, plan),
             self._vector.values[: plan.vector_size],
             scratch=self._scratch,
@@ -94,19 +95,23 @@ class DeviceEncoder(TopKEncoder):
         self.abandon()
 
     def compress(self, at: BucketStep) -> None:  # noqa: D102
-        active = at.plan.is_active
-        if active and _format(at.plan) is None:
-            super().compress(at)
-            return
         if self._enqueued is None:
             self.begin(at)
         enqueued, self._enqueued = self._enqueued, None
         assert enqueued is not None
         done = enqueued.finish()
         self._vector.is_packed = True
-        if active:
-            at.sent = done.positions, done.values
-        at.count, at.flagged = done.count, done.nonfinite
+        at.flagged = done.nonfinite
+        if _format(at.plan):
+            at.sent, at.count = (done.positions, done.values), done.count
+        elif at.plan.is_active:
+            count, entries = done.count, self._entries(done.count)
+            values = entries[padded(4 * count) :].view(self._dtype)[:count]
+            self._write(at, entries[: 4 * count].view(np.int32).astype(np.int64), values)
+
+    def _entries(self, count: int) -> np.ndarray:
+        """Page-locked memory for so many entries as they are, uint8."""
+        return self._scratch.host("entries", padded(4 * count) + padded(self._dtype.itemsize * count))
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         form = _format(at.plan)

@@ -24,6 +24,7 @@ CASES = {
     "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "no momentum": {"values": "bfloat16", "indices": "int32"},
     "host codecs": {"values": "int8", "indices": "auto", "momentum": 0.9},
+    "few bits": {"indices": "elias_fano", "values": "int2", "small": "int3", "momentum": 0.9},
     "sign": {"values": "sign", "momentum": 0.9, "momentum_masking": False},
     "ramp-up": {"momentum": 0.9, "nesterov": True, "sparsity": [0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 4},
     "dense sum": {"momentum": 0.9, "sparsity": 0.5, "weight_decay": 0.01},
@@ -173,14 +174,14 @@ def in_order(exchange):
     ids=str,
 )
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", None), ("float16", 65504.0)])
-def test_the_host_waits_once_for_all_buckets(more, waits, dtype, limit):
+@pytest.mark.parametrize("codecs", [("uint16", "float16"), ("elias_fano", "int2")], ids="-".join)
+def test_the_host_waits_once_for_all_buckets(more, waits, dtype, limit, codecs):
     """No hidden synchronisation: one wait for the messages, one for norms, one for results of a narrow type."""
 
     def one_rank(transport):
         kernels = device_kernels()
-        exchange = make_exchange(
-            transport, SHAPES, kernels=kernels, sparsity=0.99, values="float16", bucket_bytes=1000, dtype=dtype, **more
-        )
+        options = {"sparsity": 0.99, "bucket_bytes": 1000, "indices": codecs[0], "values": codecs[1], **more}
+        exchange = make_exchange(transport, SHAPES, kernels=kernels, dtype=dtype, **options)
         in_order(exchange)
         counts, used = [], []
         for step in range(6):
