@@ -14,18 +14,20 @@ from dgc.core.compressors.build import make_config
 from dgc.core.state.layout import Parameter, make_layout
 from dgc.core.wire.plan import make_plan
 
+BEFORE = {"indices": "uint16", "values": "float16"}
 CHOICES: tuple[dict[str, str], ...] = (
-    {"small": "float32"},
-    {"small": "float16"},
     {},
+    {"small": "int2"},
     {"small": "sign"},
+    {"small": "int8"},
+    {"small": "float16"},
+    {"small": "float32"},
     {"include": "*"},
     {"values": "int8"},
-    {"indices": "elias_fano"},
-    {"indices": "elias_fano", "values": "int8"},
-    {"indices": "elias_fano", "values": "int8", "small": "sign"},
-    {"indices": "elias_fano", "values": "int2", "small": "int2"},
-    {"indices": "elias_fano", "values": "int2", "small": "sign"},
+    {"values": "float16"},
+    {"indices": "uint16"},
+    {**BEFORE, "small": "int8"},
+    {**BEFORE, "small": "float32"},
 )
 
 
@@ -64,7 +66,7 @@ def main() -> None:
             f"{ranks:3} ranks {total:10,} {dense / total:6.0f}x"
             for ranks, (total, dense) in zip(arguments.ranks, row, strict=True)
         )
-        print(f"{', '.join(f'{k}={v}' for k, v in options.items()) or 'defaults':48} {figures}")
+        print(f"{', '.join(f'{k}={v}' for k, v in options.items()) or 'defaults':54} {figures}")
 
 
 if __name__ == "__main__":

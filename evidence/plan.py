@@ -29,10 +29,10 @@ class Run:
 
 
 VARIANTS_OF: dict[str, tuple[str, ...]] = {
-    **{name: ("dense", "dgc") for name in CLASSES},
-    "language": ("dense", "dgc", *ABLATIONS, *FAMILY),
-    "image": ("dense", "dgc", "authors"),
-    "transformer": ("dense", "dgc", "no-correction"),
+    **{name: ("dense", "dgc", "halves") for name in CLASSES},
+    "language": ("dense", "dgc", "halves", *ABLATIONS, *FAMILY),
+    "image": ("dense", "dgc", "halves", "authors"),
+    "transformer": ("dense", "dgc", "halves", "no-correction"),
     "transformer_short": ("dense", "dgc", "steps"),
     "speech_short": ("dense", "dgc", "steps"),
 }

@@ -211,9 +211,9 @@ def payload_formula(case, shape):
     if case.name in ("dgc", "topk"):
         share = density * (own.headroom if own is not None and own.threshold == "global" else 1.0)
         k = int(n * share * (1 + 1e-9))
-        values = {"float16": 16, "int8": 8, "sign": 1}[config.values]
-        indices = {"uint16": 16, "elias_fano": math.log2(1 / share) + 2 if share < 1 else 2}[config.indices]
-        return k * (indices + values) / 8
+        values = {"int8": 8, "int2": 2, "sign": 1}[config.values]
+        assert config.indices == "elias_fano"
+        return k * (math.log2(1 / share) + 2 + values) / 8
     if case.name == "strom":
         return 4 * int(n * own.max_density)
     if case.name == "dryden":

@@ -22,9 +22,11 @@ CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
 """Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
 RESULTS = "dgc-b-results"
 """Our wrapper with dense results, ``sparse_updates=False``."""
+HALVES = "dgc-b-halves"
+"""Our wrapper with positions and values of 16 bits, and small tensors in 8."""
 BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
 """Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
-METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
+METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -72,6 +74,8 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
         options["exchange"] = CHOSEN[method]
     if method in BUCKETS:
         options["bucket_bytes"] = BUCKETS[method] * 2**20
+    if method == HALVES:
+        options.update(indices="uint16", values="float16", small="int8")
     if method == RESULTS:
         options["sparse_updates"] = False
     compression = getattr(dgc.Compression, name)(**options)

@@ -52,8 +52,8 @@ class CompressionBase(abc.ABC):
                 ``momentum_masking=True``, ``sparsity=0.999`` (a number or a list walked through during ramp-up),
                 ``rampup_begin_step=0``, ``rampup_step=1``, ``steps`` (of the whole training: chooses the sparsity
                 and the codecs for it), ``local_grad_clip_norm=None``, ``clip_scope="tensor"``,
-                ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="uint16"``, ``values="float16"``,
-                ``small="int8"`` (the value codec of tensors that are 1-D or small; "float32": exact),
+                ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="elias_fano"``, ``values="int2"``,
+                ``small="int3"`` (the value codec of tensors that are 1-D or small; "float32": exact),
                 ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
                 framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``, ``discardable=False``
                 (True: a step that was exchanged and not applied can be taken back wholly; costs the memory of

@@ -95,18 +95,21 @@ class Page:
     def _application(self, name: str) -> list[str]:
         facts, metrics = self._facts[name], self._metrics[name]
         own = [self._groups[name, variant] for variant in VARIANTS_OF[name] if (name, variant) in self._groups]
-        pair = [group for group in own if group.variant in ("dense", "dgc")]
+        pair = [group for group in own if group.variant in ("dense", "dgc", "halves")]
         names = list(self._titles)
         before = {sentence for other in names[: names.index(name)] for sentence in self._facts[other].values()}
         parts = [f"- {key.capitalize()}: {sentence}." for key, sentence in facts.items() if sentence not in before]
         same = [key for key, sentence in facts.items() if sentence in before]
         parts += [f"- The same as above: {', '.join(same)}."] if same else []
-        parts += ["", tables.seeds(pair, metrics), "", self._plot(pair, metrics[0], name)] if pair else [""]
+        parts += (
+            ["", tables.variants(pair, pair[0], metrics[0]), "", self._plot(pair, metrics[0], name)] if pair else [""]
+        )
         dgc, dense = self._groups.get((name, "dgc")), self._groups.get((name, "dense"))
+        halves = self._groups.get((name, "halves"))
         parts += self._beside(name, "With steps=", "steps", ("steps",), dense, dgc)
-        parts += self._beside(name, "What each part of DGC is for", "ablations", ABLATIONS, dgc, dense)
+        parts += self._beside(name, "What each part of DGC is for", "ablations", ABLATIONS, halves, dense)
         parts += self._beside(name, "The family at its defaults", "family", FAMILY, dense, dgc)
-        parts += self._authors(name, dgc)
+        parts += self._authors(name, halves)
         return parts
 
     def _beside(
@@ -146,9 +149,9 @@ class Page:
         names = ", ".join(VARIANTS[group.variant].text for group in near)
         return f"within one standard deviation of it: {names or 'none'}"
 
-    def _authors(self, name: str, dgc: Group | None) -> list[str]:
+    def _authors(self, name: str, base: Group | None) -> list[str]:
         own = self._groups.get((name, "authors"))
-        if own is None or dgc is None:
+        if own is None or base is None:
             return []
         metric = self._metrics[name][0]
         return [
@@ -158,9 +161,9 @@ class Page:
             "the weights are updated and is never compressed. Here it is added to the gradient first, as "
             "`torch.optim.SGD` does, and is sent with it. Values are sent as float32 there; here as float16, and the "
             "rounding error stays in the residual.\n",
-            tables.variants([dgc, own], dgc, metric),
+            tables.variants([base, own], base, metric),
             "",
-            self._plot([dgc, own], metric, f"{name}-authors"),
+            self._plot([base, own], metric, f"{name}-authors"),
         ]
 
     def _plot(self, groups: list[Group], metric: Metric, name: str) -> str:

@@ -52,16 +52,6 @@ def summary(groups: Groups, titles: dict[str, str], metrics: dict[str, Metric]) 
     return table(head, rows)
 
 
-def seeds(groups: Sequence[Group], metrics: Sequence[Metric]) -> str:
-    """Every metric of every seed."""
-    rows = []
-    for group in groups:
-        for metric in metrics:
-            values = metric_texts(group.finals(metric.name), metric)
-            rows.append([VARIANTS[group.variant].text, metric.name, spread(group, metric), ", ".join(values)])
-    return table(["", "metric", "mean ± standard deviation", "by seed"], rows)
-
-
 def variants(groups: Sequence[Group], base: Group, metric: Metric) -> str:
     """Variants of one application beside one of them."""
     rows = []
@@ -74,11 +64,11 @@ def variants(groups: Sequence[Group], base: Group, metric: Metric) -> str:
                 beside,
                 f"{group.bytes_per_step():,.0f}",
                 f"{group.ratio():.0f}x" if group.ratio() >= 10 else f"{group.ratio():.1f}x",
-                str(len(group.runs)),
+                ", ".join(metric_texts(group.finals(metric.name), metric)),
             ]
         )
     base_name = VARIANTS[base.variant].text
-    return table(["", metric.name, f"beside {base_name}", "bytes a step and rank", "fewer than dense", "seeds"], rows)
+    return table(["", metric.name, f"beside {base_name}", "bytes a step and rank", "fewer than dense", "by seed"], rows)
 
 
 def durations(groups: Groups, titles: dict[str, str]) -> str:

@@ -95,4 +95,4 @@ def test_adams_first_moment_becomes_the_compressors():
 
 def test_the_first_moment_is_moved_where_momentum_is_corrected():
     moved = {name for name, variant in VARIANTS.items() if variant.corrects_momentum}
-    assert moved == {"dgc", "steps", "no-masking", "no-warmup", "no-clipping", "no-feedback", "authors"}
+    assert moved == {"dgc", "halves", "steps", "no-masking", "no-warmup", "no-clipping", "no-feedback", "authors"}

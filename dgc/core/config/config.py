@@ -46,10 +46,10 @@ class DGCConfig:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     # Codecs of the message, by their names in the registry: see docs/wire-format.md.
-    indices: str = "uint16"
-    values: str = "float16"
+    indices: str = "elias_fano"
+    values: str = "int2"
     # How tensors that are dense because of their shape or size are sent beside sparsified ones: a value codec's name.
-    small: str = "int8"
+    small: str = "int3"
     # Dense float32 bytes per bucket.
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     # "average" or "sum" over the ranks.

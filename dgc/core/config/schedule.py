@@ -47,12 +47,11 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     """Options of DGC for a training of so many steps, None: the others alone.
 
     The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
-    There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning. Values of
-    2 bits and coded positions pay for the entries.
+    There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning.
 
     Args:
         steps: of the optimizer, in the whole training.
-        **options: the others that the user gives; masking and codecs among them stay.
+        **options: the others that the user gives; masking among them stays.
 
     Raises:
         ConfigError: ``steps`` is no integer from 1 on, or the sparsity is given beside it.
@@ -63,8 +62,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     if both := {"sparsity", "rampup_step"} & options.keys():
         raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
     density = min(1 / 64, max(0.001, 100 / steps))
-    chosen = {"momentum_masking": False, "indices": "elias_fano", "values": "int2"}
-    return {**chosen, **options, "sparsity": 1.0 - density}
+    return {"momentum_masking": False, **options, "sparsity": 1.0 - density}
 
 
 def entries_to_send(numel: int, density: float) -> int:

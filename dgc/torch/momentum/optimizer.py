@@ -101,8 +101,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             process_set: the Horovod process set to average over; None means all ranks, those of torch.distributed
                 where it is initialised and Horovod is not.
             transport: "auto", "mpi", "horovod" or a transport.
-            **codecs: ``indices="uint16"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``,
-                ``sparse_updates=True``.
+            **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``,
+                ``momentum_masking=True``, ``sparse_updates=True``.
 
         Raises:
             ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative

@@ -48,7 +48,7 @@ def test_small_tensors_take_every_codec_of_float32():
 
 
 def test_only_dgc_codes_small_tensors_unless_asked():
-    assert make_config({}).small == "int8"
+    assert make_config({}).small == "int3"
     assert make_config({}, algorithm="qsgd").small == "float32"
     wrapper = make_wrapper_config("by_name", {"*": member("dgc")}, {})
     assert wrapper.small == wrapper.own.configs[0].small == "float32"

@@ -9,7 +9,7 @@ from dgc.core.wire.plan import Mode, make_plan
 
 
 def plans(density, ranks, **options):
-    config = make_config(options)
+    config = make_config({"indices": "uint16", "values": "float16", "small": "int8", **options})
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
     made = [
         make_plan(b, density=density, ranks=ranks, indices=config.indices, values=config.values, small=config.small)

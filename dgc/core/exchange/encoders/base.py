@@ -211,10 +211,13 @@ class Encoder(ABC):
         """
         return self._config.momentum_masking and sent < self._elements
 
+    def _is_exact(self, density: float | None) -> bool:
+        """Whether nothing is coded: in a dense step, and where sparsity is 0, which is one."""
+        return density is None or (density == 1.0 and compressor_class(self._config.algorithm).scheduled)
+
     def _small(self, density: float | None) -> str:
-        """The value codec of small tensors: exact in a dense step, or where sparsity is 0, which is one."""
-        exact = density is None or (density == 1.0 and compressor_class(self._config.algorithm).scheduled)
-        return "float32" if exact else self._config.small
+        """The value codec of small tensors."""
+        return "float32" if self._is_exact(density) else self._config.small
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class TopKEncoder(Encoder):
             density=density,
             ranks=self._ranks,
             indices=self._config.indices,
-            values=self._config.values,
+            values=self._bucket.dtype if self._is_exact(density) else self._config.values,
             compressor=compressor_class(self._config.algorithm).number,
             small=self._small(density),
         )
@@ -66,16 +66,18 @@ class TopKEncoder(Encoder):
 
     def _write(self, at: BucketStep, positions: np.ndarray, values: np.ndarray) -> None:
         """Code the selected entries: (k,) int64, ascending, and (k,)."""
-        plan = at.plan
-        is_message = plan.mode is Mode.SPARSE
-        payload = at.sender.payload if is_message else np.empty(plan.codec.max_bytes, np.uint8)
-        decoded = plan.codec.encode(positions, values, payload)
-        if not is_message:
+        if at.plan.mode is Mode.SPARSE:
+            values = at.plan.codec.encode(positions, values, at.sender.payload)
+        else:
             at.vector.values[: self._bucket.sparse_size] = 0
-            at.vector.values[positions] = decoded
-        at.sent, at.count = (positions, decoded), len(positions)
+            at.vector.values[positions] = values
+        at.sent, at.count = (positions, values), len(positions)
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
+        self._put(at, self._read(at, messages), share * at.step.loss_scale)
+
+    def _read(self, at: BucketStep, messages: Sequence[Incoming]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each rank's positions and values."""
         entries = []
         for message in messages:
             try:
@@ -83,7 +85,7 @@ class TopKEncoder(Encoder):
                 bounds_of(self._bucket, entries[-1][0])
             except (WireError, LayoutError) as error:
                 raise message.damaged(error) from error
-        self._put(at, entries, share * at.step.loss_scale)
+        return entries
 
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
         if at.sent is None:

@@ -12,7 +12,6 @@ n elements of a bucket's sparsified part, k entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -114,36 +113,43 @@ class DeviceEncoder(TopKEncoder):
         return self._scratch.host("entries", padded(4 * count) + padded(self._dtype.itemsize * count))
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
-        form = _format(at.plan)
-        if form is None:
-            super().apply(at, messages, share)
-            return
         # A damaged message is refused before anything is applied.
-        for message in messages:
-            try:
-                check_payload(form, message.payload, self._bucket.sparse_size, message.count, at.plan.codec.indices)
-            except WireError as error:
-                raise message.damaged(error) from error
+        form = _format(at.plan)
+        payloads = self._checked(form, at.plan, messages) if form else self._decoded(at, messages)
         self._kernels.receive(
             [item.result for item in at.step.submissions.of(self._bucket.sparse)],
             self._bucket.sparse_offsets,
             self._bucket.sparse_size,
-            form,
-            [(message.payload, message.count) for message in messages],
+            form or self._entries_as_they_are,
+            payloads,
             share * at.step.loss_scale,
         )
         # What other ranks send is finite, and the host does not wait for the device to look at the sum.
 
+    def _checked(self, form: Format, plan: BucketPlan, messages: Sequence[Incoming]) -> list[tuple[np.ndarray, int]]:
+        for message in messages:
+            try:
+                check_payload(form, message.payload, self._bucket.sparse_size, message.count, plan.codec.indices)
+            except WireError as error:
+                raise message.damaged(error) from error
+        return [(message.payload, message.count) for message in messages]
+
+    def _decoded(self, at: BucketStep, messages: Sequence[Incoming]) -> list[tuple[np.ndarray, int]]:
+        """What :meth:`_entries` would hold of each message, side by side in page-locked memory."""
+        k = sum(at.plan.ks)
+        size = padded(4 * k) + padded(self._dtype.itemsize * k)
+        rows = self._scratch.host("came", len(messages) * size).reshape(len(messages), size)
+        payloads = []
+        for row, (positions, values) in zip(rows, self._read(at, messages), strict=True):
+            count = positions.size
+            row[: 4 * count].view(np.int32)[:] = positions
+            row[padded(4 * count) :].view(self._dtype)[:count] = values
+            payloads.append((row, count))
+        return payloads
+
     def _mask(self, plan: BucketPlan, state: BucketState, positions: Array, values: Array, masking: bool) -> None:
         mask = self._kernels.mask if _format(plan) is None else self._kernels.subtract
         mask(state.u, state.v, positions, values, masking=masking)
-
-    def _put(self, at: BucketStep, entries: Sequence[tuple[Any, Any]], factor: float) -> None:
-        results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
-        for result in results:
-            self._memory.fill(result, 0)
-        for positions, values in entries:
-            self._kernels.scatter_add(results, self._bucket.sparse_offsets, positions, values, factor)
 
 
 def _format(plan: BucketPlan) -> Format | None:
