@@ -22,7 +22,7 @@ keras = tf.keras
 LEGACY = keras.optimizers.SGD.__module__.startswith("tf_keras")
 
 BEFORE_RAMPUP = {"rampup_begin_step": 1000}
-SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "min_numel": 64}
+SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "min_numel": 64}
 SPARSE = {"sparsity": 0.99, "min_numel": 64}
 TOLERANCE = {"before": 1e-6, "zero": 1e-5}
 

@@ -49,7 +49,7 @@ def dense_backward(model, step):
 
 
 BRANCHES = ["left", "right", "both"]
-EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
+EXACT = {"sparsity": 0.0, "momentum_masking": False}
 
 
 @case
