@@ -25,7 +25,6 @@ from compress import MODELS, MOMENTUM, RESULTS, Row, plot
 
 from dgc.core.config.config import DGCConfig
 from dgc.core.config.schedule import entries_to_send
-from dgc.core.exchange.encoders.device.topk import device_format
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.gpu.cupy_runtime import CupyKernels
 from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout
@@ -76,11 +75,8 @@ class BucketState:
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
         self.thresholds = kernels.new_thresholds(len(ks))
         self.scratch = kernels.new_scratch()
-        codec = SparseCodec(bucket, sum(ks), "uint16", "float16")
-        form = device_format(codec.indices, codec.values)
-        assert form is not None
-        self.form = form
-        self.payload = kernels.runtime.host_array(codec.max_bytes, np.uint8)
+        self.codec = SparseCodec(bucket, sum(ks), DGCConfig.indices, DGCConfig.values)
+        self.payload = np.empty(self.codec.max_bytes, np.uint8)
         self.sent = 0
 
 
@@ -126,13 +122,12 @@ class Rank:
             self._flat[...] = self._source
 
     def step(self) -> None:
-        """Accumulate, select, encode, mask, and the message is on the host."""
-        begun = [
-            self._kernels.begin(b.work, b.u, b.v, b.thresholds, b.form, b.payload, scratch=b.scratch)
-            for b in self.buckets
-        ]
+        """Accumulate, select, bring the entries to the host and encode them."""
+        begun = [self._kernels.begin(b.work, b.u, b.v, b.thresholds, scratch=b.scratch) for b in self.buckets]
         for b, each in zip(self.buckets, begun, strict=True):
-            b.sent = each.finish().count
+            chosen = each.finish()
+            b.codec.encode(chosen.positions, chosen.values, b.payload)
+            b.sent = chosen.positions.size
 
     def count(self) -> None:
         """Count the buckets that sent exactly what they were to send (not timed)."""

@@ -2,12 +2,8 @@
 
 import numpy as np
 
-from dgc.core.exchange.encoders.device.topk import device_format
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import Bucket as LayoutBucket
-from dgc.core.state.layout import Segment
-from dgc.core.wire.payload import SparseCodec
 
 ALIGNMENT = 16
 
@@ -97,15 +93,5 @@ def assert_same_selection(got, wanted):
     same_bits(got.values, wanted.values)
 
 
-def codec_of(bucket, ks, indices, values):
-    places = zip(bucket.offsets[:-1].tolist(), bucket.lengths, strict=True)
-    segments = tuple(Segment(i, o, n) for i, (o, n) in enumerate(places))
-    n = int(bucket.offsets[-1])
-    return SparseCodec(LayoutBucket(0, str(bucket.dtype), segments, (), n, n), sum(ks), indices, values)
-
-
-def compress(bucket, work, codec, payload=None, **more):
-    payload = np.full(codec.max_bytes, 0xFF, np.uint8) if payload is None else payload
-    form = device_format(codec.indices, codec.values)
-    done = bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.thresholds, form, payload, **more)
-    return done, payload
+def compress(bucket, work, **more):
+    return bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.thresholds, **more)

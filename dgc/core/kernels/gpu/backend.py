@@ -15,7 +15,7 @@ from dgc.core.kernels.gpu.buckets import BLOCKS
 from dgc.core.kernels.gpu.codes import CodedTensor, CodeKernels
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import DeviceMemory, Runtime
-from dgc.core.kernels.gpu.tables import SUMMARY, DenseTensor, Format
+from dgc.core.kernels.gpu.tables import SUMMARY, DenseTensor
 from dgc.errors import LayoutError
 
 
@@ -49,21 +49,17 @@ class DeviceKernels(CodeKernels, Kernels):
         u, v, g, r = (self.runtime.zeros(n, kind) for _ in range(4))
         self.memory.copy_in(g, np.ones(n, kind))
         thresholds = self.new_thresholds(1)
-        form, vector = Format(1, 2), self.runtime.host_array(n, kind)
-        payload = self.runtime.host_array(1024, np.uint8)
+        vector = self.runtime.host_array(n, kind)
         # The first pass knows no threshold, the second one does.
         for _ in range(2):
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
-            done = self.compress(work, u, v, thresholds, form, payload, [DenseTensor(gradient=g, vector=0)], vector)
+            chosen = self.compress(work, u, v, thresholds, [DenseTensor(gradient=g, vector=0)], vector)
         bounds = np.array([0, n])
-        self.receive([r], bounds, n, form, [(payload, done.count)], 1.0)
+        self.receive([r], bounds, [(chosen.positions, chosen.values)], 1.0)
         self.write([DenseTensor(result=r, vector=0, momentum=0.9)], vector, u)
         self.exceeds([DenseTensor(result=r, limit=1.0)], vector, u)()
         self.sums_of_squares([g])
-        self.subtract(u, v, done.positions, done.values, masking=True)
-        # What the host's codecs need.
         self.accumulate(work, u, v)
-        chosen = self.accumulate_and_select(work, u, v, thresholds)
         self.mask(u, v, chosen.positions, chosen.values, masking=True)
         self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
         self._warm_up_codes(v, r)
@@ -132,23 +128,7 @@ class DeviceKernels(CodeKernels, Kernels):
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
     ) -> Selection:
         """See :class:`~dgc.core.kernels.base.Kernels`; the selection is on the host. Waits."""
-        with self.lock:
-            selector = self._selector(work, u, v, thresholds, self._scratch)
-            selected, k = selector.start(), selector.k
-            positions = self._scratch.host("positions", 4 * k).view(np.int32)
-            values = self._scratch.host("values", u.dtype.itemsize * k).view(u.dtype)
-            result = self._scratch.host("result", selector.result_bytes)
-            final = False
-            while not final:
-                if k:
-                    self.runtime.download(positions, selected.positions)
-                    self.runtime.download(values, selected.values)
-                selector.download(result)
-                self.wait()
-                final = selector.finish(result)
-            return Selection(
-                selector.gather(positions).astype(np.int64), selector.nonfinite, selector.gather(values).copy()
-            )
+        return self.begin(work, u, v, thresholds).finish()
 
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait."""
@@ -159,13 +139,7 @@ class DeviceKernels(CodeKernels, Kernels):
         if k:
             with self.lock:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
-                self.subtract(u, v, places.view(np.int64), values, masking=masking)
-
-    def subtract(self, u: Array, v: Array, positions: Array, decoded: Array, *, masking: bool) -> None:
-        """Do as :meth:`mask` with (k,) positions, int32 or int64, and values on the device. Does not wait."""
-        wide, k = np.int32(np.dtype(positions.dtype).itemsize == 8), positions.size
-        with self.lock:
-            self._over_entries("mask", u, k, u, v, positions, wide, decoded, np.int64(k), np.int32(masking))
+                self._over_entries("mask", u, k, u, v, places, values, np.int64(k), np.int32(masking))
 
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, SegmentWork
+from dgc.core.kernels.base import Array, SegmentWork, Selection
 from dgc.core.kernels.gpu.cuda.source import THREADS
 from dgc.core.kernels.gpu.memory import Runtime, Tables, Workspace
 from dgc.core.kernels.gpu.selection import Selector
-from dgc.core.kernels.gpu.tables import SUMMARY, TARGET, DenseTensor, Format, Geometry, tensor_table
+from dgc.core.kernels.gpu.tables import SUMMARY, TARGET, DenseTensor, Geometry, tensor_table
 from dgc.errors import LayoutError
 
 BLOCKS = 1024
@@ -32,23 +31,6 @@ DIRECT = 1 << 20
 engines, while its processors work for the backward pass."""
 FEW_TILES = 1024
 """Blocks that may each read their line of a table across the bus."""
-
-
-@dataclass(slots=True)
-class Compressed:
-    """What :meth:`BucketKernels.compress` leaves.
-
-    Attributes:
-        count: entries sent.
-        nonfinite: whether a non-finite one was met.
-        positions: (count,) int32 of them, on the device.
-        values: (count,) of the state's type as the receivers read them, on the device.
-    """
-
-    count: int
-    nonfinite: bool
-    positions: Array = None
-    values: Array = None
 
 
 class Scratch:
@@ -77,22 +59,22 @@ class Begun:
         self.selector: Selector | None = None
         self.result = np.empty(0, np.uint8)
         self.send: Callable[[], None] = lambda: None
-        self.positions: Array = None
-        self.values: Array = None
+        self.positions = np.empty(0, np.int32)
+        self.values = np.empty(0, np.float32)
 
-    def finish(self) -> Compressed:
+    def finish(self) -> Selection:
         """What came of it. Waits: for this bucket and all that have been begun by now; again where thresholds fail."""
         kernels = self._kernels
         kernels.wait_for_ticket(self._ticket)
         nonfinite = self._met is not None and bool(self._met["nonfinite"][0])
         if self.selector is None:
-            return Compressed(0, nonfinite)
+            return Selection(np.empty(0, np.int64), nonfinite, np.empty(0, np.float32))
         with kernels.lock:
             while not self.selector.finish(self.result):
                 self.send()
                 kernels.wait()
-        count = self.selector.count
-        return Compressed(count, nonfinite or self.selector.nonfinite, self.positions[:count], self.values[:count])
+        count, nonfinite = self.selector.count, nonfinite or self.selector.nonfinite
+        return Selection(self.positions[:count].astype(np.int64), nonfinite, self.values[:count].copy())
 
 
 class BucketKernels:
@@ -115,7 +97,7 @@ class BucketKernels:
         """Memory for a bucket that may be begun before another one is finished."""
         return Scratch(self.runtime)
 
-    def compress(self, *arguments: Any, **options: Any) -> Compressed:
+    def compress(self, *arguments: Any, **options: Any) -> Selection:
         """:meth:`begin` and its end. Waits once."""
         return self.begin(*arguments, **options).finish()
 
@@ -125,25 +107,21 @@ class BucketKernels:
         u: Array,
         v: Array,
         thresholds: np.ndarray,
-        form: Format | None,
-        payload: np.ndarray,
         dense: Sequence[DenseTensor] = (),
         vector: np.ndarray | None = None,
         *,
         scratch: Scratch | None = None,
     ) -> Begun:
-        """Enqueue: accumulate in u and v, select, write the message's payload; and pack the dense tensors.
+        """Enqueue: accumulate in u and v, select, write the entries to the host; and pack the dense tensors.
 
         Args:
             work: the sparsified tensors; may be empty.
             u: (n,) device array, in place.
             v: (n',) device array, in place.
             thresholds: (S, COLUMNS) float64, in place, once finished.
-            form: of the message.
-            payload: (m,) uint8, page-locked, m a multiple of 8: receives the payload.
             dense: tensors whose gradients go into the vector.
             vector: (·,) page-locked, receives them; zero in the padding behind each.
-            scratch: of the bucket; what was sent lies there, until the bucket is begun again.
+            scratch: of the bucket.
 
         Raises:
             LayoutError: an array is not what a kernel may read.
@@ -156,17 +134,16 @@ class BucketKernels:
             if selector is None:
                 met = packing()
                 return Begun(self, self._ticket(), met)
-            assert form is not None
-            count, k, code = len(work), selector.k, (np.int32(form.indices), np.int32(form.values))
+            count, k = len(work), selector.k
             result = own.host("result", selector.result_bytes)
-            positions, values = own.device.get("at", np.int32, k), own.device.get("sent", v.dtype, k)
+            positions = own.host("positions", 4 * k).view(np.int32)
+            values = own.host("values", v.dtype.itemsize * k).view(v.dtype)
             selected = selector.start()
 
             def send() -> None:
                 self._launch(
-                    "send", bits, min(BLOCKS, max(1, -(-max(payload.size // 8, k) // THREADS))), selected.segments,
-                    selected.found, selected.summary, selected.positions, selected.values, np.int32(count),
-                    np.int64(v.size), *code, payload, np.int64(payload.size // 8), positions, values, result,
+                    "send", bits, min(BLOCKS, max(1, -(-k // THREADS))), selected.segments, selected.found,
+                    selected.summary, selected.positions, selected.values, np.int32(count), positions, values, result,
                 )  # fmt: skip
 
             send()
@@ -180,20 +157,15 @@ class BucketKernels:
         self,
         results: Sequence[Any],
         offsets: np.ndarray,
-        n: int,
-        form: Format,
-        messages: Sequence[tuple[np.ndarray, int]],
+        entries: Sequence[tuple[np.ndarray, np.ndarray]],
         factor: float,
     ) -> None:
-        """Set the results to the sum over all ranks' messages, in rank order, times ``factor``. Does not wait.
+        """Set the results to the sum of all ranks' entries, in rank order, times ``factor``. Does not wait.
 
         Args:
             results: S device arrays of the state's type.
             offsets: (S + 1,) int64, where each begins in the bucket.
-            n: elements of the bucket's sparsified part.
-            form: of the messages, which have been checked.
-            messages: per rank the payload, (m,) uint8 page-locked, which must stay until the next bucket is finished,
-                and its number of entries.
+            entries: per rank (k,) ascending positions and (k,) values, on the host.
             factor: see above.
         """
         if not results:
@@ -202,18 +174,16 @@ class BucketKernels:
             geometry, tile_segment, _ = self._geometry([r.size for r in results])
             if not geometry.tiles:
                 return
-            counts = np.array([count for _, count in messages], np.int32)
-            ends = np.concatenate([form.ends(payload, n) for payload, _ in messages])
+            kind = np.dtype(results[0].dtype)
+            starts = np.cumsum([0, *(places.size for places, _ in entries)], dtype=np.int32)
+            positions = np.concatenate([places for places, _ in entries]).astype(np.int32)
+            values = np.concatenate([numbers for _, numbers in entries]).astype(kind, copy=False)
             targets = self._target_table(results, offsets)
             targets["first_tile"] = geometry.first_tile
-            tables = self._tables.send(counts, ends, targets)
-            whole, stride = together([payload for payload, _ in messages], self._tables)
-            came = self._workspace.get("came", np.uint8, whole.size)
-            self.runtime.upload(came, whole)
+            tables = self._tables.send(positions, values, starts, targets)
             self._launch(
-                "receive", 8 * np.dtype(results[0].dtype).itemsize, geometry.tiles, came, np.int64(stride), tables[0],
-                tables[1], np.int32(len(messages)), np.int64(n), np.int32(form.indices), np.int32(form.values),
-                tables[2], tile_segment, np.float64(factor),
+                "receive", 8 * kind.itemsize, geometry.tiles, *tables[:3], np.int32(len(entries)), tables[3],
+                tile_segment, np.float64(factor),
             )  # fmt: skip
 
     def write(self, tensors: Sequence[DenseTensor], vector: np.ndarray, u: Array = None) -> None:

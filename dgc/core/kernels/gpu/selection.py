@@ -267,12 +267,6 @@ class Selector:
         self._learn(self._found)
         return True
 
-    def gather(self, entries: np.ndarray) -> np.ndarray:
-        """What was chosen, (count,), out of (k,) entries that came from the device; once finished."""
-        taken, place = self._found["taken"].tolist(), self.segments["place"].tolist()
-        parts = [entries[p : p + n] for p, n in zip(place, taken, strict=True)]
-        return np.concatenate(parts) if parts else entries[:0].copy()
-
     @property
     def count(self) -> int:
         """Entries selected, once finished."""
@@ -321,7 +315,7 @@ class Selector:
         if geometry.tiles:
             self._launch(
                 "emit", warps, *common, self._positions, self._values, self.selected.found, self._sums, tiles,
-                self.selected.positions, self.selected.values, summary,
+                self.selected.positions, self.selected.values,
             )  # fmt: skip
 
     def _locate(self, begin: int) -> None:

@@ -35,7 +35,7 @@ SEGMENT = _struct(
     (np.int32, "length k first_tile tiles room most fewest gradient_type parameter_type form source open place unused"),
 )
 FOUND = _struct((np.uint64, "low"), (np.int32, "width want total taken base status"))
-SUMMARY = _struct((np.uint64, "largest"), (np.int32, "count nonfinite unfinished blocks"))
+SUMMARY = _struct((np.int32, "count nonfinite unfinished blocks"))
 RUN = _struct((np.int32, "start count"))
 TARGET = _struct((np.uint64, "result"), (np.int64, "offset length first_tile"))
 TENSOR = _struct(
@@ -44,7 +44,7 @@ TENSOR = _struct(
     (np.float64, "momentum decay scale limit"),
     (np.int32, "gradient_type parameter_type form first_tile"),
 )
-SIZES = {SEGMENT: 112, FOUND: 32, SUMMARY: 24, RUN: 8, TARGET: 32, TENSOR: 96}
+SIZES = {SEGMENT: 112, FOUND: 32, SUMMARY: 16, RUN: 8, TARGET: 32, TENSOR: 96}
 assert all(dtype.itemsize == size for dtype, size in SIZES.items())
 
 _CODES = {
@@ -220,30 +220,3 @@ def tensor_table(
             )
         )
     return np.array(rows, TENSOR)
-
-
-INDICES_UINT16 = 1
-"""Code of ``uint16`` positions in message.cu."""
-VALUES_FLOAT16 = 2
-"""Code of ``float16`` values in message.cu."""
-WIRE_TILE = 65536
-"""Elements that share a tile of ``uint16`` positions."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a message's entries lie, as the kernels know it (the codes of message.cu)."""
-
-    indices: int
-    values: int
-
-    def ends(self, payload: np.ndarray, n: int) -> np.ndarray:
-        """How many entries of a message there are up to the end of each tile of its positions, (tiles,) int32.
-
-        Args:
-            payload: (m,) uint8, checked.
-            n: elements of the bucket's sparsified part.
-        """
-        if self.indices != INDICES_UINT16:
-            return np.empty(0, np.int32)
-        return np.cumsum(payload[: 4 * -(-n // WIRE_TILE)].view(np.uint32), dtype=np.int32)

@@ -1,26 +1,19 @@
-"""The CUDA kernels' own text, compiled for a processor: message bytes, dense tensors and work at given places."""
-
-import ctypes
+"""The CUDA kernels' own text, compiled for a processor: selected entries, dense tensors and work at given places."""
 
 import numpy as np
 import pytest
-from device_tools import PATTERNS, Bucket, codec_of, compress, convert, draw, same_bits
+from device_tools import PATTERNS, Bucket, assert_same_selection, compress, convert, draw, same_bits
 from host_runtime import HostRuntime, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.exchange.encoders.device.topk import check_payload, device_format
 from dgc.core.kernels.base import MomentumRule
 from dgc.core.kernels.gpu import selection
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import DenseTensor
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import WireError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
-
-INDICES = ("uint16", "int32")
-VALUES = ("float16", "float32", "bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -32,133 +25,49 @@ def _quiet():
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
-    indices=st.sampled_from(INDICES),
-    values=st.sampled_from((*VALUES, "float64")),
     pattern=st.sampled_from(PATTERNS),
     dtype=st.sampled_from(["float32", "float64"]),
     masking=st.booleans(),
     lengths=st.sampled_from([[70000], [1000, 70000, 17], [3], [65536, 65536]]),
+    ranks=st.sampled_from([1, 2, 200]),
 )
-def test_message_bytes_equal_the_hosts(seed, indices, values, pattern, dtype, masking, lengths):
-    """The device writes what the host's codecs write, masks what was sent, and reads it back the same."""
+def test_entries_equal_the_references(seed, pattern, dtype, masking, lengths, ranks):
+    """The device selects what the reference selects, masks what was sent, and adds up what came in rank order."""
     rng = np.random.default_rng(seed)
     bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=seed)))
     ks = [max(1, n // 300) for n in lengths]
-    codec = codec_of(bucket, ks, indices, values)
     gradients = [draw(rng, n, pattern).astype(dtype) for n in lengths]
     mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.5) for k in ks])
-    done, payload = compress(bucket, mine, codec)
-    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
-    wanted = np.full(codec.max_bytes, 0xFF, np.uint8)
-    decoded = codec.encode(selection.positions, selection.values, wanted)
-    assert done.count == len(selection.positions)
-    assert done.nonfinite == selection.nonfinite
-    np.testing.assert_array_equal(payload, wanted)
+    got = compress(bucket, mine)
+    wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
+    assert_same_selection(got, wanted)
+    assert got.nonfinite == wanted.nonfinite
     bucket.assert_same_state()
-    np.testing.assert_array_equal(done.positions, selection.positions)
-    bucket.kernels.subtract(bucket.device_u, bucket.device_v, done.positions, done.values, masking=masking)
-    bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=masking)
+    bucket.kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=masking)
+    bucket.reference.mask(bucket.u, bucket.v, wanted.positions, wanted.values, masking=masking)
     bucket.assert_same_state()
 
-    form = device_format(codec.indices, codec.values)
-    n = int(bucket.offsets[-1])
-    check_payload(form, payload, n, done.count, codec.indices)
-    got = [np.full(m, 7, dtype) for m in lengths]
-    bucket.kernels.receive(got, bucket.offsets, n, form, [(payload, done.count), (payload.copy(), done.count)], 1 / 3)
+    entries = [(got.positions[r % 3 :], got.values[r % 3 :] * dtype_of(dtype, r)) for r in range(ranks)]
+    results = [np.full(m, 7, dtype) for m in lengths]
+    bucket.kernels.receive(results, bucket.offsets, entries, 1 / 3)
     expected = [np.zeros(m, dtype) for m in lengths]
-    for _ in range(2):
-        positions, numbers = codec.decode(wanted, done.count)
-        bucket.reference.scatter_add(expected, bucket.offsets, positions, numbers, 1 / 3)
-    for a, b in zip(got, expected, strict=True):
+    for positions, values in entries:
+        bucket.reference.scatter_add(expected, bucket.offsets, positions, values, 1 / 3)
+    for a, b in zip(results, expected, strict=True):
         same_bits(a, b)
 
 
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-30, 1.0, 65519.0, 3.4028235e38])
-def test_float16_scale_over_the_whole_range(largest):
-    bucket = Bucket([3000], "float32", DeviceKernels(HostRuntime()))
-    codec = codec_of(bucket, [500], "uint16", "float16")
-    rng = np.random.default_rng(0)
-    gradient = (rng.uniform(-1, 1, 3000) * np.exp2(rng.uniform(-30, 0, 3000)) * largest).astype(np.float32)
-    gradient[17] = largest
-    mine, theirs = bucket.work([gradient], None, dict(k=500))
-    done, payload = compress(bucket, mine, codec)
-    selection = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
-    wanted = np.zeros(codec.max_bytes, np.uint8)
-    decoded = codec.encode(selection.positions, selection.values, wanted)
-    np.testing.assert_array_equal(payload, wanted)
-    bucket.kernels.subtract(bucket.device_u, bucket.device_v, done.positions, done.values, masking=True)
-    bucket.reference.mask(bucket.u, bucket.v, selection.positions, decoded, masking=True)
-    bucket.assert_same_state()
+def dtype_of(dtype, rank):
+    """A factor of each rank's own, so that the order of the ranks shows."""
+    return np.dtype(dtype).type(1 + rank / 7)
 
 
-def test_damaged_messages_are_refused_before_they_are_read():
-    bucket = Bucket([70000], "float32", DeviceKernels(HostRuntime()))
-    n = int(bucket.offsets[-1])
-    positions = np.array([5, 9, 65535, 65536, 69999])
-    for indices in INDICES:
-        codec = codec_of(bucket, [5], indices, "float16")
-        payload = np.zeros(codec.max_bytes, np.uint8)
-        codec.encode(positions, np.ones(5, np.float32), payload)
-        form = device_format(codec.indices, codec.values)
-        check_payload(form, payload, n, 5, codec.indices)
-        for at in range(codec.indices.max_bytes(n, 5)):
-            damaged = payload.copy()
-            damaged[at] ^= 0xFF
-            try:
-                expected = codec.decode(damaged, 5)
-            except WireError:
-                with pytest.raises(WireError):
-                    check_payload(form, damaged, n, 5, codec.indices)
-            else:
-                check_payload(form, damaged, n, 5, codec.indices)
-                assert len(expected[0]) == 5
-        with pytest.raises(WireError):
-            check_payload(form, payload, n, 4, codec.indices)
-        with pytest.raises(WireError):
-            check_payload(form, payload[:8], n, 5, codec.indices)
-        damaged = payload.copy()
-        damaged[codec.indices.max_bytes(n, 5) + 2] = 9
-        with pytest.raises(WireError, match="exponent"):
-            check_payload(form, damaged, n, 5, codec.indices)
-
-
-@pytest.mark.parametrize("gathered", [True, False])
-def test_only_messages_are_read(gathered):
-    """Messages of one array go up from where they lie; between messages of several arrays is memory of others."""
-    sources = []
-
-    class Recording(HostRuntime):
-        def upload(self, device, host):
-            sources.append(host)
-            super().upload(device, host)
-
-    bucket = Bucket([3000], "float32", DeviceKernels(Recording()))
-    codec = codec_of(bucket, [30], "uint16", "float32")
-    size, stride = codec.max_bytes, 1 << 16
-    memory = np.zeros(2 * stride, np.uint8)
-    payloads = [memory[:size], memory[stride : stride + size]]
-    if not gathered:
-        bytes_of = [(ctypes.c_uint8 * size).from_address(p.ctypes.data) for p in payloads]
-        payloads = [np.frombuffer(owner, np.uint8) for owner in bytes_of]
-    mine, _ = bucket.work([np.arange(3000, dtype=np.float32)], None, dict(k=30))
-    done, _ = compress(bucket, mine, codec, payloads[0])
-    payloads[1][:] = payloads[0]
-    got = [np.full(3000, 7, np.float32)]
-    messages = [(payload, done.count) for payload in payloads]
-    form = device_format(codec.indices, codec.values)
-    sources.clear()
-    bucket.kernels.receive(got, bucket.offsets, int(bucket.offsets[-1]), form, messages, 0.5)
-    assert np.count_nonzero(got[0]) == done.count == 30
-    np.testing.assert_array_equal(got[0][-30:], np.arange(2970, 3000))
-    (whole,) = [s for s in sources if s.dtype == np.uint8 and s.size >= 2 * size]
-    assert np.shares_memory(whole, memory) == gathered
-
-
-def test_formats_that_the_host_writes():
-    bucket = Bucket([5000], "float32", DeviceKernels(HostRuntime()))
-    for indices, values in (("elias_fano", "float32"), ("uint16", "sign"), ("uint16", "int8")):
-        codec = codec_of(bucket, [5], indices, values)
-        assert device_format(codec.indices, codec.values) is None
+def test_nothing_that_came_is_zero():
+    bucket = Bucket([5000, 7], "float32", DeviceKernels(HostRuntime()))
+    results = [np.full(m, 7, np.float32) for m in bucket.lengths]
+    none = np.empty(0, np.int64), np.empty(0, np.float32)
+    bucket.kernels.receive(results, bucket.offsets, [none, none], 1.0)
+    assert not any(r.any() for r in results)
 
 
 # -- dense tensors, and work at given places -----------------------------------------------------------------------
@@ -183,9 +92,9 @@ def test_dense_tensors(seed, kind, dtype, momentum, nesterov, decay, scale):
     parameters = [convert(rng.standard_normal(n), kind) for n in lengths]
     vector = np.full(4192, np.nan, dtype)
     items = [DenseTensor(gradient=g, vector=p, scale=1 / scale) for g, p in zip(gradients, places, strict=True)]
-    none = np.zeros(4192, dtype), np.zeros(0, dtype), kernels.new_thresholds(0), None, np.zeros(0, np.uint8)
+    none = np.zeros(4192, dtype), np.zeros(0, dtype), kernels.new_thresholds(0)
     done = kernels.compress([], *none, items, vector)
-    assert (done.count, done.nonfinite, done.positions) == (0, False, None)
+    assert (done.positions.size, done.values.size, done.nonfinite) == (0, 0, False)
     expected = np.zeros(4192, dtype)
     for g, p in zip(gradients, places, strict=True):
         wide = (g.astype(np.uint32) << 16).view(np.float32) if g.dtype == np.uint16 else g
@@ -220,7 +129,7 @@ def test_dense_tensors_tell_of_nonfinite_entries():
     kernels = DeviceKernels(HostRuntime())
     gradient = np.zeros(5000, np.float16)
     vector = np.zeros(5008, np.float32)
-    none = np.zeros(0, np.float32), np.zeros(0, np.float32), kernels.new_thresholds(0), None, np.zeros(0, np.uint8)
+    none = np.zeros(0, np.float32), np.zeros(0, np.float32), kernels.new_thresholds(0)
     for bad, expected in ((1.0, False), (np.inf, True), (np.nan, True)):
         gradient[4999] = bad
         item = DenseTensor(gradient=gradient, vector=0)
@@ -228,17 +137,15 @@ def test_dense_tensors_tell_of_nonfinite_entries():
 
 
 @pytest.mark.parametrize("short", [selection.SHORT, 0])
-@pytest.mark.parametrize("values", ["float16", "float32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_messages_over_steps_equal_the_cpus(values, dtype, short, monkeypatch):
-    """A jump and a fall of the gradient: the message is written anew when a threshold was of no use."""
+def test_entries_over_steps_equal_the_cpus(dtype, short, monkeypatch):
+    """A jump and a fall of the gradient: the entries are written anew when a threshold was of no use."""
     monkeypatch.setattr(selection, "SHORT", short)
     cpu = pytest.importorskip("dgc.core.kernels.cpu.backend").NumbaKernels(1)
     rng = np.random.default_rng(6)
     lengths = [20000, 3000, 9000]
     ks = [40, 30, 9]
     bucket = Bucket(lengths, dtype, DeviceKernels(HostRuntime(seed=11, deferred=True)))
-    codec = codec_of(bucket, ks, "uint16", values)
     u, v, thresholds = bucket.u, bucket.v, cpu.new_thresholds(3)
     waits = []
     for step in range(9):
@@ -246,14 +153,12 @@ def test_messages_over_steps_equal_the_cpus(values, dtype, short, monkeypatch):
         gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in lengths]
         mine, theirs = bucket.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])
         before = bucket.kernels.runtime.waits
-        done, payload = compress(bucket, mine, codec)
+        got = compress(bucket, mine)
         waits.append(bucket.kernels.runtime.waits - before)
-        bucket.kernels.subtract(bucket.device_u, bucket.device_v, done.positions, done.values, masking=True)
-        chosen = cpu.accumulate_and_select(theirs, u, v, thresholds)
-        wanted = np.zeros(codec.max_bytes, np.uint8)
-        decoded = codec.encode(chosen.positions, chosen.values, wanted)
-        cpu.mask(u, v, chosen.positions, decoded, masking=True)
-        np.testing.assert_array_equal(payload, wanted)
+        bucket.kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
+        wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
+        cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
+        assert_same_selection(got, wanted)
         same_bits(bucket.thresholds, thresholds)
         bucket.kernels.wait()
         bucket.assert_same_state()
@@ -270,30 +175,26 @@ def test_buckets_that_are_begun_together_do_not_meet():
     pairs = []
     for _ in range(3):
         ours, alone = (Bucket(lengths, "float32", k) for k in (together, DeviceKernels(HostRuntime())))
-        codec = codec_of(ours, ks, "uint16", "float16")
-        pairs.append((ours, alone, codec, together.new_scratch(), np.zeros((2, codec.max_bytes), np.uint8)))
+        pairs.append((ours, alone, together.new_scratch()))
     rng, waits = np.random.default_rng(2), []
     for step in range(6):
-        begun, before, given = [], runtime.waits, []
-        for i, (ours, alone, codec, scratch, payloads) in enumerate(pairs):
+        begun, before, given, wanted = [], runtime.waits, [], []
+        for i, (ours, alone, scratch) in enumerate(pairs):
             gradients = [draw(rng, n, "heavy").astype(np.float32) for n in lengths]
             if step == 4:
                 gradients[i] *= np.float32(1000)
             mine, theirs = (b.work(gradients, None, [dict(k=k, momentum=0.9) for k in ks])[0] for b in (ours, alone))
             given.append(mine)  # the kernels know their addresses
-            form = device_format(codec.indices, codec.values)
-            begun.append(
-                together.begin(mine, ours.device_u, ours.device_v, ours.thresholds, form, payloads[0], scratch=scratch)
-            )
-            payloads[1] = compress(alone, theirs, codec)[1]
+            begun.append(together.begin(mine, ours.device_u, ours.device_v, ours.thresholds, scratch=scratch))
+            wanted.append(compress(alone, theirs))
         done = [each.finish() for each in begun]
         waits.append(runtime.waits - before)
         together.wait()
-        for (ours, alone, _, _, payloads), each in zip(pairs, done, strict=True):
-            np.testing.assert_array_equal(payloads[0], payloads[1])
+        for (ours, alone, _), each, expected in zip(pairs, done, wanted, strict=True):
+            assert_same_selection(each, expected)
             same_bits(ours.thresholds, alone.thresholds)
             same_bits(ours.device_u, alone.device_u)
             same_bits(ours.device_v, alone.device_v)
-            assert each.count > 0
+            assert each.positions.size > 0
     assert waits[3] == waits[5] == 1
     assert waits[4] == 3, "one for all, and one for each bucket whose threshold was of no use; small tensors have none"

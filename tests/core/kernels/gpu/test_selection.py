@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from device_tools import PATTERNS, Bucket, assert_same_selection, codec_of, compress, convert, draw, same_bits
+from device_tools import PATTERNS, Bucket, assert_same_selection, compress, convert, draw, same_bits
 from host_runtime import HostRuntime, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,14 +184,13 @@ def test_launches_do_not_grow_and_the_host_waits_once(state):
     for lengths in ([20000], [20000] * 6):
         runtime = HostRuntime()
         bucket = Bucket(lengths, state, DeviceKernels(runtime))
-        codec = codec_of(bucket, [20] * len(lengths), "uint16", "float16")
         rng = np.random.default_rng(0)
         for _ in range(4):
             gradients = [rng.standard_normal(n).astype(np.float32) for n in lengths]
             runtime.launches.clear()
             runtime.waits = 0
             mine, _ = bucket.work(gradients, None, dict(k=20, momentum=0.9))
-            compress(bucket, mine, codec)
+            compress(bucket, mine)
         assert runtime.waits == 1
         counts.append(list(runtime.launches))
     assert counts == [["sweep", "choose", "send"]] * 2

@@ -72,8 +72,7 @@ struct Found {
 };
 
 struct Summary {
-    u64 largest;  // key
-    int count;    // entries chosen in all segments
+    int count;  // entries chosen in all segments
     int nonfinite;
     int unfinished;
     int blocks;  // that have chosen their segment's entries
@@ -84,7 +83,7 @@ struct Run {
     int start, count;
 };
 
-static_assert(sizeof(Segment) == 112 && sizeof(Found) == 32 && sizeof(Summary) == 24 && sizeof(Run) == 8,
+static_assert(sizeof(Segment) == 112 && sizeof(Found) == 32 && sizeof(Summary) == 16 && sizeof(Run) == 8,
               "the host's tables have these sizes");
 
 struct __align__(16) Four {

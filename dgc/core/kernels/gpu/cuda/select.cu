@@ -127,12 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_choose(
     const Real* __restrict__ values, u32* __restrict__ bins, int* starts, int* __restrict__ out_positions,
     Real* __restrict__ out_values, Found* found, Summary* summary, int count_of_segments) {
     __shared__ u32 tally[BINS];
-    __shared__ u64 largest;
     __shared__ bool last;
     const int s = blockIdx.x;
     const Segment segment = segments[s];
     Found state = found[s];
-    if (threadIdx.x == 0) largest = 0;
     judge(segment, bins + (i64)s * BINS, state);
     while (state.width > 0 && state.status == CHOSEN) {
         for (int i = threadIdx.x; i < BINS; i += THREADS) tally[i] = 0;
@@ -161,7 +159,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_choose(
         const u32 ties = state.want;
         u32 used = 0;
         int place = segment.place;
-        u64 mine = 0;
         for (int start = 0; start < state.total; start += THREADS) {
             const int i = start + threadIdx.x;
             int from = 0;
@@ -185,18 +182,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_choose(
                 const int at = place + (int)(before >> 32) + (int)(equals < ties ? equals : ties);
                 out_positions[at] = positions[from];
                 out_values[at] = values[from];
-                if (key > mine) mine = key;
             }
             place += (int)(total >> 32);
             used += (u32)total;
         }
-        if (mine) atomicMax(&largest, mine);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
         found[s] = state;
         if (state.status != CHOSEN) summary->unfinished = 1;
-        if (largest) atomicMax(&summary->largest, largest);
         __threadfence();
         last = atomicAdd(&summary->blocks, 1) == count_of_segments - 1;
     }
@@ -327,10 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_emit(
     const Segment* __restrict__ segments, const int* __restrict__ tile_segment, const Run* __restrict__ runs,
     const Real* __restrict__ v, const int* __restrict__ positions, const Real* __restrict__ values,
     const Found* __restrict__ found, const u64* __restrict__ sums, int tiles, int* __restrict__ out_positions,
-    Real* __restrict__ out_values, Summary* __restrict__ summary) {
-    __shared__ u64 largest;
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
+    Real* __restrict__ out_values) {
     const int tile = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (tile < tiles && found[tile_segment[tile]].status == CHOSEN && segments[tile_segment[tile]].source != DONE) {
         const int s = tile_segment[tile];
@@ -343,7 +334,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_emit(
         i64 position;
         const Real* const entries = entries_of(segment, tile, runs, v, values, &n, &position);
         const u32 lower = (1u << lane) - 1;
-        u64 mine = 0;
         // All lanes take part in every ballot.
         for (int start = 0; start < n; start += 32) {
             const int i = start + lane;
@@ -357,14 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_emit(
                 out_positions[at] =
                     segment.source == CANDIDATES ? positions[runs[tile].start + i] : (int)(position + i);
                 out_values[at] = entries[i];
-                if (own > mine) mine = own;
             }
             place += __popc(all);
             used += __popc(equals);
             if (used > ties) used = ties;
         }
-        if (mine) atomicMax(&largest, mine);
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && largest) atomicMax(&summary->largest, largest);
 }
