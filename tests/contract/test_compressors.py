@@ -472,3 +472,21 @@ def test_masking_clears_the_momentum_where_entries_were_sent(case):
                 np.testing.assert_array_equal(u[~sent], velocity[~sent])
 
     train(2, 2, case, on_step=look, momentum=0.9, momentum_masking=True)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("topk", {"threshold": "global", "sparsity": 0.0}), Case("topk", {"sparsity": 0.0})], ids=str
+)
+def test_at_sparsity_0_nothing_is_coded(case):
+    def one_rank(transport):
+        exchange = make_exchange(transport, case, shapes={"weight": (50, 60)})
+        g = np.random.default_rng(transport.rank).standard_normal(3000).astype(np.float32)
+        run_step(exchange, [g])
+        norm = exchange.state.residual_norm()
+        exchange.close()
+        return norm, exchange._buckets[0].encoder.plan_at(1.0).mode
+
+    # A global threshold, estimated from a sample, may leave the very smallest entries for later.
+    for norm, mode in run_ranks(2, one_rank):
+        assert norm < 1e-2
+        assert mode is Mode.SUM

@@ -28,8 +28,9 @@ class _Selection(Algorithm):
     coded: ClassVar[bool] = True
 
     def _codec(self, spec: BucketSpec) -> SparseCodec:
-        k = sum(self.max_counts(spec))
-        return SparseCodec(spec.bucket, k, self.config.indices, self.config.values)
+        # At sparsity 0 nothing is coded: it is dense training.
+        values = spec.bucket.dtype if spec.density == 1.0 else self.config.values
+        return SparseCodec(spec.bucket, sum(self.max_counts(spec)), self.config.indices, values)
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         codec = self._codec(spec)
