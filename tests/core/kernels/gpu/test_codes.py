@@ -1,5 +1,7 @@
 """Codes of few bits by the CUDA kernels' own text, compiled for a processor: equal to the host's loops bit for bit."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from code_tools import CASES, CodedBucket, check_codes
@@ -59,6 +61,38 @@ def test_a_code_that_nobody_writes_is_met():
     payload[bucket.parts[0].codes] = 0xFF
     results = [np.zeros(p.length, np.float32) for p in bucket.parts]
     assert bucket.kernels.add_codes(results, bucket.parts, [payload], 1.0)[0]
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_only_messages_are_read(gathered):
+    """Messages of one array go up from where they lie; between messages of several arrays is memory of others."""
+    sources = []
+
+    class Recording(HostRuntime):
+        def upload(self, device, host):
+            sources.append(host)
+            super().upload(device, host)
+
+    bucket = CodedBucket(CASES[0], DeviceKernels(Recording()))
+    size = bucket.encoder._size
+    stride = -(-size // 8) * 8 + 4096
+    memory = np.zeros(2 * stride, np.uint8)
+    payloads = [memory[:size], memory[stride : stride + size]]
+    if not gathered:
+        bytes_of = [(ctypes.c_uint8 * size).from_address(p.ctypes.data) for p in payloads]
+        payloads = [np.frombuffer(owner, np.uint8) for owner in bytes_of]
+    x = bucket.alone.random()
+    bucket.write(x.copy(), x, payloads[0])
+    payloads[1][:] = payloads[0]
+    once, twice = ([np.zeros(p.length, np.float32) for p in bucket.parts] for _ in range(2))
+    bucket.kernels.add_codes(once, bucket.parts, payloads[:1], 1.0)
+    sources.clear()
+    bucket.kernels.add_codes(twice, bucket.parts, payloads, 1.0)
+    for a, b in zip(once, twice, strict=True):
+        assert a.any()
+        np.testing.assert_array_equal(b, 2 * a)
+    (whole,) = [s for s in sources if s.dtype == np.uint8 and s.size >= 2 * size]
+    assert np.shares_memory(whole, memory) == gathered
 
 
 def test_nothing_is_launched_for_no_tensor():

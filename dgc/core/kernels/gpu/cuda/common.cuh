@@ -132,22 +132,6 @@ __device__ __forceinline__ float from_half(u16 half) {
     return float_of(magnitude | (half & 0x8000u) << 16);
 }
 
-// float32 -> float16, to nearest, ties to even.
-__device__ __forceinline__ u16 to_half(float x) {
-    const u32 bits = bits_of(x), magnitude = bits & 0x7fffffffu;
-    u32 half;
-    if (magnitude > 0x7f800000u)
-        half = 0x7e00u | (magnitude >> 13 & 0x3ffu);
-    else if (magnitude >= 0x477ff000u)
-        half = 0x7c00u;  // 65520 and more round to infinity
-    else if (magnitude >= 0x38800000u)
-        half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-    else
-        // Below 2^-14 the results are multiples of 2^-24, which is what the last bit of 0.5 is worth.
-        half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    return (u16)(half | bits >> 16 & 0x8000u);
-}
-
 __device__ __forceinline__ float from_bfloat(u16 upper) { return float_of((u32)upper << 16); }
 
 // One element of an array of any float type, in the state's type.
