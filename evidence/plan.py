@@ -33,8 +33,8 @@ VARIANTS_OF: dict[str, tuple[str, ...]] = {
     "language": ("dense", "dgc", "halves", *ABLATIONS, *FAMILY),
     "image": ("dense", "dgc", "halves", "authors"),
     "transformer": ("dense", "dgc", "halves", "no-correction"),
-    "transformer_short": ("dense", "dgc", "steps"),
-    "speech_short": ("dense", "dgc", "steps"),
+    "transformer_short": ("dense", "dgc", "halves", "steps"),
+    "speech_short": ("dense", "dgc", "halves", "steps"),
 }
 """What is trained of each application."""
 

@@ -32,13 +32,13 @@ def compile_codecs() -> None:
     for indices in map(wire.index_codec, wire.index_codec_names()):
         indices.encode(positions, 64, out)
         indices.decode(out, 64, 4)
-    half = wire.value_codec("float16")
-    half.encode(values, np.array([0, 4]), out)
-    half.decode(out, 4, np.array([0, 4]))
+    for codec in map(wire.value_codec, wire.value_codec_names()):
+        codec.encode(values.astype(codec.dtype), np.array([0, 4]), out)
+        codec.decode(out, 4, np.array([0, 4]))
     tensors = [Parameter("w", (64, 64), "float32"), Parameter("b", (64,), "float32")]
     (bucket,) = make_layout(tensors, make_config({})).buckets
     SparseCodec(bucket, 4, "uint16", "float16").encode(positions, values, out)
-    small = SmallCodec(bucket, "int8")
+    small = SmallCodec(bucket, "int3")
     block, x = np.empty(small.max_bytes, np.uint8), np.ones(small.size, np.float32)
     small.encode(x, block, np.empty_like(x))
     small.add(block, x)

@@ -95,7 +95,7 @@ class Page:
     def _application(self, name: str) -> list[str]:
         facts, metrics = self._facts[name], self._metrics[name]
         own = [self._groups[name, variant] for variant in VARIANTS_OF[name] if (name, variant) in self._groups]
-        pair = [group for group in own if group.variant in ("dense", "dgc", "halves")]
+        pair = [group for group in own if group.variant in ("dense", "dgc", "halves", "steps")]
         names = list(self._titles)
         before = {sentence for other in names[: names.index(name)] for sentence in self._facts[other].values()}
         parts = [f"- {key.capitalize()}: {sentence}." for key, sentence in facts.items() if sentence not in before]
@@ -106,7 +106,6 @@ class Page:
         )
         dgc, dense = self._groups.get((name, "dgc")), self._groups.get((name, "dense"))
         halves = self._groups.get((name, "halves"))
-        parts += self._beside(name, "With steps=", "steps", ("steps",), dense, dgc)
         parts += self._beside(name, "What each part of DGC is for", "ablations", ABLATIONS, halves, dense)
         parts += self._beside(name, "The family at its defaults", "family", FAMILY, dense, dgc)
         parts += self._authors(name, halves)

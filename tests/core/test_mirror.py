@@ -17,8 +17,8 @@ ELSEWHERE = {
     "core/transport.py": "transport/test_local.py",
     # A command that prints the registry's table.
     "__main__.py": "core/compressors/test_registry.py",
-    # Compiled loops behind a module of the same place, which is their only caller.
-    "core/compressors/quantizers/numba_packing.py": "core/compressors/quantizers/test_numba_loops.py",
+    # Compiled loops of the quantizers and of the codecs of few bits.
+    "core/wire/codecs/numba_packing.py": "core/compressors/quantizers/test_numba_loops.py",
     # One flow in three files.
     "adapter/paddle/methods.py": "adapter/test_face.py",
     "adapter/paddle/options.py": "adapter/test_paddle.py",

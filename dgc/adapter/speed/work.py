@@ -84,7 +84,7 @@ def time_work(
 ) -> Cost:
     """As :func:`measure_cost`, with these kernels and this clock."""
     config = last_level(config)
-    plain = dataclasses.replace(config, algorithm="dgc", own=None, exclude=("*",), indices="uint16", values="float16")
+    plain = dataclasses.replace(config, algorithm="dgc", own=None, exclude=("*",))
     with contextlib.ExitStack() as trials:
         kinds = ((config, FEW, entries_alone), (config, MORE, entries_alone), (plain, FEW, False))
         made = [trials.enter_context(contextlib.closing(_Trial(*kind, kernels))) for kind in kinds]

@@ -193,9 +193,14 @@ class Algorithm(ABC):
         """Numbers of the index and value codec in the header."""
         return 0, 0
 
+    @classmethod
+    def sends_all(cls, density: float) -> bool:
+        """Whether its schedule is at sparsity 0: that is dense training, of which nothing is coded."""
+        return cls.scheduled and density >= 1.0
+
     def has_room_for_all(self, spec: BucketSpec) -> bool:
         """Whether no entry waits for room in a message, so that no momentum is stale and none is cleared."""
-        return self.scheduled and spec.density >= 1.0
+        return self.sends_all(spec.density)
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 

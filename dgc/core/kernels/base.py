@@ -208,7 +208,6 @@ class Kernels(abc.ABC):
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
 
-    @abc.abstractmethod
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
@@ -220,7 +219,11 @@ class Kernels(abc.ABC):
             positions: (k,) int64, ascending and unique.
             values: (k,) float.
             factor: multiplied in float32 (float64 for float64 results).
+
+        Raises:
+            NotImplementedError: by devices, which receive whole buckets instead.
         """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def dense_update(

@@ -31,6 +31,7 @@ OPTIONS = {
     "several buckets": {"sparsity": 0.9, "momentum": 0.9, "bucket_bytes": 2048},
     "float16": {"sparsity": 0.9, "momentum": 0.9, "values": "float16"},
     "no feedback": {"sparsity": 0.9, "momentum": 0.9, "error_feedback": False},
+    "few bits": {"sparsity": 0.9, "momentum": 0.9, "indices": "elias_fano", "values": "int2", "small": "int3"},
     "coded": {"sparsity": 0.9, "momentum": 0.9, "small": "int8", "bucket_bytes": 2048},
 }
 COUNT = len(SHAPES)

@@ -81,7 +81,7 @@ class Coded(PerTensor):
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        from dgc.core.compressors.quantizers import numba_packing as packing
+        from dgc.core.wire.codecs import numba_packing as packing
 
         scales, codes = self.quantise(x, tensor, spec, info)
         block, bits = out[put(out, 0, scales) :], self.form(tensor).bits
@@ -92,7 +92,7 @@ class Coded(PerTensor):
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
-        from dgc.core.compressors.quantizers import numba_packing as packing
+        from dgc.core.wire.codecs import numba_packing as packing
 
         form, codes = self.form(tensor), np.empty(tensor.n, np.uint8)
         scales = take_scales(data, 0, form.scales, signed=form.kind == "sign")

@@ -85,7 +85,7 @@ class Qsgd(Coded):
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         """See the base class. With Elias codes, blocks follow each other without gaps."""
-        from dgc.core.compressors.quantizers import numba_packing as packing
+        from dgc.core.wire.codecs import numba_packing as packing
 
         if not self.varying:
             return super().encode(x, out, spec, info)
@@ -101,7 +101,7 @@ class Qsgd(Coded):
 
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> DenseValues:
         """See the base class."""
-        from dgc.core.compressors.quantizers import numba_packing as packing
+        from dgc.core.wire.codecs import numba_packing as packing
 
         if not self.varying:
             return super().decode(data, count, spec)  # type: ignore[return-value]

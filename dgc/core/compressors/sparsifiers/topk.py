@@ -28,8 +28,7 @@ class _Selection(Algorithm):
     coded: ClassVar[bool] = True
 
     def _codec(self, spec: BucketSpec) -> SparseCodec:
-        # At sparsity 0 nothing is coded: it is dense training.
-        values = spec.bucket.dtype if spec.density == 1.0 else self.config.values
+        values = spec.bucket.dtype if self.sends_all(spec.density) else self.config.values
         return SparseCodec(spec.bucket, sum(self.max_counts(spec)), self.config.indices, values)
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:

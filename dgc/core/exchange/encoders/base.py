@@ -213,7 +213,7 @@ class Encoder(ABC):
 
     def _is_exact(self, density: float | None) -> bool:
         """Whether nothing is coded: in a dense step, and where sparsity is 0, which is one."""
-        return density is None or (density == 1.0 and compressor_class(self._config.algorithm).scheduled)
+        return density is None or compressor_class(self._config.algorithm).sends_all(density)
 
     def _small(self, density: float | None) -> str:
         """The value codec of small tensors."""

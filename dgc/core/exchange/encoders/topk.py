@@ -91,10 +91,8 @@ class TopKEncoder(Encoder):
         if at.sent is None:
             return None
         positions, values = at.sent
-        self._mask(at.plan, state, positions, values, self._masks(sum(at.plan.ks)))
+        masking = self._masks(sum(at.plan.ks))
+        self._kernels.mask(state.u, state.v, positions, values, masking=masking)
         if not self._keeps_residual:
             self._memory.fill(state.v, 0)
         return positions
-
-    def _mask(self, plan: BucketPlan, state: BucketState, positions: Array, values: Array, masking: bool) -> None:
-        self._kernels.mask(state.u, state.v, positions, values, masking=masking)

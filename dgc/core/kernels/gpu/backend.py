@@ -61,7 +61,6 @@ class DeviceKernels(CodeKernels, Kernels):
         self.sums_of_squares([g])
         self.accumulate(work, u, v)
         self.mask(u, v, chosen.positions, chosen.values, masking=True)
-        self.scatter_add([r], bounds, chosen.positions, chosen.values, 1.0)
         self._warm_up_codes(v, r)
         self.memory.fill(r, np.nan)
         self.wait()
@@ -140,28 +139,6 @@ class DeviceKernels(CodeKernels, Kernels):
             with self.lock:
                 places, values = self._tables.send(positions, decoded.astype(v.dtype, copy=False))
                 self._over_entries("mask", u, k, u, v, places, values, np.int64(k), np.int32(masking))
-
-    def scatter_add(
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
-    ) -> None:
-        """See :class:`~dgc.core.kernels.base.Kernels`. Does not wait.
-
-        Raises:
-            LayoutError: a position lies beyond the last segment.
-        """
-        k = positions.size
-        if k == 0 or not results:
-            return
-        check_positions(positions, int(offsets[-1]))
-        kind = np.dtype(results[0].dtype)
-        with self.lock:
-            targets, places, numbers = self._tables.send(
-                self._target_table(results, offsets), positions, values.astype(kind, copy=False)
-            )
-            self._over_entries(
-                "scatter_add", results[0], k, targets, np.int32(len(results)), places, numbers, np.float64(factor),
-                np.int64(k),
-            )  # fmt: skip
 
     def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule

@@ -60,11 +60,6 @@ def _value_of(half):
     return _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16)))
 
 
-@helper
-def _padded(size):
-    return (size + 7) // 8 * 8
-
-
 @entry(__file__)
 def largest_magnitude(values: np.ndarray) -> int:
     """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
@@ -224,56 +219,29 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
     return i
 
 
-@helper
-def _pack(codes, bits, packed):
-    """Write the lowest ``bits`` of each code, lowest bits first."""
-    packed[:] = 0
-    if bits == 8:
-        packed[: codes.size] = codes.view(np.uint8)
-        return
-    for i in range(codes.size):
-        at = bits * i
-        word = (uint32(codes[i]) & uint32((1 << bits) - 1)) << uint32(at & 7)
-        packed[at >> 3] |= np.uint8(word)
-        if (at & 7) + bits > 8:
-            packed[(at >> 3) + 1] |= np.uint8(word >> uint32(8))
-
-
-@helper
-def _unpack(packed, bits, codes):
-    """Read what :func:`_pack` writes, in two's complement."""
-    if bits == 8:
-        codes[:] = packed[: codes.size].view(np.int8)
-        return
-    negative = 1 << (bits - 1)
-    for i in range(codes.size):
-        at = bits * i
-        word = int(packed[at >> 3])
-        if (at & 7) + bits > 8:
-            word |= int(packed[(at >> 3) + 1]) << 8
-        codes[i] = (((word >> (at & 7)) & (2 * negative - 1)) ^ negative) - negative
-
-
 @entry(__file__)
 def encode_integers(
-    x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, out: np.ndarray, left: np.ndarray
+    x: np.ndarray,
+    starts: np.ndarray,
+    bounds: np.ndarray,
+    bits: int,
+    scales: np.ndarray,
+    codes: np.ndarray,
+    left: np.ndarray,
 ) -> None:
-    """The block of the codecs ``int8`` and ``int3``, with groups that lie apart, and what it loses.
+    """Codes of ``int8`` and ``int3``, of groups that lie apart, and what they lose.
 
     Args:
         x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
-        bounds: (groups + 1,) int64, their lengths' sums.
-        bits: of an entry.
-        out: (m,) uint8, filled: what the codec's ``encode`` writes.
+        bounds: (groups + 1,) int64, their lengths' sums, k in all.
+        bits: of a code.
+        scales: (groups,) float32; filled.
+        codes: (k,) uint8; filled, two's complement in the lowest bits.
         left: (N,) float32; ``x - decoded`` of the groups.
     """
-    groups, codes = starts.size, np.empty(bounds[-1], np.int8)
-    at = _padded(4 * groups)
-    scales = out[: 4 * groups].view(np.float32)
-    out[4 * groups : at] = 0
-    levels = np.float32((1 << (bits - 1)) - 1)
-    for g in range(groups):
+    levels, mask = np.float32((1 << (bits - 1)) - 1), (1 << bits) - 1
+    for g in range(starts.size):
         n = bounds[g + 1] - bounds[g]
         given, lost, code = (
             x[starts[g] : starts[g] + n],
@@ -289,46 +257,45 @@ def encode_integers(
             # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
             q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
             lost[i] = given[i] - (q / levels) * largest
-            code[i] = np.int8(q) if abs(q) <= levels else np.int8(0)  # a group that is not finite reads as NaN
+            # A group that is not finite reads as NaN.
+            code[i] = np.uint8((np.int32(q) if abs(q) <= levels else np.int32(0)) & mask)
         scales[g] = largest
-    _pack(codes, bits, out[at:])
 
 
 @entry(__file__)
-def add_integers(data: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray) -> bool:
-    """Add what ``decode`` reads, with groups that lie apart, to (N,) float32; False if a code is damaged."""
-    groups, codes = starts.size, np.empty(bounds[-1], np.int8)
-    scales = data[: 4 * groups].view(np.float32)
-    _unpack(data[_padded(4 * groups) :], bits, codes)
-    levels = np.float32((1 << (bits - 1)) - 1)
-    lowest = np.int8(0)
+def add_integers(
+    scales: np.ndarray, codes: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray
+) -> bool:
+    """Add what :func:`encode_integers` coded to (N,) float32 ``sums``; False if a code is one that it never makes."""
+    negative = 1 << (bits - 1)
+    levels = np.float32(negative - 1)
+    damaged = False
     for i in range(codes.size):
-        lowest = min(lowest, codes[i])
-    if lowest < -levels:
+        damaged |= codes[i] == negative
+    if damaged:
         return False
-    for g in range(groups):
+    for g in range(starts.size):
         n = bounds[g + 1] - bounds[g]
         place, code, largest = sums[starts[g] : starts[g] + n], codes[bounds[g] : bounds[g + 1]], scales[g]
         for i in range(n):
-            place[i] += (np.float32(code[i]) / levels) * largest
+            place[i] += (np.float32((np.int32(code[i]) ^ negative) - negative) / levels) * largest
     return True
 
 
 @entry(__file__)
 def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: np.ndarray, codes: np.ndarray) -> None:
-    """The block of the codecs ``sign`` (one bit an entry) and ``int2`` (two).
+    """Codes of ``sign`` (one bit an entry) and ``int2`` (two).
 
     Args:
         values: (k,) float32.
         bounds: (groups + 1,) int64.
-        bits: an entry's; the last one says which mean of its group it has.
+        bits: a code's; the last one says which mean of its group an entry has.
         means: (2 groups,) float32; filled.
-        codes: (m,) uint8; filled.
+        codes: (k,) uint8; filled.
     """
-    codes[:] = 0
     for g in range(bounds.size - 1):
         n = bounds[g + 1] - bounds[g]
-        group = values[bounds[g] : bounds[g + 1]]
+        group, code = values[bounds[g] : bounds[g + 1]], codes[bounds[g] : bounds[g + 1]]
         # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
         total = 0.0
         if bits == 2:
@@ -340,8 +307,7 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: n
             negative = group[i] < np.float32(0)
             value = abs(group[i]) if bits == 2 else group[i]
             is_second = value > middle if bits == 2 else negative
-            at = bits * (bounds[g] + i)
-            codes[at >> 3] |= np.uint8((negative | is_second << (bits - 1)) << (at & 7))
+            code[i] = np.uint8(negative | is_second << (bits - 1))
             first += 0.0 if is_second else value
             second += value if is_second else 0.0
             members += is_second
@@ -350,12 +316,12 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: n
 
 @entry(__file__)
 def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, bits: int, values: np.ndarray) -> None:
-    """Read what :func:`encode_two_means` writes into ``values``, (k,) float32."""
+    """Read what :func:`encode_two_means` coded into ``values``, (k,) float32."""
     for g in range(bounds.size - 1):
         first = _bits(means[2 * g])
         change = first ^ _bits(means[2 * g + 1])
         for i in range(bounds[g], bounds[g + 1]):
-            code = uint32(codes[bits * i >> 3]) >> uint32(bits * i & 7)
+            code = uint32(codes[i])
             # Arithmetic on the bits, since a branch on random ones costs three times as much.
             value = first ^ (change * (code >> uint32(bits - 1) & uint32(1)))
             values[i] = _float(value | (code & uint32(bits - 1)) << uint32(31))

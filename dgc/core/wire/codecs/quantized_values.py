@@ -15,9 +15,9 @@ from dgc.errors import WireError
 
 
 class _Quantized:
-    """``bits`` bits an entry and ``scales`` float32 for each group.
+    """A code of ``bits`` bits for each entry and ``scales`` float32 for each group.
 
-    A block: (groups, scales) float32, padded; then the bits of each entry, lowest bits first, padded.
+    A block: (groups, scales) float32, padded; then the codes, lowest bits first, padded.
     """
 
     bits: int
@@ -29,25 +29,25 @@ class _Quantized:
     def max_bytes(self, k: int, groups: int) -> int:
         return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        check_values(values, self.dtype, self.name)
-        groups = _group_sizes(bounds, values.size, self.name).size
-        block = block_of(out, self.max_bytes(values.size, groups), self.name, writes=True)
-        self._write(values, bounds, block)
-        return block.size
+    def _write(self, block: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
+        from dgc.core.wire.codecs import numba_packing as packing
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        groups = _group_sizes(bounds, count, self.name).size
-        block = block_of(data, self.max_bytes(count, groups), self.name)
-        values = np.zeros(count, np.float32)
-        self._read(block, bounds, values)
-        return values, block.size
+        block[: scales.nbytes].view(np.float32)[:] = scales
+        at = padded(scales.nbytes)
+        block[scales.nbytes : at] = 0
+        block[at:][-8:] = 0
+        packing.pack(codes, self.bits, block[at:])
 
-    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
-        raise NotImplementedError
+    def _read(self, block: np.ndarray, k: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+        from dgc.core.wire.codecs import numba_packing as packing
 
-    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
-        raise NotImplementedError
+        scales, codes = block[: 4 * self.scales * groups].view(np.float32), np.empty(k, np.uint8)
+        packing.unpack(block[padded(scales.nbytes) :], self.bits, codes)
+        return scales, codes
+
+    def _block(self, data: np.ndarray, k: int, bounds: np.ndarray, *, writes: bool = False) -> np.ndarray:
+        groups = _group_sizes(bounds, k, self.name).size
+        return block_of(data, self.max_bytes(k, groups), self.name, writes=writes)
 
 
 class IntegerValues(_Quantized):
@@ -59,11 +59,16 @@ class IntegerValues(_Quantized):
 
     scales = 1
 
-    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        check_values(values, self.dtype, self.name)
+        block = self._block(out, values.size, bounds, writes=True)
         self.write_apart(values, bounds[:-1], bounds, block, np.empty_like(values))
+        return block.size
 
-    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        block, values = self._block(data, count, bounds), np.zeros(count, np.float32)
         self.add_apart(block, bounds[:-1], bounds, values)
+        return values, block.size
 
     def write_apart(
         self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
@@ -71,7 +76,9 @@ class IntegerValues(_Quantized):
         """Write groups that begin at ``starts`` of (N,) float32 ``x``; their places in ``left`` become what is lost."""
         from dgc.core.wire.codecs import numba_loops as loops
 
-        loops.encode_integers(x, starts, bounds, self.bits, block, left)
+        scales, codes = np.empty(starts.size, np.float32), np.empty(int(bounds[-1]), np.uint8)
+        loops.encode_integers(x, starts, bounds, self.bits, scales, codes, left)
+        self._write(block, scales, codes)
 
     def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
         """Read such groups and add them to (N,) float32 ``sums``.
@@ -81,7 +88,8 @@ class IntegerValues(_Quantized):
         """
         from dgc.core.wire.codecs import numba_loops as loops
 
-        if not loops.add_integers(block, starts, bounds, self.bits, sums):
+        scales, codes = self._read(block, int(bounds[-1]), starts.size)
+        if not loops.add_integers(scales, codes, starts, bounds, self.bits, sums):
             lowest = -(1 << (self.bits - 1))
             raise WireError(f"{self.name}: an entry is {lowest}, which it never writes. The message is damaged.")
 
@@ -107,22 +115,23 @@ class _TwoMeans(_Quantized):
 
     scales = 2
 
-    def _write(self, values: np.ndarray, bounds: np.ndarray, block: np.ndarray) -> None:
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         from dgc.core.wire.codecs import numba_loops as loops
 
-        means, codes = self._parts(bounds, block)
+        check_values(values, self.dtype, self.name)
+        block = self._block(out, values.size, bounds, writes=True)
+        means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
         loops.encode_two_means(values, bounds, self.bits, means, codes)
+        self._write(block, means, codes)
+        return block.size
 
-    def _read(self, block: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         from dgc.core.wire.codecs import numba_loops as loops
 
-        means, codes = self._parts(bounds, block)
+        block, values = self._block(data, count, bounds), np.empty(count, np.float32)
+        means, codes = self._read(block, count, bounds.size - 1)
         loops.decode_two_means(means, codes, bounds, self.bits, values)
-
-    @staticmethod
-    def _parts(bounds: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        end = 8 * (bounds.size - 1)
-        return block[:end].view(np.float32), block[end:]
+        return values, block.size
 
 
 class Int2Values(_TwoMeans):

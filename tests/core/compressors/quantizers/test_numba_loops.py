@@ -6,8 +6,9 @@ import loops_numpy
 import numpy as np
 import pytest
 
-from dgc.core.compressors.quantizers import numba_loops, numba_packing
+from dgc.core.compressors.quantizers import numba_loops
 from dgc.core.compressors.quantizers.codes import magnitude_and_deviation, tiles_of
+from dgc.core.wire.codecs import numba_packing
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]

@@ -10,12 +10,3 @@ extern "C" __global__ void __launch_bounds__(THREADS) dgc_mask(
         if (masking) u[p] = (Real)0;
     }
 }
-
-// results[position] += value * factor. targets: (S).
-extern "C" __global__ void __launch_bounds__(THREADS) dgc_scatter_add(
-    const Target* __restrict__ targets, int segments, const i64* __restrict__ positions,
-    const Real* __restrict__ values, double factor, i64 k) {
-    const Real share = (Real)factor;
-    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < k; i += (i64)gridDim.x * THREADS)
-        add_at(targets, segments, positions[i], values[i] * share);
-}

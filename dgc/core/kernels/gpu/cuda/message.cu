@@ -50,19 +50,6 @@ struct Target {
     i64 first_tile;
 };
 
-__device__ __forceinline__ void add_at(const Target* targets, int count, i64 position, Real value) {
-    int low = 0, high = count;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (targets[middle].offset <= position)
-            low = middle;
-        else
-            high = middle;
-    }
-    const i64 i = position - targets[low].offset;
-    if (i >= 0 && i < targets[low].length) targets[low].result[i] = targets[low].result[i] + value;
-}
-
 static_assert(sizeof(Target) == 32, "the host's table");
 
 // The first of the entries from `low` to `high`, whose positions ascend, that is not before `position`.
