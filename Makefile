@@ -53,7 +53,7 @@ $(STAMP): $(TRAINS)
 	@touch $@
 
 # What the demo needs: both frameworks, Horovod and an MPI.
-$(TRAINS): pyproject.toml constraints.txt $(wildcard dgc/build_horovod/*.py)
+$(TRAINS): pyproject.toml constraints.txt dgc/build_horovod.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is missing or older than Python 3.10. Install a newer one and run: make setup PYTHON=python3.12" >&2; \
 	  exit 1; }

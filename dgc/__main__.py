@@ -7,9 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from dgc import __version__
-from dgc.build_horovod import command as build_horovod
-from dgc.build_horovod import doctor
+from dgc import __version__, build_horovod, doctor
 
 if TYPE_CHECKING:
     from dgc.core.transport import Transport

@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RUNS = {
     "tensorflow": ("adapters_tensorflow",),
     "torch": ("adapters_torch",),
-    "within": ("adapter", "build_horovod", "contract", "core", "distribution"),
+    "within": ("adapter", "contract", "core", "distribution"),
 }
 """Folders of ``tests/`` by run; all others are one more run's, those not yet thought of too."""
 

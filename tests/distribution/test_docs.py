@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import messages
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -17,7 +15,7 @@ FILES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", REPOSITORY / 
 
 def test_the_site_shows_every_page():
     listed = set(re.findall(r": ([\w/-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {page.relative_to(DOCS).as_posix() for page in PAGES} | {messages.PAGE}
+    assert listed == {page.relative_to(DOCS).as_posix() for page in PAGES}
 
 
 def anchors(page):
@@ -64,19 +62,6 @@ def test_troubleshooting_quotes_messages_that_exist():
     texts = [text for path in (REPOSITORY / "dgc").rglob("*.py") for text in literals(path.read_text())]
     assert len(quoted()) >= 30
     assert [message for message in quoted() if not any(message in text for text in texts)] == []
-
-
-def plain(text):
-    return " ".join(text.replace("`", "'").split())
-
-
-def test_the_site_lists_every_message():
-    page = plain(messages.page())
-    assert [text for text in quoted() if len(text.split()) > 3 and plain(text) not in page] == []
-    for path in {*(REPOSITORY / "dgc").rglob("*.py")} - messages.CODE:
-        raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
-        for text in {text for node in raised for text in literals(ast.unparse(node))}:
-            assert len(text.split()) < messages.WORDS or plain(text) in page, (path, text)
 
 
 def public(module):
