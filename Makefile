@@ -99,23 +99,23 @@ evidence: setup ## train the paper's kinds of application, dense beside DGC; goe
 evidence-quick: setup ## the same, everything once and small (about five minutes)
 	$(BIN)/python -m evidence --quick
 
-test: setup ## every behaviour once, in runs side by side, with the slowest tests listed (about ten minutes on two cores)
-	$(BIN)/python tools/run_tests.py --durations=25
+test: setup ## every behaviour once, in two lanes, with a table of durations (about ten minutes on two cores)
+	$(BIN)/python tools/run_tests.py
 
 test-all: setup ## make test, and the matrix: 4 ranks, Gloo, legacy Keras, more seeds, slow launches
-	$(BIN)/python tools/run_tests.py --all --durations=25
+	$(BIN)/python tools/run_tests.py --all
 
 test-beyond: setup ## what make test-all has beyond make test
-	$(BIN)/python tools/run_tests.py --beyond --durations=25
+	$(BIN)/python tools/run_tests.py --beyond
 
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
-	$(BIN)/python tools/run_tests.py --quick --durations=10
+	$(BIN)/python tools/run_tests.py --quick
 
 lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc
-	MYPYPATH=benchmarks:benchmarks/chaos $(BIN)/mypy --explicit-package-bases --follow-imports=silent benchmarks
+	MYPYPATH=benchmarks:benchmarks/chaos $(BIN)/mypy --explicit-package-bases --follow-imports=silent --exclude benchmarks/tests benchmarks
 	$(BIN)/lint-imports
 
 format: setup ## let ruff rewrite the sources

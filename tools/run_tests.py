@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Run the tests as pytest runs side by side: tests within one process, those of each framework, and the rest.
+"""Run the tests in two lanes side by side, and say at the end how long each test took.
 
-    tools/run_tests.py            every behaviour once: all but the tests marked ``matrix``
-    tools/run_tests.py --all      the matrix too: other numbers of ranks, launchers and versions of Keras, more seeds
-    tools/run_tests.py --beyond   the matrix alone
-    tools/run_tests.py --quick    the core and what compressors promise, which start no ranks; as without an option
+    tools/run_tests.py            every behaviour once: all of tests/ but what is marked ``matrix``
+    tools/run_tests.py --all      the matrix too (other numbers of ranks, launchers and versions of Keras, more seeds),
+                                  and the tests of evidence/ and benchmarks/
+    tools/run_tests.py --beyond   what --all has beyond a run without an option
+    tools/run_tests.py --quick    the core and what compressors promise, which start no ranks
 
-Ranks wait for each other, and frameworks are imported for seconds on one core: beside each other the runs keep all
-cores busy. Each run's output comes as a whole when it has ended. The exit status is that of the first run that failed.
-Other arguments are handed on to all.
+Ranks of one framework live as long as their lane; two lanes keep two cores busy. The output of a lane comes as a whole
+when it has ended, and the seconds of every test are in ``build/tests/durations.tsv``. The exit status is that of the
+first lane that failed. Other arguments are handed on to pytest.
 """
 
 from __future__ import annotations
@@ -16,97 +17,129 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+OUTPUT = REPOSITORY / "build" / "tests"
 
-RUNS = {
-    "tensorflow": ("adapters_tensorflow",),
-    "torch": ("adapters_torch",),
-    "within": ("adapter", "contract", "core", "distribution"),
-}
-"""Folders of ``tests/`` by run; all others are one more run's, those not yet thought of too."""
-
-QUICK = {"kernels": ("core/kernels",), "rest of the core": ("core", "contract")}
-"""The same for ``--quick``; a run leaves out what an earlier one has."""
+FIRST = ("tests/adapters_torch", "tests/launch")
+"""Folders of the first lane; the second has all others. Balanced by the durations of both."""
+TOOLS = ("evidence/tests", "benchmarks/tests")
+QUICK = ("tests/core", "tests/contract")
 
 SELECTIONS = {"--quick": "not matrix", "--once": "not matrix", "--beyond": "matrix", "--all": ""}
-"""What is run of the folders, as an expression of pytest's markers; ``--once`` is meant where none is named."""
+"""What is run of ``tests/``, as an expression of pytest's markers; ``--once`` is meant where none is named."""
 
 NO_TESTS = 5
-"""Pytest's status when nothing was selected, as ``-k`` may do to some of the runs."""
+"""Pytest's status when nothing was selected, as ``-k`` may do to one of the lanes."""
 
 
-def folders() -> dict[str, list[str]]:
-    """Paths of the folders with tests, by run."""
-    tests = REPOSITORY / "tests"
-    names = sorted(path.name for path in tests.iterdir() if any(path.glob("**/test_*.py")))
-    taken = {name for members in RUNS.values() for name in members}
-    runs = {**RUNS, "others": tuple(name for name in names if name not in taken)}
-    return {run: [f"tests/{name}" for name in members if name in names] for run, members in runs.items()}
-
-
-def quick_folders() -> dict[str, list[str]]:
-    """As :func:`folders`, of :data:`QUICK`."""
-    runs: dict[str, list[str]] = {}
-    for run, members in QUICK.items():
-        before = [f"--ignore={path}" for paths in runs.values() for path in paths]
-        runs[run] = [f"tests/{name}" for name in members] + before
+def lanes(selection: str) -> dict[str, list[list[str]]]:
+    """For each lane, the arguments of its runs of pytest, one after another."""
+    folders = sorted({f"tests/{path.relative_to(REPOSITORY / 'tests').parts[0]}" for path in _files("tests")})
+    marked = ["-m", SELECTIONS[selection]]
+    if selection == "--quick":
+        kernels = "tests/core/kernels"
+        return {"kernels": [[kernels, *marked]], "others": [[*QUICK, f"--ignore={kernels}", *marked]]}
+    first = [folder for folder in folders if folder in FIRST]
+    runs = {"first": [[*first, *marked]], "second": [[*(f for f in folders if f not in FIRST), *marked]]}
+    if selection in ("--beyond", "--all"):
+        for lane, folder in zip(runs, TOOLS, strict=True):
+            runs[lane].append([folder])
     return runs
 
 
-def command(paths: list[str], name: str, arguments: list[str]) -> list[str]:
-    # A folder for each: what failed last is kept there.
-    return [sys.executable, "-m", "pytest", *paths, "-o", f"cache_dir=.pytest_cache/{name}", *arguments]
+def _files(folder: str) -> list[Path]:
+    return sorted((REPOSITORY / folder).rglob("test_*.py"))
 
 
-def show(name: str, seconds: float, log: IO[bytes]) -> None:
-    print(f"\n=== {name}: {seconds / 60:.1f} minutes", flush=True)
-    log.seek(0)
-    sys.stdout.buffer.write(log.read())
-    sys.stdout.flush()
+def command(lane: str, number: int, arguments: list[str]) -> list[str]:
+    """One run of pytest; what failed last and the durations are kept by lane."""
+    report = OUTPUT / f"{lane}-{number}.xml"
+    kept = ["-o", f"cache_dir=.pytest_cache/{lane}", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    return [sys.executable, "-m", "pytest", *kept, *arguments]
+
+
+def durations() -> list[tuple[float, str, str]]:
+    """Seconds, module and name of every test that was run, the longest first."""
+    found = []
+    for report in OUTPUT.glob("*.xml"):
+        for case in ElementTree.parse(report).iter("testcase"):
+            found.append((float(case.get("time", 0)), case.get("classname", ""), case.get("name", "")[:100]))
+    return sorted(found, reverse=True)
+
+
+def show_durations() -> None:
+    """Write all durations to a file, and the longest by file and by test to stdout."""
+    tests = durations()
+    lines = [f"{seconds:.2f}\t{file}\t{name}\n" for seconds, file, name in tests]
+    (OUTPUT / "durations.tsv").write_text("".join(lines))
+    files: dict[str, float] = {}
+    for seconds, file, _ in tests:
+        files[file] = files.get(file, 0.0) + seconds
+    print(f"\n=== {sum(files.values()):.0f} seconds of {len(tests)} tests, in {OUTPUT}/durations.tsv")
+    longest = sorted(files, key=files.__getitem__, reverse=True)[:25]
+    print("".join(f"{files[file]:8.1f}  {file}\n" for file in longest))
+    print("".join(f"{seconds:8.1f}  {file}::{name}\n" for seconds, file, name in tests[:15]), flush=True)
 
 
 def main() -> int:
+    """Run what the arguments select; returns the exit status."""
     arguments = sys.argv[1:]
     selection = arguments.pop(0) if arguments[:1] and arguments[0] in SELECTIONS else "--once"
-    runs = quick_folders() if selection == "--quick" else folders()
-    arguments = ["-m", SELECTIONS[selection], *arguments]
     compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
-    environment = {**os.environ, "DGC_KERNELS_COMPILED": "1"}  # so that no run does it again
+    environment = {**os.environ, "DGC_KERNELS_COMPILED": "1"}  # so that no lane does it again
     # A hundred ranks import the package: let them read it compiled.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    start = time.monotonic()
-    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for report in OUTPUT.glob("*.xml"):
+        report.unlink()
+    begin = time.monotonic()
+    waiting = {lane: list(enumerate(runs)) for lane, runs in lanes(selection).items()}
+    running: dict[str, subprocess.Popen[bytes]] = {}
     statuses: list[int] = []
+    logs = {lane: (OUTPUT / f"{lane}.log").open("w+b") for lane in waiting}
+    print(f"running side by side: {', '.join(waiting)}; each is shown when it has ended", flush=True)
     try:
-        for name, paths in runs.items():
-            if paths:
-                log = tempfile.TemporaryFile()
-                line = command(paths, name, arguments)
-                process = subprocess.Popen(line, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                running[name] = process, log
-        print(f"running side by side: {', '.join(running)}; each is shown when it has ended", flush=True)
-        while running:
-            for name, (process, log) in list(running.items()):
+        while waiting or running:
+            for lane in [lane for lane in waiting if lane not in running]:
+                number, run = waiting[lane].pop(0)
+                line = command(lane, number, [*run, *arguments])
+                running[lane] = subprocess.Popen(
+                    line, cwd=REPOSITORY, env=environment, stdout=logs[lane], stderr=subprocess.STDOUT
+                )
+                if not waiting[lane]:
+                    del waiting[lane]
+            for lane, process in list(running.items()):
                 status = process.poll()
                 if status is not None:
                     statuses.append(status)
-                    show(name, time.monotonic() - start, log)
-                    del running[name]
+                    del running[lane]
+                    if lane not in waiting:
+                        _show(lane, time.monotonic() - begin, logs.pop(lane))
             time.sleep(0.2)
     except BaseException:
-        for name, (process, log) in running.items():
+        for process in running.values():
             process.terminate()
             process.wait()
-            show(name, time.monotonic() - start, log)
+        for lane, log in logs.items():
+            _show(lane, time.monotonic() - begin, log)
         raise
+    show_durations()
     statuses = [status for status in statuses if status != NO_TESTS]
     return next((status for status in statuses if status), 0) if statuses else NO_TESTS
+
+
+def _show(lane: str, seconds: float, log: IO[bytes]) -> None:
+    print(f"\n=== {lane} lane: {seconds / 60:.1f} minutes", flush=True)
+    log.seek(0)
+    sys.stdout.buffer.write(log.read())
+    sys.stdout.flush()
+    log.close()
 
 
 if __name__ == "__main__":

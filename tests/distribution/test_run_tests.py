@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,31 @@ def run_tests():
     return module
 
 
-def test_every_test_file_is_in_one_run(run_tests):
-    files = sorted(REPOSITORY.glob("tests/**/test_*.py"))
-    folders = [REPOSITORY / path for paths in run_tests.folders().values() for path in paths]
-    ran = [file for folder in folders for file in folder.rglob("test_*.py")]
-    assert len(files) > 200
-    assert sorted(ran) == files
+def collected(run_tests, selection):
+    """Test files that a selection runs, by the paths that its lanes are given."""
+    paths = [
+        REPOSITORY / argument
+        for runs in run_tests.lanes(selection).values()
+        for run in runs
+        for argument in run
+        if (REPOSITORY / argument).is_dir() and argument
+    ]
+    return sorted(file for path in paths for file in path.rglob("test_*.py"))
+
+
+def test_every_test_file_is_in_one_lane(run_tests):
+    tests = sorted(REPOSITORY.glob("tests/**/test_*.py"))
+    others = sorted(file for folder in ("evidence", "benchmarks") for file in (REPOSITORY / folder).rglob("test_*.py"))
+    assert tests
+    assert others
+    assert collected(run_tests, "--once") == tests
+    assert collected(run_tests, "--all") == sorted(tests + others)
 
 
 def test_once_and_beyond_are_all(run_tests):
     def selected(option):
-        pytest_command = run_tests.command([WITH_A_MATRIX], "selection", ["-m", run_tests.SELECTIONS[option]])
-        command = [*pytest_command, "--collect-only", "-q"]
+        marked = ["-m", run_tests.SELECTIONS[option]]
+        command = [sys.executable, "-m", "pytest", WITH_A_MATRIX, *marked, "--collect-only", "-q"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=600)
         return [line for line in done.stdout.splitlines() if "::" in line]
 

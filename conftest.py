@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from rank_jobs import Ranks
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parent
 
 # A busy machine is no failure, and every run tries the same examples, in CI and elsewhere. To search for new ones:
 # pytest --hypothesis-profile=default
