@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dgc.core import wire
+from dgc.core import codecs, header
 
 ELEMENTS = 25_500_000  # ResNet-50
 SEGMENTS = 54
@@ -77,11 +77,11 @@ def measure(kind: str, name: str, n: int, k: int, repeats: int) -> Row:
     encode: Callable[[], int]
     decode: Callable[[], object]
     if kind == "index":
-        index = wire.index_codec(name)
+        index = codecs.index_codec(name)
         block = np.empty(index.max_bytes(n, k), np.uint8)
         encode, decode = lambda: index.encode(positions, n, block), lambda: index.decode(block, n, k)
     else:
-        value = wire.value_codec(name)
+        value = codecs.value_codec(name)
         values = (1e-4 * rng.standard_normal(k)).astype(value.dtype)
         block = np.empty(value.max_bytes(k, SEGMENTS), np.uint8)
         encode, decode = lambda: value.encode(values, bounds, block), lambda: value.decode(block, k, bounds)
@@ -106,7 +106,7 @@ def pairs(rows: list[Row]) -> list[Pair]:
     result = []
     for index in (row for row in rows if row.kind == "index"):
         for value in (row for row in rows if row.kind == "value" and row.k == index.k):
-            total = index.bytes + value.bytes + wire.HEADER_BYTES
+            total = index.bytes + value.bytes + header.HEADER_BYTES
             result.append(Pair(index.codec, value.codec, index.k, index.n * DENSE_BYTES / total))
     return result
 
@@ -119,9 +119,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="timed calls per figure")
     options = parser.parse_args()
     n = options.elements
-    codecs = [("index", name) for name in wire.index_codec_names()]
-    codecs += [("value", name) for name in wire.value_codec_names()]
-    rows = [measure(kind, name, n, int(n * density), options.repeats) for density in DENSITIES for kind, name in codecs]
+    chosen = [("index", name) for name in codecs.index_codec_names()]
+    chosen += [("value", name) for name in codecs.value_codec_names()]
+    rows = [measure(kind, name, n, int(n * density), options.repeats) for density in DENSITIES for kind, name in chosen]
     ratios = pairs(rows)
     if options.json:
         machine = {"machine": platform.machine(), "python": platform.python_version(), "numpy": np.__version__}

@@ -24,13 +24,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import entries_to_send
+from dgc.core.codecs import SparseCodec
+from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.exchange.gradients.clipping import clip_factors
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout
-from dgc.core.wire.payload import SparseCodec
+from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 
 RESULTS = Path(__file__).parent / "results"
 MOMENTUM = 0.9

@@ -23,12 +23,11 @@ import cupy
 import numpy as np
 from compress import MODELS, MOMENTUM, RESULTS, Row, plot
 
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import entries_to_send
+from dgc.core.codecs import SparseCodec
+from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.gpu.cupy_runtime import CupyKernels
-from dgc.core.state.layout import Bucket, Layout, Parameter, make_layout
-from dgc.core.wire.payload import SparseCodec
+from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 
 CASES = ("plain", "nesterov", "weight decay", "float16", "bfloat16")
 

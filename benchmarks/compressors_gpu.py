@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from compress import MODELS, MOMENTUM, RESULTS
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 from dgc.core.transport import Transport
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -30,10 +30,11 @@ import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
 from dgc.adapter.speed.work import Echo  # noqa: E402
+from dgc.core.codecs import index_codec_names, padded, value_codec_names  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
-from dgc.core.wire import HEADER_BYTES, index_codec_names, padded, value_codec_names  # noqa: E402
-from dgc.core.wire.message import RemoteFailure, Sender  # noqa: E402
-from dgc.core.wire.plan import Mode, plan_for  # noqa: E402
+from dgc.core.header import HEADER_BYTES  # noqa: E402
+from dgc.core.message import RemoteFailure, Sender  # noqa: E402
+from dgc.core.plan import Mode, plan_for  # noqa: E402
 from dgc.errors import DGCError  # noqa: E402
 
 SHAPES = {"conv": (6, 3, 3, 3), "fc": (19, 21), "head": (3, 5)}

@@ -19,11 +19,11 @@ from compress import resnet50
 from machine import facts
 
 from dgc.adapter.metrics import Log
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.state.probe import Probe
+from dgc.core.layout import Parameter, make_layout
+from dgc.core.probe import Probe
 from dgc.transport.local import run_ranks
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,9 +10,9 @@ import argparse
 
 from compress import MODELS
 
-from dgc.core.compressors.build import make_config
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire.plan import make_plan
+from dgc.core.compressors import make_config
+from dgc.core.layout import Parameter, make_layout
+from dgc.core.plan import make_plan
 
 BEFORE = {"indices": "uint16", "values": "float16"}
 CHOICES: tuple[dict[str, str], ...] = (

@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 from compress import Gradients, environment, resnet50
 
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import Schedule, entries_to_send
+from dgc.core.config import DGCConfig, Schedule, entries_to_send
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import top_k
-from dgc.core.state.layout import Layout, Parameter, make_layout
+from dgc.core.layout import Layout, Parameter, make_layout
 
 HERE = Path(__file__).parent
 FLAT = 100_000_000

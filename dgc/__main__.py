@@ -74,7 +74,7 @@ def list_compressors(arguments: argparse.Namespace) -> int:
 def facts() -> list[tuple[str, str, str, str, str]]:
     """One row for each compressor: name, bits per element, error feedback, unbiased, source."""
     # Imported here: the other commands need neither NumPy nor Numba.
-    from dgc.core.compressors.registry import compressor_class, compressor_names
+    from dgc.core.compressors import compressor_class, compressor_names
 
     rows = [compressor_class(name) for name in compressor_names()]
     return [(r.name, r.bits, _yes(r.error_feedback), _yes(r.unbiased), r.source) for r in rows]
@@ -82,7 +82,7 @@ def facts() -> list[tuple[str, str, str, str, str]]:
 
 def table() -> str:
     """The facts in aligned columns under their titles."""
-    from dgc.core.config.composite import WRAPPERS
+    from dgc.core.config import WRAPPERS
 
     rows = [_TITLES, *facts()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]

@@ -10,12 +10,11 @@ import numpy as np
 from documented import documented_compressor, own_names
 from exchange_tools import gradient, run_step
 
-from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, compressor_class
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, compressor_class, make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.kernels.threshold import new_thresholds
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
 
 SHAPES = {**exchange_tools.SHAPES, "head.weight": (5, 17)}

@@ -22,17 +22,16 @@ def compile_kernels(dtype: str) -> None:
 def compile_codecs() -> None:
     import numpy as np
 
-    from dgc.core import wire
-    from dgc.core.compressors.build import make_config
-    from dgc.core.state.layout import Parameter, make_layout
-    from dgc.core.wire.payload import SparseCodec
-    from dgc.core.wire.small import SmallCodec
+    from dgc.core import codecs
+    from dgc.core.codecs import SmallCodec, SparseCodec
+    from dgc.core.compressors import make_config
+    from dgc.core.layout import Parameter, make_layout
 
     positions, values, out = np.arange(4), np.ones(4, np.float32), np.zeros(256, np.uint8)
-    for indices in map(wire.index_codec, wire.index_codec_names()):
+    for indices in map(codecs.index_codec, codecs.index_codec_names()):
         indices.encode(positions, 64, out)
         indices.decode(out, 64, 4)
-    for codec in map(wire.value_codec, wire.value_codec_names()):
+    for codec in map(codecs.value_codec, codecs.value_codec_names()):
         codec.encode(values.astype(codec.dtype), np.array([0, 4]), out)
         codec.decode(out, 4, np.array([0, 4]))
     tensors = [Parameter("w", (64, 64), "float32"), Parameter("b", (64,), "float32")]
@@ -48,10 +47,10 @@ def compile_compressors() -> None:
     """Two steps of one rank with each compressor that has loops of its own; types share most of them."""
     import numpy as np
 
-    from dgc.core.compressors.build import make_config
+    from dgc.core.compressors import make_config
     from dgc.core.exchange.exchange import Exchange
     from dgc.core.kernels.reference import ReferenceKernels
-    from dgc.core.state.layout import Parameter, make_layout
+    from dgc.core.layout import Parameter, make_layout
     from dgc.transport.local import run_ranks
 
     cases = [(name, {}) for name in ("onebit", "qsgd", "terngrad", "dorefa")]

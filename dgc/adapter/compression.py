@@ -12,10 +12,17 @@ from typing import Any, NoReturn, TypeVar
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import Horovod
-from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.config.checks import brief, no_compressor, plain, require_compressor, require_integer, require_number
-from dgc.core.config.composite import WRAPPERS
-from dgc.core.config.config import DGCConfig
+from dgc.core.compressors import compressor_class, compressor_names
+from dgc.core.config import (
+    WRAPPERS,
+    DGCConfig,
+    brief,
+    no_compressor,
+    plain,
+    require_compressor,
+    require_integer,
+    require_number,
+)
 from dgc.errors import ConfigError
 
 Constructor = TypeVar("Constructor", bound=Callable[..., Any])

@@ -22,13 +22,11 @@ from dgc.adapter.states import (
     require_states,
     warn_of_dropped,
 )
-from dgc.core.compressors.build import make_config, make_wrapper_config
-from dgc.core.config.checks import as_loss_scale
-from dgc.core.config.composite import WRAPPERS
-from dgc.core.config.config import DGCConfig
+from dgc.core.compressors import make_config, make_wrapper_config
+from dgc.core.config import WRAPPERS, DGCConfig, as_loss_scale
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
-from dgc.core.state.checks import require_op
+from dgc.core.state import require_op
 from dgc.core.transport import Collectives, Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import agree_or_raise

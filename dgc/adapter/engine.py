@@ -13,13 +13,12 @@ import numpy as np
 from dgc.adapter.metrics import EngineMetrics
 from dgc.adapter.speed.choice import Choice
 from dgc.adapter.states import EMPTY, is_empty
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import DENSITY_DIGITS, Schedule
+from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper, Stats
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.checks import require_fit, require_place, require_sound
-from dgc.core.state.layout import Layout, Parameter, make_layout
+from dgc.core.layout import Layout, Parameter, make_layout
+from dgc.core.state import require_fit, require_place, require_sound
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from dgc.core.config.checks import brief
+from dgc.core.config import brief
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError
 from dgc.transport.choice import CHOICES, ProcessSet, choose_transport

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.state.probe import FIGURES, Probe, TensorFigures
+from dgc.core.probe import FIGURES, Probe, TensorFigures
 from dgc.errors import ConfigError
 
 OFF = "no log is on: call log_to(writer) first, on each rank that wants to see"

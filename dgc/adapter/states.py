@@ -11,8 +11,7 @@ from typing import Any, Final, SupportsIndex
 
 import numpy as np
 
-from dgc.core.state.checks import FORMAT
-from dgc.core.state.state import old_ranks_of, resized
+from dgc.core.state import FORMAT, old_ranks_of, resized
 from dgc.core.transport import Transport
 from dgc.errors import LayoutError
 
@@ -78,8 +77,8 @@ def own_state(
     Args:
         states: in rank order; None for those that this rank does not need.
         transport: of this job.
-        rampup_begin_step: as in :func:`dgc.core.state.state.resized`.
-        op: as in :func:`dgc.core.state.state.resized`.
+        rampup_begin_step: as in :func:`dgc.core.state.resized`.
+        op: as in :func:`dgc.core.state.resized`.
 
     Raises:
         LayoutError: they are not those of all its ranks, of one step and one model.

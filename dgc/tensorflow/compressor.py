@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
-from dgc.core.config.checks import as_loss_scale, brief
+from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError

@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 
-from dgc.core.wire.header import Flags
+from dgc.core.header import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import SPARSE, Engine

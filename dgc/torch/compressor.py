@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
 from dgc.adapter.horovod import Ranks
-from dgc.core.config.checks import as_loss_scale, brief
+from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from dgc.core.state.state import own_arrays
+from dgc.core.state import own_arrays
 from dgc.errors import TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.horovod.horovod import HOROVOD

@@ -17,7 +17,7 @@ import torch
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import check_placeholder
-from dgc.core.config.checks import no_compressor
+from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.horovod.held import Placeholders

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from evidence.application import EvidenceError
 from evidence.applications import CLASSES, application_class
 from evidence.estimate import EXPECTED, Estimate

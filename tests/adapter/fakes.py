@@ -9,7 +9,7 @@ from dgc.adapter.horovod import Horovod
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import Parameter
+from dgc.core.layout import Parameter
 
 
 class FakeSet:

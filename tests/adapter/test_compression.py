@@ -11,7 +11,7 @@ from fakes import FakeHorovod
 
 from dgc.adapter import compression as shared
 from dgc.adapter.compressor import ADAPTER_OPTIONS, CompressorBase
-from dgc.core.compressors.registry import compressor_class
+from dgc.core.compressors import compressor_class
 from dgc.errors import ConfigError
 
 

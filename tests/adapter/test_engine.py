@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeEngine
 
 from dgc.adapter.states import EMPTY, is_empty
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.metrics import NOWHERE, Log, Metrics
-from dgc.core.state.probe import TensorFigures
+from dgc.core.probe import TensorFigures
 from dgc.errors import ConfigError
 
 FIGURES = {"fc": TensorFigures(10, 2, 4.0, 1.0), "new": TensorFigures(5, 0, 0.0, 0.0)}

@@ -5,8 +5,8 @@ import pytest
 
 from dgc.adapter.paddle.options import PaddleOptions, require_parameters
 from dgc.adapter.paddle.regularizers import ArgumentError, L1Decay, L2Decay, check_regularizer
-from dgc.core.config.schedule import Schedule, entries_to_send
-from dgc.core.state.layout import Parameter, sent_dense
+from dgc.core.config import Schedule, entries_to_send
+from dgc.core.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
 
 LEVELS = (0.75, 0.9375, 0.984375, 0.996, 0.999)

@@ -22,9 +22,8 @@ from contract_tools import (
 from documented import documented_compressor
 from exchange_tools import run_step
 
-from dgc.core.compressors import compressor_names
-from dgc.core.compressors.build import make_config
-from dgc.core.wire.plan import Mode
+from dgc.core.compressors import compressor_names, make_config
+from dgc.core.plan import Mode
 from dgc.errors import ConfigError, DGCError, WireError
 from dgc.transport.agreement import require_agreement
 from dgc.transport.local import run_ranks

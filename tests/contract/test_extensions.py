@@ -9,13 +9,13 @@ import pytest
 from codec_tools import read_back
 from exchange_tools import first_gradients, gradient, make_exchange, run_step, train
 
+from dgc.core import codecs as registry
+from dgc.core.codecs import ValueCodec, padded, register_codec, value_codec
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.header import HEADER_BYTES, unpack_header
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.transport import Collectives, Transport, as_transport
-from dgc.core.wire import HEADER_BYTES, ValueCodec, register_codec, unpack_header, value_codec
-from dgc.core.wire.codecs import registry
-from dgc.core.wire.codecs.blocks import padded
 from dgc.errors import TransportError, WireError
 from dgc.transport.local import run_ranks
 

@@ -10,7 +10,7 @@ from exchange_tools import run_step
 from dgc.adapter.compressor import CompressorBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 from dgc.errors import ConfigError, DGCError
 from dgc.transport.local import run_ranks
 

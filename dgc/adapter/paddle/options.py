@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from dgc.adapter.paddle.regularizers import Regularizer, check_regularizer, require
-from dgc.core.compressors.build import make_config
-from dgc.core.config.checks import plain, require_flag
-from dgc.core.config.config import DGCConfig
-from dgc.core.state.layout import Parameter, sent_dense
+from dgc.core.compressors import make_config
+from dgc.core.config import DGCConfig, plain, require_flag
+from dgc.core.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
 
 MIN_NUMEL = 16384

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dgc.adapter.speed.choice import Choice
-from dgc.core.config.config import DGCConfig
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.config import DGCConfig
+from dgc.core.layout import Parameter, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 

@@ -18,13 +18,12 @@ import numpy as np
 
 from dgc.adapter.speed.network import Network, measure_network
 from dgc.adapter.speed.work import Cost, Echo, last_level, measure_cost
-from dgc.core.config.composite import WRAPPERS, Parts
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import WRAPPERS, DGCConfig, Parts
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import Bucket, Layout
+from dgc.core.layout import Bucket, Layout
+from dgc.core.plan import BucketPlan
 from dgc.core.transport import Transport
-from dgc.core.wire.plan import BucketPlan
 from dgc.transport.agreement import agree_or_raise
 
 logger = logging.getLogger("dgc")

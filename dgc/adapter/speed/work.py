@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 from dgc.core.transport import Transport
 
 SHAPE = (1024, 1024)

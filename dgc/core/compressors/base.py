@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.config.config import DGCConfig
-from dgc.core.state.layout import Bucket
-from dgc.core.wire.codecs.blocks import padded
+from dgc.core.codecs import padded
+from dgc.core.config import DGCConfig
+from dgc.core.layout import Bucket
 from dgc.errors import WireError
 
 COMMON = (

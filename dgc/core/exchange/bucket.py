@@ -16,12 +16,12 @@ from dgc.core.exchange.encoders.base import BucketStep, Member
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.state.layout import Bucket
-from dgc.core.state.probe import Sent
-from dgc.core.state.state import BucketState, State
+from dgc.core.layout import Bucket
+from dgc.core.message import Incoming, Sender
+from dgc.core.plan import Mode
+from dgc.core.probe import Sent
+from dgc.core.state import BucketState, State
 from dgc.core.transport import Transport
-from dgc.core.wire.message import Incoming, Sender
-from dgc.core.wire.plan import Mode
 from dgc.errors import DGCError
 
 
@@ -193,7 +193,7 @@ class BucketExchange:
         self.take_deferred()
 
     def probe(self) -> Sent | str:
-        """See :data:`~dgc.core.state.probe.Sent`; or why nothing stays in the residual."""
+        """See :data:`~dgc.core.probe.Sent`; or why nothing stays in the residual."""
         at = self.at
         if (empty := self.encoder.why_empty(at)) is not None:
             return empty

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import DENSITY_DIGITS, Schedule
+from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.gradients.clipping import Clipping
@@ -21,13 +20,12 @@ from dgc.core.exchange.gradients.nodes import NodeSums
 from dgc.core.exchange.pipeline import Pipeline
 from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
 from dgc.core.exchange.step import Stage, Step
+from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.checks import require_place
-from dgc.core.state.layout import Layout
-from dgc.core.state.probe import Probe
-from dgc.core.state.state import State
+from dgc.core.layout import Layout
+from dgc.core.probe import Probe
+from dgc.core.state import State, require_place
 from dgc.core.transport import Transport
-from dgc.core.wire.header import Flags
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -48,7 +46,7 @@ class Exchange:
         defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
             or :meth:`write_deferred` after :meth:`finish`.
         probe: measures the steps that count, where a log is on.
-        joins: flags of :class:`~dgc.core.wire.header.Flags` while this rank takes part without data: it submits zeros,
+        joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data: it submits zeros,
             and can drop a step exactly.
         joined: rank -> those flags, of the ranks that took part in the latest step like that.
         on_joined: called with the context of a step in which some ranks did, before it finishes; may be collective.

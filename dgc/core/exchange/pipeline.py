@@ -19,8 +19,8 @@ from dgc.core.exchange.gradients.nodes import Announced, NodeSums
 from dgc.core.exchange.records import StepContext
 from dgc.core.exchange.step import Event, Stage, Step
 from dgc.core.kernels.base import Kernels
+from dgc.core.message import RemoteFailure
 from dgc.core.transport import Transport
-from dgc.core.wire.message import RemoteFailure
 from dgc.errors import DGCError, RemoteError, StallError, TransportError
 
 _CLOSE_PATIENCE = 5.0

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.layout import Bucket, Layout, Segment
+from dgc.core.layout import Bucket, Layout, Segment
 from dgc.errors import ConfigError, LayoutError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.records import StepContext, StepStats
-from dgc.core.state.state import State
+from dgc.core.state import State
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
 

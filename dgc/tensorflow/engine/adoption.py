@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.compression import warn_of_first_moment
-from dgc.core.compressors.build import leaves_zeros
-from dgc.core.config.config import DGCConfig
+from dgc.core.compressors import leaves_zeros
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import (

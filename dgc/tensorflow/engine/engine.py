@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.engine import EngineBase
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.state.layout import Layout
+from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption

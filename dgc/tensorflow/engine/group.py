@@ -8,11 +8,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.choose import choose_kernels
-from dgc.core.state.layout import Layout
+from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
 from dgc.tensorflow.engine.numpy_bridge import APPLY, ENTRIES, REFUSED

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import check_placeholder
-from dgc.core.config.checks import no_compressor
+from dgc.core.config import no_compressor
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from dgc.core.state.layout import Parameter
+from dgc.core.layout import Parameter
 from dgc.core.transport import Transport
 from dgc.errors import LayoutError
 from dgc.transport.agreement import gather_if_different, sample_places

@@ -10,9 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.states import INACTIVE
-from dgc.core.state.checks import require_sound
-from dgc.core.state.file import load_state, save_state
-from dgc.core.state.state import old_ranks_of
+from dgc.core.state import load_state, old_ranks_of, require_sound, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce.settings import distributed_in

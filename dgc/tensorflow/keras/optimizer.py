@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.core.config.checks import brief
+from dgc.core.config import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
 from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, Optimizer, family

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.serialization import MAP_LOCATION
 
-from dgc.core.state.file import write_whole
+from dgc.core.state import write_whole
 from dgc.errors import LayoutError
 
 _SHOWN = 3

@@ -10,7 +10,7 @@ import torch
 from torch.serialization import MAP_LOCATION
 from torch.utils._pytree import tree_map_only
 
-from dgc.core.state.state import old_ranks_of
+from dgc.core.state import old_ranks_of
 from dgc.errors import LayoutError
 from dgc.torch.checkpoint.alone import take_over
 from dgc.torch.checkpoint.before import Before

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc.core.state.checks import require_sound
+from dgc.core.state import require_sound
 from dgc.torch.checkpoint.files import MAIN_FILE, Written, rank_file, sweep, token_in, why_refused
 from dgc.torch.checkpoint.ranks import Ranks
 from dgc.torch.compressor import DGCCompressor

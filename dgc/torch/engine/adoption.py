@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dgc.adapter.compression import warn_of_first_moment
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 
 from dgc.adapter.engine import EngineBase
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import StepContext
-from dgc.core.state.layout import Layout
+from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dgc.core.kernels.base import Array
-from dgc.core.state.layout import Parameter
+from dgc.core.layout import Parameter
 from dgc.errors import LayoutError
 from dgc.transport.agreement import sample_places
 

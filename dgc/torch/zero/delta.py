@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dgc.core.wire import padded, smallest_index_codec
+from dgc.core.codecs import padded, smallest_index_codec
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LONGEST_PAUSE = 64

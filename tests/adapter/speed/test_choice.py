@@ -15,11 +15,10 @@ from dgc.adapter.speed import choice
 from dgc.adapter.speed.network import Line, Network, measure_network
 from dgc.adapter.speed.work import Cost
 from dgc.adapter.states import own_state
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.registry import compressor_names
+from dgc.core.compressors import compressor_names, make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.local import run_ranks
 

@@ -6,8 +6,7 @@ import pytest
 
 from dgc.adapter.speed import work
 from dgc.adapter.speed.work import ROUNDS, STEPS, WARM_STEPS, Cost, Echo, last_level, measure_cost, time_work
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.registry import compressor_names
+from dgc.core.compressors import compressor_names, make_config
 from dgc.core.kernels.choose import choose_kernels
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.tensorflow.engine.adoption import Adoption
 
 TWICE = {

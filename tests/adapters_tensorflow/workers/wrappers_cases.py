@@ -8,7 +8,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.compressors.registry import compressor_names
+from dgc.core.compressors import compressor_names
 from dgc.errors import ConfigError, DGCError
 
 keras = m.keras

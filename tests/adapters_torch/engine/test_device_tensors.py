@@ -8,7 +8,7 @@ import pytest
 import torch
 from host_runtime import HostRuntime, compiler
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.errors import ConfigError, DGCError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import LayoutError
 from dgc.torch.engine.engine import Engine
 from dgc.transport.local import run_ranks

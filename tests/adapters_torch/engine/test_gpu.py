@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.device_tensors import DeviceTensors
 from dgc.torch.engine.engine import Engine

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dgc.core.compressors.build import check_codecs, make_config, make_wrapper_config
-from dgc.core.wire import index_codec_names, value_codec_names
+from dgc.core.codecs import index_codec_names, value_codec_names
+from dgc.core.compressors import check_codecs, make_config, make_wrapper_config
 from dgc.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from dgc.__main__ import facts
 from dgc.adapter.compression import constructor
-from dgc.core.compressors import PerTensor, compressor_class, compressor_names, register
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import PerTensor, compressor_class, compressor_names, make_config, register
 from dgc.errors import ConfigError
 
 NUMBERS = {

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dgc.core.config import checks
+from dgc.core import config as checks
 from dgc.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dgc.core.config.composite import Parts
+from dgc.core.config import Parts
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from exchange_tools import (
     make_exchange,
 )
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import ConfigError
 
 

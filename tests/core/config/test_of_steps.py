@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """The warm-up: its sparsity in every step, and how many entries that is."""
 
-from dgc.core.config.schedule import Schedule, entries_to_send
+from dgc.core.config import Schedule, entries_to_send
 
 
 def test_schedule_is_paddles_table():

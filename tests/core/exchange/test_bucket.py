@@ -15,12 +15,12 @@ from exchange_tools import (
     run_step,
 )
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire import HEADER_BYTES
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, LayoutError, WireError
 from dgc.transport.local import run_ranks
 

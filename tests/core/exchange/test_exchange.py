@@ -22,13 +22,12 @@ from exchange_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.registry import compressor_class
+from dgc.core.codecs import SparseCodec
+from dgc.core.compressors import compressor_class, make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
-from dgc.core.wire.payload import SparseCodec
+from dgc.core.layout import make_layout
 from dgc.errors import DGCError, LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 

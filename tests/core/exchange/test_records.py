@@ -16,14 +16,14 @@ from exchange_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.records import Hyper, Submission, Submissions
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 from dgc.errors import ConfigError, LayoutError
 
 
 def test_entries_sent_are_at_most_k_and_the_largest():
-    from dgc.core.config.schedule import entries_to_send
+    from dgc.core.config import entries_to_send
 
     kept = {}
 

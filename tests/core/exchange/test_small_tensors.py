@@ -7,7 +7,7 @@ from contract_tools import make_exchange as make_compressor_exchange
 from contract_tools import specs as contract_specs
 from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
 
-from dgc.core.state.state import resized
+from dgc.core.state import resized
 from dgc.errors import DGCError, LayoutError
 from dgc.transport.local import run_ranks
 

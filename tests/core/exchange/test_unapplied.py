@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 

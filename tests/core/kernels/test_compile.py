@@ -64,8 +64,8 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         import numpy as np
         from dgc.core.kernels.cpu import scatter
         from dgc.core.kernels.cpu.backend import NumbaKernels
-        from dgc.core.wire import value_codec
-        from dgc.core.wire.codecs import numba_loops
+        from dgc.core.codecs import value_codec
+        from dgc.core import loops as numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
             NumbaKernels(1).mask(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from model_shapes import resnet50_shapes
 
-from dgc.core.compressors.build import make_config
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.compressors import make_config
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import LayoutError
 
 

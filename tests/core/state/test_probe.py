@@ -12,8 +12,8 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
-from dgc.core.state.probe import FIGURES, Probe, TensorFigures
+from dgc.core.layout import make_layout
+from dgc.core.probe import FIGURES, Probe, TensorFigures
 from dgc.transport.local import run_ranks
 
 STEPS = 9

@@ -12,7 +12,7 @@ from exchange_tools import (
     train,
 )
 
-from dgc.core.state.state import resized
+from dgc.core.state import resized
 from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
 

@@ -1,4 +1,4 @@
-"""The oracle of the bit loops of :mod:`dgc.core.wire.codecs.numba_loops`, in NumPy."""
+"""The oracle of the bit loops of :mod:`dgc.core.loops`, in NumPy."""
 
 from __future__ import annotations
 

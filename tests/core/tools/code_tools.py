@@ -6,11 +6,11 @@ import numpy as np
 from contract_tools import Alone, Case
 from device_tools import same_bits
 
+from dgc.core import loops
 from dgc.core.compressors import StepInfo
-from dgc.core.compressors.quantizers import numba_loops as loops
-from dgc.core.compressors.quantizers.codes import tiles_of
+from dgc.core.compressors.quantizers import tiles_of
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 
 # More than a tile, pieces of rows that are not full, a kernel of a convolution, a vector, one element.
 SHAPES = {"a": (150, 90), "b": (6, 5, 3, 3), "c": (700,), "d": (7, 5), "e": (1,)}

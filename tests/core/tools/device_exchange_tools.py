@@ -5,11 +5,11 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime
 
-from dgc.core.compressors.build import make_wrapper_config
+from dgc.core.compressors import make_wrapper_config
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 

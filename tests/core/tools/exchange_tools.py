@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dgc.core.compressors.build import make_config
-from dgc.core.config.schedule import Schedule, entries_to_send
+from dgc.core.compressors import make_config
+from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.reference import ReferenceKernels, top_k
-from dgc.core.state.layout import Parameter, make_layout, sent_dense
+from dgc.core.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
 

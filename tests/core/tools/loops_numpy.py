@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dgc.core.compressors.quantizers.codes import ROWS, TILE
+from dgc.core.compressors.quantizers import ROWS, TILE
 
 _U64 = np.uint64
 _LARGEST = np.finfo(np.float32).max

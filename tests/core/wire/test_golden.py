@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from codec_tools import read_back
 
-from dgc.core import wire
+from dgc.core import codecs, header
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -20,8 +20,8 @@ regenerate_wire = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(regenerate_wire)
 
 CASES = regenerate_wire.cases()
-INDEX_CODECS = [wire.index_codec(name) for name in wire.index_codec_names()]
-VALUE_CODECS = [wire.value_codec(name) for name in wire.value_codec_names()]
+INDEX_CODECS = [codecs.index_codec(name) for name in codecs.index_codec_names()]
+VALUE_CODECS = [codecs.value_codec(name) for name in codecs.value_codec_names()]
 
 
 def stored(name):
@@ -61,19 +61,19 @@ def test_stored_values_can_be_read(codec):
 
 def test_stored_message_can_be_read_from_its_header_alone():
     message = stored("message_uint16_float16")
-    header = wire.unpack_header(message)
-    payload = message[wire.HEADER_BYTES :][: header.payload_bytes]
+    head = header.unpack_header(message)
+    payload = message[header.HEADER_BYTES :][: head.payload_bytes]
     n, segments = regenerate_wire.MESSAGE_SEGMENTS[-1], regenerate_wire.MESSAGE_SEGMENTS
-    index_codec = wire.index_codec(wire.IndexCodecId(header.index_codec).name.lower())
-    value_codec = wire.value_codec(wire.ValueCodecId(header.value_codec).name.lower())
-    positions, used = index_codec.decode(payload, n, header.count)
+    index_codec = codecs.index_codec(codecs.IndexCodecId(head.index_codec).name.lower())
+    value_codec = codecs.value_codec(codecs.ValueCodecId(head.value_codec).name.lower())
+    positions, used = index_codec.decode(payload, n, head.count)
     bounds = np.searchsorted(positions, segments)
-    values, used_too = value_codec.decode(payload[used:], header.count, bounds)
+    values, used_too = value_codec.decode(payload[used:], head.count, bounds)
     assert positions.tolist() == regenerate_wire.MESSAGE_POSITIONS
     assert values.tolist() == regenerate_wire.MESSAGE_VALUES
-    assert used + used_too == header.payload_bytes
-    assert (header.step, header.bucket, header.flags) == (1000, 2, wire.Flags.NONFINITE)
-    assert header.fingerprint == 0x0123456789ABCDEF
+    assert used + used_too == head.payload_bytes
+    assert (head.step, head.bucket, head.flags) == (1000, 2, header.Flags.NONFINITE)
+    assert head.fingerprint == 0x0123456789ABCDEF
 
 
 def test_document_shows_the_golden_message():

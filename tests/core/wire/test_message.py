@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from dgc import errors
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
+from dgc.core.header import HEADER_BYTES, Flags, pack_header, unpack_header
 from dgc.core.kernels.base import HostMemory
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire.header import HEADER_BYTES, Flags, pack_header, unpack_header
-from dgc.core.wire.message import Incoming, RemoteFailure, Sender
-from dgc.core.wire.plan import MIN_MESSAGE_BYTES, make_plan
+from dgc.core.layout import Parameter, make_layout
+from dgc.core.message import Incoming, RemoteFailure, Sender
+from dgc.core.plan import MIN_MESSAGE_BYTES, make_plan
 from dgc.transport.local import run_ranks
 
 RANKS = 3

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dgc.core.state.layout import Bucket, Segment
-from dgc.core.wire.payload import SparseCodec
+from dgc.core.codecs import SparseCodec
+from dgc.core.layout import Bucket, Segment
 
 
 @pytest.mark.parametrize("values", ["float16", "float32", "int8"])

@@ -3,9 +3,9 @@
 import pytest
 from model_shapes import resnet50_shapes
 
-from dgc.core.compressors.build import make_config
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire.plan import Mode, make_plan
+from dgc.core.compressors import make_config
+from dgc.core.layout import Parameter, make_layout
+from dgc.core.plan import Mode, make_plan
 
 
 def plans(density, ranks, **options):

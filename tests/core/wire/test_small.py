@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.compressors.build import make_config
-from dgc.core.state.layout import Parameter, make_layout
-from dgc.core.wire.small import SmallCodec
+from dgc.core.codecs import SmallCodec
+from dgc.core.compressors import make_config
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, WireError
 
 NAMES = ("float16", "bfloat16", "int8", "int3", "int2", "sign")

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dgc.core.codecs import padded
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.encoders.dense_vector import is_finite
 from dgc.core.exchange.records import StepContext
+from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.state.layout import Bucket, Layout
-from dgc.core.state.state import BucketState
+from dgc.core.layout import Bucket, Layout
+from dgc.core.message import Incoming
+from dgc.core.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
+from dgc.core.state import BucketState
 from dgc.core.transport import Transport
-from dgc.core.wire import HEADER_BYTES, padded
-from dgc.core.wire.message import Incoming
-from dgc.core.wire.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
 from dgc.errors import ConfigError, LayoutError, WireError
 
 

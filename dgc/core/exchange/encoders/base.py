@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.compressors.registry import compressor_class
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import Schedule
+from dgc.core.compressors import compressor_class
+from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels, SegmentWork
-from dgc.core.state.layout import Bucket
-from dgc.core.state.state import BucketState
-from dgc.core.wire.message import Incoming, Sender
-from dgc.core.wire.plan import BucketPlan
+from dgc.core.layout import Bucket
+from dgc.core.message import Incoming, Sender
+from dgc.core.plan import BucketPlan
+from dgc.core.state import BucketState
 
 
 @dataclass(slots=True)

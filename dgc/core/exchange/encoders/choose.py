@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dgc.core.codecs import padded
+from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
 from dgc.core.compressors.base import Algorithm, BucketSpec, StepInfo, Tensor
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.registry import OWN_NUMBERS, compressor_class, compressor_names
-from dgc.core.config.composite import WRAPPERS, Parts
-from dgc.core.config.config import DGCConfig
-from dgc.core.config.schedule import Schedule
+from dgc.core.config import WRAPPERS, DGCConfig, Parts, Schedule
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.base import Encoder, Member
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.layout import Bucket, Layout, Segment
+from dgc.core.layout import Bucket, Layout, Segment
 from dgc.core.transport import Transport
-from dgc.core.wire import padded
 
 _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl")
 """What a compressor may have of its own and still encode as the one that it derives from."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from dgc.core.exchange.records import Hyper, StepContext
 from dgc.core.kernels.base import Array, Kernels, MomentumRule
-from dgc.core.state.layout import Bucket, Segment
-from dgc.core.state.state import BucketState
-from dgc.core.wire.message import Incoming
-from dgc.core.wire.plan import BucketPlan, Mode
+from dgc.core.layout import Bucket, Segment
+from dgc.core.message import Incoming
+from dgc.core.plan import BucketPlan, Mode
+from dgc.core.state import BucketState
 from dgc.errors import WireError
 
 SMALL = 4096

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dgc.core.compressors.registry import compressor_class
-from dgc.core.config.config import DGCConfig
+from dgc.core.compressors import compressor_class
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.records import bounds_of
 from dgc.core.kernels.base import Array, Kernels, Selection
-from dgc.core.state.layout import Bucket
-from dgc.core.state.state import BucketState
-from dgc.core.wire.message import Incoming
-from dgc.core.wire.plan import BucketPlan, Mode, make_plan
+from dgc.core.layout import Bucket
+from dgc.core.message import Incoming
+from dgc.core.plan import BucketPlan, Mode, make_plan
+from dgc.core.state import BucketState
 from dgc.errors import LayoutError, WireError
 
 

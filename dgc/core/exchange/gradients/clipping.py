@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Kernels
-from dgc.core.state.layout import Bucket
+from dgc.core.layout import Bucket
 
 
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.gradients.device_group import DeviceGroup, join_devices
 from dgc.core.exchange.records import StepContext
-from dgc.core.state.layout import Bucket
+from dgc.core.layout import Bucket
+from dgc.core.message import ERROR_CLASSES, error_code
 from dgc.core.transport import Transport
-from dgc.core.wire.message import ERROR_CLASSES, error_code
 from dgc.errors import DGCError
 
 _TEXT_BYTES = 2000

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.metrics import NOWHERE, Log
-from dgc.core.state.probe import FIGURES
+from dgc.core.probe import FIGURES
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import without_loss_scale
 

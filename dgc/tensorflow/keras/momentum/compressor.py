@@ -17,7 +17,7 @@ from dgc.adapter.paddle.options import PaddleOptions, config_for, sparse_refusal
 from dgc.adapter.paddle.regularizers import L1Decay, Regularizer, check_regularizer, coefficients
 from dgc.adapter.paddle.state import StateError, as_state_error, flat, require_keys, shaped
 from dgc.adapter.states import is_empty
-from dgc.core.config.checks import require_number
+from dgc.core.config import require_number
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.errors import ConfigError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.step.results import Carried, Results

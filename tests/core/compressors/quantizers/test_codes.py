@@ -8,9 +8,8 @@ from contract_tools import Alone, Case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.quantizers.codes import LARGEST_GROUP, TILE, Coded, magnitude_and_deviation, tiles_of
-from dgc.core.compressors.registry import compressor_class
+from dgc.core.compressors import compressor_class, make_config
+from dgc.core.compressors.quantizers import LARGEST_GROUP, TILE, Coded, magnitude_and_deviation, tiles_of
 
 SHAPES = {"a": (31, 9), "b": (6, 5, 3, 3), "c": (70,), "d": (1,)}
 CASES = [

@@ -1,18 +1,15 @@
 """The Numba loops against the NumPy ones, byte for byte."""
 
-from types import SimpleNamespace
-
 import loops_numpy
 import numpy as np
 import pytest
 
-from dgc.core.compressors.quantizers import numba_loops
-from dgc.core.compressors.quantizers.codes import magnitude_and_deviation, tiles_of
-from dgc.core.wire.codecs import numba_packing
+from dgc.core import loops as numba_loops
+from dgc.core.compressors.quantizers import magnitude_and_deviation, tiles_of
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
-BOTH = (SimpleNamespace(**{**vars(numba_packing), **vars(numba_loops)}), loops_numpy)
+BOTH = (numba_loops, loops_numpy)
 rng = np.random.default_rng(0)
 
 
@@ -169,7 +166,7 @@ def test_gamma_codes(n, levels, zeros):
 def test_both_judge_damaged_gamma_codes_alike():
     good = rng.integers(0, 15, 300).astype(np.uint8)
     words = np.zeros(200, np.uint64)
-    entries, bits = numba_packing.gamma_encode(good, 7, words)
+    entries, bits = numba_loops.gamma_encode(good, 7, words)
     words = words[: -(-bits // 64)]
     refused = 0
     for _ in range(500):

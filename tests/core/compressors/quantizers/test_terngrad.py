@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from contract_tools import Alone, Case, train
 
-from dgc.core.compressors.build import make_config
-from dgc.core.compressors.quantizers.terngrad import Terngrad, _moments
+from dgc.core.compressors import make_config
+from dgc.core.compressors.quantizers import Terngrad, _moments
 
 
 def test_terngrad_clips_and_shares_its_scaler():

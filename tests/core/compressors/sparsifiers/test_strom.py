@@ -47,7 +47,7 @@ def test_what_is_left_over_in_a_message_is_zero():
     from contract_tools import gradients, make_exchange
     from exchange_tools import run_step
 
-    from dgc.core.wire import HEADER_BYTES
+    from dgc.core.header import HEADER_BYTES
     from dgc.transport.local import run_ranks
 
     def one_rank(transport):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from exchange_tools import parameters
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
+from dgc.core.layout import make_layout
 
 
 @pytest.mark.parametrize(

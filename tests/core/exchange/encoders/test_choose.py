@@ -5,17 +5,14 @@ from types import SimpleNamespace
 import pytest
 from exchange_tools import parameters
 
-from dgc.core.compressors import registry
-from dgc.core.compressors.build import make_config, make_wrapper_config
-from dgc.core.compressors.quantizers.onebit import Onebit
-from dgc.core.compressors.quantizers.qsgd import Qsgd
-from dgc.core.compressors.registry import compressor_class, compressor_names
-from dgc.core.compressors.sparsifiers.topk import Topk
+from dgc.core.compressors import compressor_class, compressor_names, make_config, make_wrapper_config, registry
+from dgc.core.compressors.quantizers import Onebit, Qsgd
+from dgc.core.compressors.sparsifiers import Topk
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.choose import is_unchanged, make_encoders, runs_on_devices
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, LayoutError
 
 TRANSPORT = SimpleNamespace(rank=0, size=2, name="none")

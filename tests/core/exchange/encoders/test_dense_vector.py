@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from exchange_tools import gradient, parameters
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders import dense_vector
 from dgc.core.exchange.encoders.dense_vector import DenseVector, is_finite
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
-from dgc.core.wire.plan import Mode, make_plan
+from dgc.core.layout import make_layout
+from dgc.core.plan import Mode, make_plan
 
 SHAPES = {"weight": (30, 41), "bias": (7,), "scale": (5,), "head": (40, 40)}
 DENSE = ("bias", "scale")

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from exchange_tools import gradient, parameters
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.state.layout import make_layout
-from dgc.core.state.state import BucketState
-from dgc.core.wire.message import Sender
-from dgc.core.wire.plan import Mode
+from dgc.core.layout import make_layout
+from dgc.core.message import Sender
+from dgc.core.plan import Mode
+from dgc.core.state import BucketState
 
 KERNELS = ReferenceKernels()
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dgc.core.wire import value_codec, value_codec_names
+from dgc.core.codecs import value_codec, value_codec_names
 from dgc.errors import WireError
 
 CODECS = [value_codec(name) for name in value_codec_names()]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core.wire.codecs import blocks
+from dgc.core import codecs as blocks
 from dgc.errors import WireError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from codec_tools import read_back
 
-from dgc.core.wire import value_codec
+from dgc.core.codecs import value_codec
 from dgc.errors import WireError
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.wire import index_codec, index_codec_names
-from dgc.core.wire.codecs import indices, numba_loops
+from dgc.core import codecs as indices
+from dgc.core import loops as numba_loops
+from dgc.core.codecs import index_codec, index_codec_names
 from dgc.errors import ConfigError, WireError
 
 CODECS = [index_codec(name) for name in index_codec_names()]

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dgc.core.wire.codecs.float_values import Float16Values, _times_power_of_two
-from dgc.core.wire.codecs.indices import Uint16Indices
+from dgc.core.codecs import Float16Values, Uint16Indices, _times_power_of_two
 
 CODEC, BOUNDS = Float16Values(), np.array([0], np.int64)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dgc.core.wire import value_codec
+from dgc.core.codecs import value_codec
 from dgc.errors import WireError
 
 

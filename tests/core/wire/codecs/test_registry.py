@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core import wire
-from dgc.core.wire.codecs import registry
-from dgc.core.wire.codecs.base import IndexCodecId, ValueCodecId
+from dgc.core import codecs
+from dgc.core.codecs import IndexCodecId, ValueCodecId
 from dgc.errors import ConfigError
 
 
@@ -38,28 +37,28 @@ def test_numbers_are_fixed():
 
 
 def test_every_number_has_its_codec_and_names_lead_to_it():
-    assert len(wire.index_codec_names()) == len(IndexCodecId) - 1
-    assert len(wire.value_codec_names()) == len(ValueCodecId) - 1
-    for name in wire.index_codec_names():
-        codec = wire.index_codec(name)
+    assert len(codecs.index_codec_names()) == len(IndexCodecId) - 1
+    assert len(codecs.value_codec_names()) == len(ValueCodecId) - 1
+    for name in codecs.index_codec_names():
+        codec = codecs.index_codec(name)
         assert codec.name == IndexCodecId(codec.id).name.lower() == name
-        assert isinstance(codec, wire.IndexCodec)
-    for name in wire.value_codec_names():
-        codec = wire.value_codec(name)
+        assert isinstance(codec, codecs.IndexCodec)
+    for name in codecs.value_codec_names():
+        codec = codecs.value_codec(name)
         assert codec.name == ValueCodecId(codec.id).name.lower() == name
-        assert isinstance(codec, wire.ValueCodec)
+        assert isinstance(codec, codecs.ValueCodec)
 
 
 def test_unknown_name_lists_the_valid_ones():
     with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'int32', 'uint16', 'elias_fano'"):
-        wire.index_codec("rice")
+        codecs.index_codec("rice")
     with pytest.raises(ConfigError, match=r"indices='rice' is unknown.*'elias_fano', 'auto'"):
-        wire.resolve_index_codec("rice", 100, 10)
+        codecs.resolve_index_codec("rice", 100, 10)
     with pytest.raises(ConfigError, match=r"values='fp16' is unknown.*'float16'.*'sign'"):
-        wire.value_codec("fp16")
+        codecs.value_codec("fp16")
 
 
-class TwoBytes(type(wire.index_codec("int32"))):
+class TwoBytes(type(codecs.index_codec("int32"))):
     """An index codec of a user's own, smaller than any of this package."""
 
     id, name = 128, "two_bytes"
@@ -71,15 +70,15 @@ class TwoBytes(type(wire.index_codec("int32"))):
 @pytest.fixture
 def two_bytes():
     codec = TwoBytes()
-    wire.register_codec("indices", codec)
+    codecs.register_codec("indices", codec)
     yield codec
-    del registry._INDEX_CODECS[codec.name]
+    del codecs._INDEX_CODECS[codec.name]
 
 
 def test_a_registered_index_codec_is_taken_by_its_name_alone(two_bytes):
-    assert wire.resolve_index_codec("two_bytes", 100, 10) is two_bytes
-    assert "two_bytes" in wire.index_codec_names()
-    assert wire.smallest_index_codec.__wrapped__(100, 10).name in {"int32", "uint16", "elias_fano"}
+    assert codecs.resolve_index_codec("two_bytes", 100, 10) is two_bytes
+    assert "two_bytes" in codecs.index_codec_names()
+    assert codecs.smallest_index_codec.__wrapped__(100, 10).name in {"int32", "uint16", "elias_fano"}
 
 
 @pytest.mark.parametrize(
@@ -101,10 +100,10 @@ def test_a_codec_that_does_not_fit_is_refused(two_bytes, option, changes, said):
     other = TwoBytes()
     other.id, other.name = 129, "other"
     vars(other).update(changes)
-    before = wire.index_codec_names(), wire.value_codec_names()
+    before = codecs.index_codec_names(), codecs.value_codec_names()
     with pytest.raises(ConfigError, match=re.escape(said)):
-        wire.register_codec(option, other)
-    assert (wire.index_codec_names(), wire.value_codec_names()) == before
+        codecs.register_codec(option, other)
+    assert (codecs.index_codec_names(), codecs.value_codec_names()) == before
 
 
 @pytest.mark.parametrize(
@@ -112,23 +111,23 @@ def test_a_codec_that_does_not_fit_is_refused(two_bytes, option, changes, said):
 )
 def test_auto_at_the_densities_of_a_warm_up(density, name):
     n = 6_500_000
-    assert wire.resolve_index_codec("auto", n, int(n * density)).name == name
+    assert codecs.resolve_index_codec("auto", n, int(n * density)).name == name
 
 
 @given(st.integers(0, 1 << 34), st.data())
 def test_auto_is_never_beaten(n, data):
     k = data.draw(st.integers(0, n))
-    chosen = wire.smallest_index_codec(n, k)
-    for codec in map(wire.index_codec, wire.index_codec_names()):
+    chosen = codecs.smallest_index_codec(n, k)
+    for codec in map(codecs.index_codec, codecs.index_codec_names()):
         if n < codec.LIMIT:
             assert chosen.max_bytes(n, k) <= codec.max_bytes(n, k)
 
 
 def test_auto_beyond_every_codec_is_an_error():
     with pytest.raises(ConfigError, match="bucket_bytes"):
-        wire.smallest_index_codec(1 << 48, 10)
+        codecs.smallest_index_codec(1 << 48, 10)
     with pytest.raises(ConfigError, match="11 entries cannot be chosen from 10 elements"):
-        wire.smallest_index_codec(10, 11)
+        codecs.smallest_index_codec(10, 11)
 
 
 def run_python(code):
@@ -137,6 +136,6 @@ def run_python(code):
 
 def test_import_is_light():
     heavy = "numba", "cupy", "torch", "tensorflow", "mpi4py", "horovod"
-    code = f"import sys, dgc.core.wire; print([name for name in {heavy!r} if name in sys.modules])"
+    code = f"import sys, dgc.core.codecs; print([name for name in {heavy!r} if name in sys.modules])"
     done = run_python(code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dgc.core.codecs import padded
 from dgc.core.compressors.base import BucketSpec, StepInfo
-from dgc.core.compressors.quantizers.codes import Coded
+from dgc.core.compressors.quantizers import Coded
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.codes import CodedTensor
-from dgc.core.state.layout import Bucket, Layout
-from dgc.core.state.state import BucketState
+from dgc.core.layout import Bucket, Layout
+from dgc.core.message import Incoming
+from dgc.core.plan import BucketPlan
+from dgc.core.state import BucketState
 from dgc.core.transport import Transport
-from dgc.core.wire import padded
-from dgc.core.wire.message import Incoming
-from dgc.core.wire.plan import BucketPlan
 from dgc.errors import WireError
 
 

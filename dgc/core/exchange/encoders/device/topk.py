@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.base import BucketStep
 from dgc.core.exchange.encoders.device.vector import DeviceVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.buckets import Begun
-from dgc.core.state.layout import Bucket
-from dgc.core.wire.message import Incoming
+from dgc.core.layout import Bucket
+from dgc.core.message import Incoming
 
 
 class DeviceEncoder(TopKEncoder):

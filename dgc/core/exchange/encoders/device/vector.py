@@ -8,8 +8,8 @@ from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import StepContext
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.gpu.tables import DenseTensor
-from dgc.core.state.layout import Bucket
-from dgc.core.wire.plan import BucketPlan, Mode
+from dgc.core.layout import Bucket
+from dgc.core.plan import BucketPlan, Mode
 
 
 class DeviceVector(DenseVector):

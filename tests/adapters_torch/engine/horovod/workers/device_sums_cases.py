@@ -14,8 +14,8 @@ import pytest
 import torch
 from worker_tools import SkipCase, case, run_cases
 
+from dgc.core.codecs import plan
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.wire import plan
 from dgc.errors import TransportError
 from dgc.torch import Compression, DistributedOptimizer
 from dgc.torch.engine import engine as engine_module

@@ -9,7 +9,7 @@ from exchange_tools import make_exchange
 from host_runtime import compiler
 from rank_jobs import once
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.compressors.quantizers import codes
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels

@@ -9,10 +9,10 @@ from host_runtime import HostRuntime
 from model_shapes import resnet50_shapes
 
 from dgc.adapter.speed.work import Echo
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.state.layout import Parameter, make_layout
+from dgc.core.layout import Parameter, make_layout
 
 RANKS = 8
 STEPS = 4

@@ -10,7 +10,7 @@ from exchange_tools import gradient, make_exchange
 from host_runtime import compiler
 from rank_jobs import once
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels

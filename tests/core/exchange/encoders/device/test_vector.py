@@ -6,13 +6,13 @@ from device_exchange_tools import device_kernels
 from exchange_tools import gradient, parameters
 from host_runtime import compiler
 
-from dgc.core.compressors.build import make_config
+from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.device.vector import DeviceVector
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.state.layout import make_layout
-from dgc.core.wire.plan import Mode, make_plan
+from dgc.core.layout import make_layout
+from dgc.core.plan import Mode, make_plan
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
 

@@ -10,11 +10,10 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 
-from dgc.core.config.schedule import entries_to_send
-from dgc.core.state.layout import Bucket
-from dgc.core.wire.header import HEADER_BYTES
-from dgc.core.wire.payload import SPARSE_ID, SparseCodec
-from dgc.core.wire.small import SmallCodec
+from dgc.core.codecs import SPARSE_ID, SmallCodec, SparseCodec
+from dgc.core.config import entries_to_send
+from dgc.core.header import HEADER_BYTES
+from dgc.core.layout import Bucket
 from dgc.errors import LayoutError
 
 MIN_MESSAGE_BYTES = 256

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dgc.core.wire.codecs.base import IndexCodecId, ValueCodecId
+from dgc.core.codecs import IndexCodecId, ValueCodecId
 from dgc.errors import WireError
 
 MAGIC = b"DGCm"

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from dgc.core.kernels.base import HostMemory
-from dgc.core.state.layout import Bucket, Layout, Segment
+from dgc.core.layout import Bucket, Layout, Segment
 
 Sent: TypeAlias = tuple[np.ndarray | None, np.ndarray, np.ndarray]
 """On the host: (k,) ascending positions in the bucket that were sent, None for all; and (n,) the residual with this

@@ -16,8 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dgc.core.config.composite import Parts
-from dgc.core.config.config import DGCConfig
+from dgc.core.config import DGCConfig, Parts
 from dgc.errors import LayoutError
 
 ALIGNMENT = 16

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dgc import errors
+from dgc.core.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
 from dgc.core.kernels.base import HostMemory, Memory
+from dgc.core.plan import BucketPlan
 from dgc.core.transport import Transport
-from dgc.core.wire.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
-from dgc.core.wire.plan import BucketPlan
 
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,

@@ -1,0 +1,964 @@
+"""How the entries of a message become bytes: codecs of positions, codecs of values, and what puts them together.
+
+``docs/wire-format.md`` is the specification. The codecs' numbers are part of it: never reuse or change one. Every block
+is a multiple of 8 bytes long, so each part of a message that starts on an 8-byte boundary does too.
+
+n = elements of the bucket's flat sparse space, k = entries of one message, a group = the entries of one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import IntEnum, unique
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from dgc.core.config import require_unused
+from dgc.core.layout import Bucket
+from dgc.errors import ConfigError, WireError
+
+
+@unique
+class IndexCodecId(IntEnum):
+    """How a message writes its positions. A member's lower-case name is the codec's public name."""
+
+    NONE = 0
+    """No positions: the compressor sends every element. There is no codec object for it."""
+    INT32 = 1
+    UINT16 = 2
+    ELIAS_FANO = 3
+    # 4 is reserved: it was a codec's.
+
+
+@unique
+class ValueCodecId(IntEnum):
+    """How a message writes its values. A member's lower-case name is the codec's public name."""
+
+    NONE = 0
+    """The compressor writes its payload itself. There is no codec object for it."""
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    INT8 = 4
+    SIGN = 5
+    FLOAT64 = 6
+    INT2 = 7
+    INT3 = 8
+
+
+@runtime_checkable
+class IndexCodec(Protocol):
+    """Writes k sorted, unique positions below n as bytes and reads them back."""
+
+    @property
+    def id(self) -> int:
+        """The codec's number in a header."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The codec's name in the option ``indices=``."""
+        ...
+
+    def max_bytes(self, n: int, k: int) -> int:
+        """Bytes that suffice for k or fewer entries, whatever the positions: a multiple of 8 that never falls with k.
+
+        Raises:
+            ConfigError: this codec cannot address n elements, or k is not within 0..n.
+        """
+        ...
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write (k,) int64 positions, strictly ascending in [0, n), at the start of ``out``.
+
+        For unsorted positions a codec may write nonsense, which ``decode`` refuses, but never outside ``out``.
+
+        Args:
+            positions: the positions.
+            n: elements of the bucket.
+            out: (m,) uint8, contiguous, m >= ``max_bytes(n, k)``.
+
+        Returns:
+            Bytes written, at most ``max_bytes(n, k)``, a multiple of 8.
+
+        Raises:
+            ConfigError: as ``max_bytes``.
+            WireError: ``out`` is too short, or the codec met positions that it cannot write.
+        """
+        ...
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
+        """Read ``count`` positions from the start of ``data``, (m,) uint8; what follows them is not looked at.
+
+        Returns:
+            (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
+
+        Raises:
+            WireError: ``data`` is too short, or does not hold ``count`` ascending positions below n.
+        """
+        ...
+
+
+@runtime_checkable
+class ValueCodec(Protocol):
+    """Writes k values as bytes and reads them back, exactly or with an error that the sender can compute.
+
+    Group i, one per tensor of the bucket, holds the entries ``bounds[i]:bounds[i + 1]``; bounds are (groups + 1,) int64
+    from 0 to k. Groups may be empty. Finite values come back finite; a non-finite value makes its own entry non-finite,
+    or its whole group where the group shares a scale. Neither raises.
+    """
+
+    @property
+    def id(self) -> int:
+        """The codec's number in a header."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The codec's name in the option ``values=``."""
+        ...
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the groups matter; where they do not, ``bounds`` may name one group of all entries."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the values on both sides: float32, or float64 for the float64 codec."""
+        ...
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        """Bytes that always suffice for k or fewer entries in this many groups; a multiple of 8."""
+        ...
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        """Write (k,) values of ``dtype`` at the start of ``out``, (m,) uint8, m >= ``max_bytes(k, groups)``.
+
+        Returns:
+            Bytes written, at most ``max_bytes(k, groups)``, a multiple of 8.
+
+        Raises:
+            WireError: ``out`` is too short, the type is not ``dtype``, or ``bounds`` do not cover the values.
+        """
+        ...
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        """Read ``count`` values from the start of ``data``, (m,) uint8; what follows them is not looked at.
+
+        Returns:
+            (count,) of ``dtype``, a fresh array; and the number of bytes read.
+
+        Raises:
+            WireError: ``data`` is too short or damaged, or ``bounds`` do not cover ``count`` entries.
+        """
+        ...
+
+
+BLOCK_ALIGNMENT = 8
+"""Every block's length is a multiple of this, so that the block after it can be read as words (GPUs insist)."""
+
+
+def padded(nbytes: int) -> int:
+    """Return the smallest multiple of 8 that is at least ``nbytes``."""
+    return (nbytes + BLOCK_ALIGNMENT - 1) // BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
+
+
+def words_for(bits: int) -> int:
+    """Return how many 64-bit words hold this many bits."""
+    return (bits + 63) // 64
+
+
+def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
+    """Return the first ``nbytes`` of ``array``, (m,) uint8, contiguous.
+
+    Args:
+        array: what is left of the message.
+        nbytes: length of the block.
+        what: the codec's name, for the error.
+        writes: whether the block is about to be written.
+
+    Raises:
+        WireError: ``array`` is something else, or shorter (a truncated message).
+    """
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        raise WireError(
+            f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
+        )
+    if array.size < nbytes:
+        left = "{} left for it. Size the message with max_bytes()."
+        if not writes:
+            left = "only {} left. It was cut short, or its header does not belong to it."
+        raise WireError(f"{what}: the block takes {nbytes} bytes, the message has {left.format(array.size)}")
+    return array[:nbytes]
+
+
+def as_words(block: np.ndarray) -> np.ndarray:
+    """View a block of whole words as little-endian uint64; a copy where the memory is not aligned for that."""
+    words = block.view("<u8")
+    return words if words.flags.aligned else words.copy()
+
+
+_TILE_BITS = 16
+_TILE = 1 << _TILE_BITS
+
+
+def check_sizes(n: int, k: int, limit: int, name: str) -> None:
+    """Refuse k entries of n elements where n is not below a codec's limit, or k not within 0..n.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if not 0 <= n < limit:
+        raise ConfigError(
+            f"indices={name!r} addresses fewer than {limit} elements in a bucket, this bucket has {n}. Lower "
+            "bucket_bytes, or choose another index codec."
+        )
+    if not 0 <= k <= n:
+        raise ConfigError(f"indices={name!r}: {k} entries cannot be chosen from {n} elements.")
+
+
+def check_count(n: int, count: int, name: str) -> None:
+    """Refuse a count that no bucket of n elements can have.
+
+    Raises:
+        WireError: count is not within 0..n.
+    """
+    if not 0 <= count <= n:
+        raise WireError(f"{name}: the message claims {count} entries in a bucket of {n} elements. It is damaged.")
+
+
+def check_positions(positions: np.ndarray, n: int, name: str) -> None:
+    """Refuse positions that are not strictly ascending in [0, n).
+
+    Raises:
+        WireError: otherwise.
+    """
+    if positions.size == 0:
+        return
+    first, last = int(positions[0]), int(positions[-1])
+    if first < 0 or last >= n:
+        raise WireError(f"{name}: positions run from {first} to {last}, the bucket from 0 to {n - 1}. {_DAMAGED}")
+    if not bool((positions[1:] > positions[:-1]).all()):
+        raise WireError(f"{name}: positions are not strictly ascending. {_DAMAGED}")
+
+
+_DAMAGED = "The message is damaged, or was written for another layout."
+
+
+class Int32Indices:
+    """Positions as they are, 32 bits each."""
+
+    id = IndexCodecId.INT32
+    name = "int32"
+    LIMIT = 1 << 31
+
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
+        check_sizes(n, k, self.LIMIT, self.name)
+        return padded(4 * k)
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions; does not check their order. See :class:`~dgc.core.codecs.IndexCodec`."""
+        k = positions.size
+        block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
+        block[: 4 * k].view("<i4")[...] = positions
+        block[4 * k :] = 0
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
+        check_count(n, count, self.name)
+        block = block_of(data, self.max_bytes(n, count), self.name)
+        positions = block[: 4 * count].view("<i4").astype(np.int64)
+        check_positions(positions, n, self.name)
+        return positions, block.size
+
+
+class Uint16Indices:
+    """16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
+
+    16 bits an entry and 32 bits a tile: 16.5 bits at 0.1 %. As quick to read as it gets, and the default.
+    """
+
+    id = IndexCodecId.UINT16
+    name = "uint16"
+    LIMIT = 1 << 47  # 2^31 tiles
+
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
+        check_sizes(n, k, self.LIMIT, self.name)
+        return padded(4 * tiles_of(n)) + padded(2 * k)
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
+        """Write positions; does not check their order. See :class:`~dgc.core.codecs.IndexCodec`."""
+        from dgc.core import loops
+
+        k = positions.size
+        block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
+        tiles = tiles_of(n)
+        table = padded(4 * tiles)
+        low = block[table : table + 2 * k].view(np.uint16)
+        loops.to_tiles(positions, block[: 4 * tiles].view(np.uint32), low)
+        block[4 * tiles : table] = 0
+        block[table + 2 * k :] = 0
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
+        check_count(n, count, self.name)
+        block = block_of(data, self.max_bytes(n, count), self.name)
+        tiles, table = tiles_of(n), block.size - padded(2 * count)
+        counts = block[: 4 * tiles].view("<u4").astype(np.int64)
+        # Before np.repeat, which would otherwise allocate whatever a damaged table asks for.
+        total = int(counts.sum())
+        if total != count:
+            raise WireError(f"{self.name}: the tiles hold {total} entries, the header says {count}. {_DAMAGED}")
+        positions = np.repeat(np.arange(tiles, dtype=np.int64) << _TILE_BITS, counts)
+        positions += block[table : table + 2 * count].view("<u2")
+        check_positions(positions, n, self.name)
+        return positions, block.size
+
+
+def tiles_of(n: int) -> int:
+    """Tiles of 65 536 elements that n elements begin."""
+    return (n + _TILE - 1) >> _TILE_BITS
+
+
+@lru_cache(maxsize=1024)
+def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
+    """Return the low bits' width and the words of both parts for k entries below n.
+
+    The width, 0..47, is the smallest of those that make the block shortest; the length never falls when k grows.
+
+    Source: Elias 1974, "Efficient storage and retrieval by content and address of static files"; Fano 1971.
+    """
+    if k == 0:
+        return 0, 0, 0
+    shapes = ((w, words_for(k * w), words_for(k + ((n - 1) >> w))) for w in range(max(n - 1, 1).bit_length()))
+    return min(shapes, key=lambda shape: shape[1] + shape[2])
+
+
+class EliasFanoIndices:
+    """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
+
+    Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
+    high part h sets bit h + i, so that h zeros and i ones stand before it.
+    """
+
+    id = IndexCodecId.ELIAS_FANO
+    name = "elias_fano"
+    LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
+
+    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
+        check_sizes(n, k, self.LIMIT, self.name)
+        _, low_words, high_words = elias_fano_shape(n, k)
+        return 8 * (low_words + high_words)
+
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:  # noqa: D102
+        from dgc.core import loops
+
+        block = block_of(out, self.max_bytes(n, positions.size), self.name, writes=True)
+        words = as_words(block)
+        width, low, _ = elias_fano_shape(n, positions.size)
+        written = loops.elias_fano_encode(positions, n, width, words[:low], words[low:])
+        if written != positions.size:
+            raise WireError(
+                f"{self.name}: entry {written} of {positions.size} is {positions[written]}: positions must be strictly "
+                f"ascending in 0..{n - 1}. The selection that made them is wrong."
+            )
+        if not np.may_share_memory(words, block):  # the block was not aligned, so the words are a copy
+            block.view("<u8")[...] = words
+        return block.size
+
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
+        from dgc.core import loops
+
+        check_count(n, count, self.name)
+        block = block_of(data, self.max_bytes(n, count), self.name)
+        words, positions = as_words(block), np.empty(count, np.int64)
+        width, low, _ = elias_fano_shape(n, count)
+        found = loops.elias_fano_decode(words[:low], words[low:], n, width, positions)
+        if found != count:
+            raise WireError(
+                f"{self.name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
+                f"{', and more follow' if found > count else ''}. {_DAMAGED}"
+            )
+        return positions, block.size
+
+
+def check_values(values: np.ndarray, dtype: np.dtype, name: str) -> None:
+    """Refuse values of another type: a silent cast of float64 could overflow.
+
+    Raises:
+        WireError: not one-dimensional, or not of this type.
+    """
+    if values.dtype != dtype or values.ndim != 1:
+        raise WireError(
+            f"{name}: values are {values.dtype} of shape {values.shape}, this codec takes one-dimensional {dtype}."
+        )
+
+
+class _PlainValues:
+    """Values as they are."""
+
+    id: ValueCodecId
+    name: str
+    dtype: np.dtype
+    grouped = False
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        return padded(self.dtype.itemsize * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        check_values(values, self.dtype, self.name)
+        return _write(values, self.dtype, out, self.name)
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        numbers, consumed = _read(data, count, self.dtype, self.name)
+        return numbers.astype(self.dtype), consumed
+
+
+class Float32Values(_PlainValues):
+    """32 bits an entry, exact."""
+
+    id = ValueCodecId.FLOAT32
+    name = "float32"
+    dtype = np.dtype(np.float32)
+
+
+class Float64Values(_PlainValues):
+    """64 bits an entry, exact: for models whose state is float64."""
+
+    id = ValueCodecId.FLOAT64
+    name = "float64"
+    dtype = np.dtype(np.float64)
+
+
+class Float16Values:
+    """16 bits an entry: half precision, under one power of two for the whole message.
+
+    Gradients are often below 6e-5, where half precision thins out. So the message's values are multiplied by the
+    power of two that brings the largest to [2^14, 2^15): the relative error is at most 2^-11 for every value down to
+    2^-28 of the largest one, and below that the absolute error is at most 2^-39 of the largest. Scaling by a power
+    of two rounds nothing.
+
+    A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
+    """
+
+    id = ValueCodecId.FLOAT16
+    name = "float16"
+    dtype = np.dtype(np.float32)
+    grouped = False
+
+    HEAD = 8
+    MIN_EXPONENT = -163
+    """Brings the smallest float32, 2^-149, to 2^14."""
+    MAX_EXPONENT = 113
+    """Brings the largest float32, just below 2^128, to just below 2^15."""
+
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+        return self.HEAD + padded(2 * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        from dgc.core import loops
+
+        check_values(values, self.dtype, self.name)
+        block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
+        if values.flags.c_contiguous:
+            largest = int(loops.largest_magnitude(values))
+            exponent = (largest >> 23) - 141  # for a normal number, what frexp(largest) - 15 is
+            if _SMALLEST_NORMAL <= largest and abs(exponent) <= 112:
+                end = self.HEAD + 2 * values.size
+                loops.to_halves(values, np.float32(2.0**-exponent), block[self.HEAD : end].view(np.uint16))
+                block[:4].view(np.int32)[0] = exponent
+                block[4:8] = 0
+                block[end:] = 0
+                return block.size
+        halves, exponent = self._scale_down(values)
+        block[:4].view("<i4")[...] = exponent
+        block[4:8] = 0
+        _write(halves, np.dtype("<f2"), block[self.HEAD :], self.name)
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        from dgc.core import loops
+
+        block = block_of(data, self.max_bytes(count, 0), self.name)
+        exponent = int(block[:4].view("<i4")[0])
+        if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
+            raise WireError(
+                f"{self.name}: the scale's exponent is {exponent}, it must be in {self.MIN_EXPONENT}.."
+                f"{self.MAX_EXPONENT}. The message is damaged."
+            )
+        if -126 <= exponent:
+            values = np.empty(count, np.float32)
+            bits = block[self.HEAD : self.HEAD + 2 * count].view(np.uint16)
+            if loops.from_halves(bits, np.float32(2.0**exponent), values):
+                return values, block.size
+        halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
+        return _times_power_of_two(halves.astype(np.float32), exponent), block.size
+
+    def _scale_down(self, values: np.ndarray) -> tuple[np.ndarray, int]:
+        largest = float(np.abs(values).max()) if values.size else 0.0
+        if largest == 0.0:
+            return values.astype(np.float16), 0
+        if not math.isfinite(largest):
+            # The finite entries keep what precision they can, NaN and infinity stay what they are.
+            exponent = self.MAX_EXPONENT
+        else:
+            exponent = math.frexp(largest)[1] - 15
+        scaled = _times_power_of_two(values.copy(), -exponent)
+        if exponent == self.MAX_EXPONENT and math.isfinite(largest):
+            # Rounding up to 2^15 would read back as 2^128: infinity.
+            np.clip(scaled, -_LARGEST_HALF, _LARGEST_HALF, out=scaled)
+        with np.errstate(under="ignore"):
+            return scaled.astype(np.float16), exponent
+
+
+class Bfloat16Values:
+    """16 bits an entry: the upper half of a float32, rounded to nearest, ties to even.
+
+    Relative error at most 2^-8 over the whole range of normal float32, no scale needed. A finite value that would
+    round to infinity becomes the largest finite bfloat16.
+    """
+
+    id = ValueCodecId.BFLOAT16
+    name = "bfloat16"
+    dtype = np.dtype(np.float32)
+    grouped = False
+
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+        return padded(2 * k)
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        check_values(values, self.dtype, self.name)
+        return _write(_upper_halves(values), np.dtype("<u2"), out, self.name)
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
+
+
+_SMALLEST_NORMAL = 0x00800000  # 2^-126, the smallest normal float32
+_LARGEST_HALF = np.float32(32752)  # the half-precision number just below 2^15
+_INFINITY = np.uint32(0x7F800000)
+_ROUNDS_TO_INFINITY = np.uint32(0x7F7F8000)
+
+
+def _upper_halves(values: np.ndarray) -> np.ndarray:
+    """Return the bfloat16 bits of (k,) float32 as (k,) uint32."""
+    bits = values.view(np.uint32)
+    # Just below half a unit of the last bit kept, plus that bit itself: a tie goes up only from an odd one.
+    rounded = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    if bits.size and magnitude.max() >= _ROUNDS_TO_INFINITY:
+        truncated = bits >> np.uint32(16)
+        # A NaN whose payload is all in the lower half would truncate to infinity: make it quiet, which sets a bit.
+        truncated[magnitude > _INFINITY] |= np.uint32(0x40)
+        rounded = np.where(magnitude >= _ROUNDS_TO_INFINITY, truncated, rounded)
+    return rounded
+
+
+def _times_power_of_two(values: np.ndarray, exponent: int) -> np.ndarray:
+    """Multiply (k,) float32 by 2^exponent in place, -163 <= exponent <= 163, with at most one rounding."""
+    # Small values may fall below float32's range on purpose, and NaN may come in: neither is worth a warning.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if -126 <= exponent <= 127:
+            values *= np.float32(math.ldexp(1.0, exponent))
+        else:
+            # 2^exponent is no normal float32. The first factor keeps everything normal, so only the second rounds.
+            first = math.copysign(100, exponent)
+            values *= np.float32(2.0**first)
+            values *= np.float32(2.0 ** (exponent - first))
+    return values
+
+
+def _write(numbers: np.ndarray, dtype: np.dtype, out: np.ndarray, name: str) -> int:
+    used = dtype.itemsize * numbers.size
+    block = block_of(out, padded(used), name, writes=True)
+    block[:used].view(dtype)[...] = numbers
+    block[used:] = 0
+    return block.size
+
+
+def _read(data: np.ndarray, count: int, dtype: np.dtype, name: str) -> tuple[np.ndarray, int]:
+    used = dtype.itemsize * count
+    block = block_of(data, padded(used), name)
+    return block[:used].view(dtype), block.size
+
+
+class _Quantized:
+    """A code of ``bits`` bits for each entry and ``scales`` float32 for each group.
+
+    A block: (groups, scales) float32, padded; then the codes, lowest bits first, padded.
+    """
+
+    bits: int
+    scales: int
+    name: str
+    dtype = np.dtype(np.float32)
+    grouped = True
+
+    def max_bytes(self, k: int, groups: int) -> int:
+        return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
+
+    def _write(self, block: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
+        from dgc.core import loops as packing
+
+        block[: scales.nbytes].view(np.float32)[:] = scales
+        at = padded(scales.nbytes)
+        block[scales.nbytes : at] = 0
+        block[at:][-8:] = 0
+        packing.pack(codes, self.bits, block[at:])
+
+    def _read(self, block: np.ndarray, k: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+        from dgc.core import loops as packing
+
+        scales, codes = block[: 4 * self.scales * groups].view(np.float32), np.empty(k, np.uint8)
+        packing.unpack(block[padded(scales.nbytes) :], self.bits, codes)
+        return scales, codes
+
+    def _block(self, data: np.ndarray, k: int, bounds: np.ndarray, *, writes: bool = False) -> np.ndarray:
+        groups = _group_sizes(bounds, k, self.name).size
+        return block_of(data, self.max_bytes(k, groups), self.name, writes=writes)
+
+
+class IntegerValues(_Quantized):
+    """Of ``bits`` bits: q in -L..L with L = 2^(bits - 1) - 1; a value is (q / L) * its group's largest magnitude.
+
+    The error is at most 1 / 2L of the group's largest magnitude, and that largest value comes back exact. The factor
+    q / L comes first and is at most 1, so nothing overflows, and nothing is divided by a scale that fell to 0.
+    """
+
+    scales = 1
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        check_values(values, self.dtype, self.name)
+        block = self._block(out, values.size, bounds, writes=True)
+        self.write_apart(values, bounds[:-1], bounds, block, np.empty_like(values))
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        block, values = self._block(data, count, bounds), np.zeros(count, np.float32)
+        self.add_apart(block, bounds[:-1], bounds, values)
+        return values, block.size
+
+    def write_apart(
+        self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
+    ) -> None:
+        """Write groups that begin at ``starts`` of (N,) float32 ``x``; their places in ``left`` become what is lost."""
+        from dgc.core import loops
+
+        scales, codes = np.empty(starts.size, np.float32), np.empty(int(bounds[-1]), np.uint8)
+        loops.encode_integers(x, starts, bounds, self.bits, scales, codes, left)
+        self._write(block, scales, codes)
+
+    def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
+        """Read such groups and add them to (N,) float32 ``sums``.
+
+        Raises:
+            WireError: the block is damaged; nothing was added.
+        """
+        from dgc.core import loops
+
+        scales, codes = self._read(block, int(bounds[-1]), starts.size)
+        if not loops.add_integers(scales, codes, starts, bounds, self.bits, sums):
+            lowest = -(1 << (self.bits - 1))
+            raise WireError(f"{self.name}: an entry is {lowest}, which it never writes. The message is damaged.")
+
+
+class Int8Values(IntegerValues):
+    """8 bits an entry, 255 levels."""
+
+    id = ValueCodecId.INT8
+    name = "int8"
+    bits = 8
+
+
+class Int3Values(IntegerValues):
+    """3 bits an entry, 7 levels: for small tensors, of which a few elements are large and most are sent as 0."""
+
+    id = ValueCodecId.INT3
+    name = "int3"
+    bits = 3
+
+
+class _TwoMeans(_Quantized):
+    """The last bit chooses between two means of its group."""
+
+    scales = 2
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
+        from dgc.core import loops
+
+        check_values(values, self.dtype, self.name)
+        block = self._block(out, values.size, bounds, writes=True)
+        means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
+        loops.encode_two_means(values, bounds, self.bits, means, codes)
+        self._write(block, means, codes)
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+        from dgc.core import loops
+
+        block, values = self._block(data, count, bounds), np.empty(count, np.float32)
+        means, codes = self._read(block, count, bounds.size - 1)
+        loops.decode_two_means(means, codes, bounds, self.bits, values)
+        return values, block.size
+
+
+class Int2Values(_TwoMeans):
+    """2 bits an entry: 1 = negative, and 2 = the larger of its group's two magnitudes.
+
+    The magnitudes are the mean of those not above the group's mean magnitude, and the mean of those above; so the sum
+    of a group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
+    """
+
+    id = ValueCodecId.INT2
+    name = "int2"
+    bits = 2
+
+
+class SignValues(_TwoMeans):
+    """1 bit an entry, 1 = negative: each value becomes the mean of its group's values of the same sign.
+
+    What a class of values loses, the residual keeps, and the sum over each class is kept exactly (in real numbers).
+    Zeros count as positive. The first mean is that of the non-negative values.
+
+    Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Dryden et al. 2016, two means of sent entries.
+    """
+
+    id = ValueCodecId.SIGN
+    name = "sign"
+    bits = 1
+
+
+def _group_sizes(bounds: np.ndarray, k: int, name: str) -> np.ndarray:
+    """Return (groups,) sizes of the groups.
+
+    Raises:
+        WireError: bounds do not run from 0 to k without a step back.
+    """
+    sizes = np.diff(bounds)
+    if bounds.size < 1 or bounds[0] != 0 or bounds[-1] != k or (sizes.size and int(sizes.min()) < 0):
+        raise WireError(
+            f"{name}: the bounds of the groups must run from 0 to {k} entries without a step back. They follow from "
+            "the layout's segments, np.searchsorted(positions, segment_offsets)."
+        )
+    return sizes
+
+
+FREE_NUMBERS = range(128, 256)
+"""Numbers in a message's header that this package never gives to a codec of its own."""
+
+
+# Cheapest to decode first: smallest_index_codec() breaks ties by this order.
+_OWN_INDEX_CODECS: tuple[IndexCodec, ...] = (Int32Indices(), Uint16Indices(), EliasFanoIndices())
+_OWN_VALUE_CODECS: tuple[ValueCodec, ...] = (
+    Float16Values(),
+    Float32Values(),
+    Bfloat16Values(),
+    Int8Values(),
+    Int3Values(),
+    Int2Values(),
+    SignValues(),
+    Float64Values(),
+)
+_INDEX_CODECS = {codec.name: codec for codec in _OWN_INDEX_CODECS}
+_VALUE_CODECS = {codec.name: codec for codec in _OWN_VALUE_CODECS}
+_KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "indices": (IndexCodec, _INDEX_CODECS),
+    "values": (ValueCodec, _VALUE_CODECS),
+}
+
+
+def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
+    """Add a codec, so that the option ``indices=`` or ``values=`` takes its name in every framework.
+
+    Every rank must register the same ones. ``indices="auto"`` goes on choosing among this package's own.
+
+    Args:
+        option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
+        codec: every message is written and read by it, from several threads.
+
+    Raises:
+        ConfigError: another option, a member of the protocol is missing, or name or number are taken or not allowed.
+    """
+    if option not in _KINDS:
+        raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
+    protocol, table = _KINDS[option]
+    missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(codec, name)]
+    if missing:
+        raise ConfigError(f"{codec!r} is no {protocol.__name__}: it lacks {', '.join(missing)}")
+    taken = {other.name: int(other.id) for other in table.values()}
+    require_unused("codec", codec.name, codec.id, numbers=FREE_NUMBERS, reserved=("auto",), taken=taken)
+    table[codec.name] = codec
+
+
+def index_codec_names() -> tuple[str, ...]:
+    """Return the names of all index codecs."""
+    return tuple(_INDEX_CODECS)
+
+
+def value_codec_names() -> tuple[str, ...]:
+    """Return the names of all value codecs."""
+    return tuple(_VALUE_CODECS)
+
+
+def index_codec(name: str) -> IndexCodec:
+    """Return the index codec of this name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name not in _INDEX_CODECS:
+        raise _unknown(name, "indices", _INDEX_CODECS)
+    return _INDEX_CODECS[name]
+
+
+def value_codec(name: str) -> ValueCodec:
+    """Return the value codec of this name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name not in _VALUE_CODECS:
+        raise _unknown(name, "values", _VALUE_CODECS)
+    return _VALUE_CODECS[name]
+
+
+@lru_cache(maxsize=1024)
+def smallest_index_codec(n: int, k: int) -> IndexCodec:
+    """Return the codec whose reserve for k entries below n is the smallest; ties go to the quickest to decode.
+
+    Raises:
+        ConfigError: k is not within 0..n, or n is negative or beyond every codec.
+    """
+    reserves = {}
+    refusal: ConfigError | None = None
+    for codec in _OWN_INDEX_CODECS:
+        try:
+            reserves[codec] = codec.max_bytes(n, k)
+        except ConfigError as error:  # too large a bucket for this codec
+            refusal = error
+    if not reserves:
+        assert refusal is not None
+        raise refusal
+    return min(reserves, key=reserves.__getitem__)
+
+
+def resolve_index_codec(name: str, n: int, k: int) -> IndexCodec:
+    """Return the codec for ``indices=``: a codec's name, or "auto" for the smallest one for k of n elements.
+
+    Raises:
+        ConfigError: unknown name, or no codec for these sizes.
+    """
+    if name == "auto":
+        return smallest_index_codec(n, k)
+    if name not in _INDEX_CODECS:
+        raise _unknown(name, "indices", (*_INDEX_CODECS, "auto"))
+    return _INDEX_CODECS[name]
+
+
+def _unknown(name: str, option: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")
+
+
+SPARSE_ID = 1
+"""Compressor id of ``dgc`` in the header."""
+
+
+class SparseCodec:
+    """Encodes selected entries of one bucket at one density; knows what the receiver will read."""
+
+    def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
+        """Look up the codecs; ``indices="auto"`` takes the smallest for k entries of this bucket.
+
+        Raises:
+            ConfigError: an unknown codec name; the message lists the valid ones.
+        """
+        self._bucket = bucket
+        n = bucket.sparse_size
+        self.indices = resolve_index_codec(indices, n, k)
+        self.values = value_codec(values)
+        used = self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse)) if k else 0
+        self.max_bytes = -(-used // 8) * 8
+        """Payload bytes that hold any k entries, a multiple of 8."""
+
+    def encode(self, positions: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write the payload; returns the values as every receiver will decode them.
+
+        Args:
+            positions: (k,) int64, ascending, unique, below n.
+            values: (k,) float.
+            out: (payload_bytes,) uint8; what is left over is zeroed.
+
+        Returns:
+            (k,) float32.
+        """
+        bounds = self._bounds(positions)
+        values_at = self.indices.encode(positions, self._bucket.sparse_size, out)
+        used = values_at + self.values.encode(values.astype(self.values.dtype, copy=False), bounds, out[values_at:])
+        out[used:] = 0
+        return self.values.decode(out[values_at:], len(values), bounds)[0]
+
+    def decode(self, payload: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read a payload: (count,) int64 positions and (count,) values.
+
+        Raises:
+            WireError: the payload is damaged; nothing was applied.
+        """
+        positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
+        values, _ = self.values.decode(payload[used:], count, self._bounds(positions))
+        return positions, values
+
+    def _bounds(self, positions: np.ndarray) -> np.ndarray:
+        """Where each group of the values begins among ascending ``positions``: (S + 1,) int64, by segments, or (2,)."""
+        if not self.values.grouped:
+            return np.array([0, positions.size], np.int64)
+        return np.searchsorted(positions, self._bucket.sparse_offsets)
+
+
+class SmallCodec:
+    """Writes the small tensors of one bucket, reads them, and says what is lost; ``max_bytes`` is always used up."""
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        """Look up the codec.
+
+        Raises:
+            ConfigError: an unknown name; the message lists the valid ones.
+        """
+        self.values = value_codec(name)
+        self.size = bucket.small_size
+        segments = [s for s in bucket.small if s.length]
+        self._starts = np.array([s.offset - bucket.sparse_size for s in segments], np.int64)
+        self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
+        self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
+        lengths = np.diff(self._bounds)
+        # Where each element lies; the padding between tensors is not sent.
+        self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
+
+    def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
+        """Write the block of (N,) float32 ``x``, finite, 0 between tensors; ``left`` becomes ``x - decoded``."""
+        left.fill(0)
+        if isinstance(self.values, IntegerValues):
+            self.values.write_apart(x, self._starts, self._bounds, out, left)
+            return
+        values = x[self._places]
+        self.values.encode(values, self._bounds, out)
+        left[self._places] = values - self.values.decode(out, values.size, self._bounds)[0]
+
+    def add(self, data: np.ndarray, sums: np.ndarray) -> None:
+        """Read a block and add it to ``sums``, (N,) float32.
+
+        Raises:
+            WireError: the block is damaged.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            if isinstance(self.values, IntegerValues):
+                self.values.add_apart(data, self._starts, self._bounds, sums)
+            else:
+                sums[self._places] += self.values.decode(data, int(self._bounds[-1]), self._bounds)[0]

@@ -1,1 +1,0 @@
-"""Compressors that send every entry of a tensor in few bits."""

@@ -1,0 +1,456 @@
+"""Compressors that send some entries: ``dgc``, ``topk``, ``strom``, ``dryden``, ``adacomp``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dgc.core.codecs import SPARSE_ID, SparseCodec
+from dgc.core.compressors.base import (
+    Algorithm,
+    BucketSpec,
+    PerTensor,
+    SparseValues,
+    StepInfo,
+    Tensor,
+    as_scale,
+    put,
+    take,
+    take_scales,
+)
+from dgc.core.config import DGCConfig, entries_to_send, require_choice, require_integer, require_number
+from dgc.core.kernels.reference import top_k
+from dgc.errors import WireError
+
+SAMPLE = 100_000
+"""Entries that a global threshold is estimated from, about."""
+
+
+class _Selection(Algorithm):
+    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.encoders.topk.TopKEncoder` itself."""
+
+    error_feedback: ClassVar[bool] = True
+    sends_entries: ClassVar[bool] = True
+    scheduled: ClassVar[bool] = True
+    coded: ClassVar[bool] = True
+
+    def _codec(self, spec: BucketSpec) -> SparseCodec:
+        values = spec.bucket.dtype if self.sends_all(spec.density) else self.config.values
+        return SparseCodec(spec.bucket, sum(self.max_counts(spec)), self.config.indices, values)
+
+    def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
+        codec = self._codec(spec)
+        return int(codec.indices.id), int(codec.values.id)
+
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
+        return tuple(entries_to_send(t.n, spec.density) for t in spec.tensors)
+
+    def max_bytes(self, spec: BucketSpec) -> int:
+        return self._codec(spec).max_bytes
+
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
+        counts = zip(spec.tensors, self.max_counts(spec), strict=True)
+        positions = np.concatenate([t.offset + top_k(x[t.slice], k) for t, k in counts])
+        return self._write(x, positions, out, spec)
+
+    def _write(self, x: np.ndarray, positions: np.ndarray, out: np.ndarray, spec: BucketSpec) -> tuple[int, int]:
+        codec = self._codec(spec)
+        codec.encode(positions, x[positions], out[: codec.max_bytes])
+        return positions.size, codec.max_bytes
+
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:
+        if count > sum(self.max_counts(spec)):
+            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
+        codec = self._codec(spec)
+        positions, values = codec.decode(data[: codec.max_bytes], count)
+        spec.check_positions(positions)
+        return SparseValues(positions, values)
+
+
+class DGC(_Selection):
+    """Deep Gradient Compression: the k largest entries of each tensor, with momentum correction and masking.
+
+    ``u <- m*u + G; v <- v + u``; the k = n * density entries of largest ``|v|`` are sent.
+
+    Source: Lin et al. 2018, arXiv 1712.01887.
+    """
+
+    name = "dgc"
+    number = SPARSE_ID
+    source = "Lin et al. 2018, arXiv 1712.01887"
+    bits = "0.014 at 0.1 %: 14 an entry (elias_fano + int2)"
+
+    @classmethod
+    def common_options(cls) -> list[str]:
+        """All of :class:`~dgc.core.config.DGCConfig`, in its order, and ``steps``, which chooses some."""
+        return [*(name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")), "steps"]
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Those of :class:`~dgc.core.config.DGCConfig`: momentum is adopted."""
+        return {}
+
+    @classmethod
+    def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
+        return True
+
+
+@dataclass(frozen=True)
+class TopkOptions:
+    """Options of ``topk``."""
+
+    threshold: str = "tensor"
+    """"tensor": the k largest entries of each tensor; "global": one threshold for all tensors."""
+    headroom: float = 1.5
+    """With a global threshold, room in a bucket's message for this many times the entries of an even share."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require_choice("threshold", self.threshold, ("tensor", "global"))
+        require_number("headroom", self.headroom, low=1.0, high=1000.0)
+
+
+class Topk(_Selection):
+    """Sparse gradient exchange: entries above a threshold are sent, the others wait in the residual.
+
+    ``x = g + e``; send ``x_i`` where ``|x_i| > t``, with t such that the share R (default 99 %) is dropped.
+
+    Departures from the paper: with ``threshold="tensor"`` (the default here; the paper prefers one threshold for the
+    whole model) the k largest are chosen exactly instead of by a sampled quantile, so messages have a fixed size.
+    With ``threshold="global"`` t is the R-quantile of about 100 000 entries of all buckets, taken in the step
+    before (in the first step: of the bucket's own), since a bucket leaves before the gradients of the others are there;
+    a message has room for ``headroom`` times the entries of an even share, the largest are preferred, and the rest
+    waits. Values are sent in ``values=``.
+
+    Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
+    """
+
+    name = "topk"
+    number = 2
+    source = "Aji and Heafield 2017, arXiv 1704.05021"
+    bits = "0.11 at 1 %: 10.6 an entry (elias_fano + int2)"
+    Options = TopkOptions
+
+    def __init__(self, config: DGCConfig) -> None:
+        """Begin without a sample."""
+        super().__init__(config)
+        self._samples: dict[int, np.ndarray] = {}
+        self._next: float | None = None
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:  # noqa: D102
+        return {**super().defaults(), "sparsity": 0.99}
+
+    @classmethod
+    def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
+        return bool(config.own.threshold == "tensor")
+
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        if self.options.threshold == "tensor":
+            return super().max_counts(spec)
+        # Rounded up for each tensor, so that their sum, which is what counts, is at least the bucket's share.
+        share = min(1.0, spec.density * self.options.headroom)
+        return tuple(entries_to_send(t.n, share) for t in spec.tensors)
+
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
+        """See the base class; a sample of x is kept for the next threshold."""
+        if self.options.threshold == "tensor":
+            return super().encode(x, out, spec, info)
+        self._next = None
+        stride = max(1, min(1000, spec.total // SAMPLE))
+        # The first place changes with the step, or a stride that divides a tensor's width would see a few columns only.
+        first = info.step % stride
+        sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
+        self._samples[spec.bucket.index] = sample
+        threshold = info.thresholds[0, 0]
+        if np.isnan(threshold):
+            threshold = _quantile(sample, spec.density)
+        positions = np.flatnonzero(np.abs(x) > threshold)
+        most = sum(self.max_counts(spec))
+        if positions.size > most:
+            positions = positions[top_k(x[positions], most)]
+        return self._write(x, positions, out, spec)
+
+    def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
+        """Write the next step's threshold where a checkpoint finds it."""
+        if self.options.threshold == "tensor" or refused or not self._samples:
+            return
+        if self._next is None:
+            self._next = _quantile(np.concatenate(list(self._samples.values())), spec.density)
+        thresholds[:, 0] = self._next
+
+
+def _quantile(magnitudes: np.ndarray, density: float) -> float:
+    """The value that the share ``density`` of the sample exceeds (fewer where there are ties)."""
+    place = max(0, int(magnitudes.size * (1.0 - density)) - 1)
+    return float(np.partition(magnitudes, place)[place])
+
+
+@dataclass(frozen=True)
+class StromOptions:
+    """Options of ``strom``."""
+
+    threshold: float = 0.01
+    """The τ of the paper, in units of the gradient; there is no value that suits all models."""
+    max_density: float = 0.01
+    """Room in a message, as a share of the elements; entries beyond it wait."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require_number("threshold", self.threshold, low=1e-30, high=1e30)
+        require_number("max_density", self.max_density, low=0.0, low_open=True, high=1.0)
+
+
+class Strom(Algorithm):
+    """Entries beyond a fixed threshold are sent as the threshold, with error feedback.
+
+    ``e <- e + g``; where ``e_i > τ`` send +τ and ``e_i <- e_i - τ``, where ``e_i < -τ`` send -τ and ``e_i <- e_i + τ``:
+    at most τ an entry and step, however large the residual. One 32-bit word an entry: ``index << 1 | positive``.
+
+    Departures: messages have room for ``max_density`` of the elements, so that no sizes are exchanged; when more are
+    beyond τ, the largest go first. The optional entropy code of the gaps is left out.
+
+    Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech.
+    """
+
+    name = "strom"
+    number = 3
+    source = "Strom 2015, Interspeech"
+    bits = "0.32 at 1 %: 32 an entry"
+    error_feedback = True
+    sends_entries = True
+    Options = StromOptions
+
+    def has_room_for_all(self, spec: BucketSpec) -> bool:  # noqa: D102
+        return bool(self.options.max_density == 1.0)
+
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(entries_to_send(t.n, self.options.max_density) for t in spec.tensors)
+
+    def max_bytes(self, spec: BucketSpec) -> int:  # noqa: D102
+        return 4 * sum(self.max_counts(spec))
+
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
+        positions = np.flatnonzero(np.abs(x) > np.float32(self.options.threshold))
+        most = sum(self.max_counts(spec))
+        if positions.size > most:
+            positions = positions[top_k(x[positions], most)]
+        words = (positions.astype(np.uint32) << np.uint32(1)) | (x[positions] > 0)
+        return positions.size, put(out, 0, words.astype("<u4"))
+
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:  # noqa: D102
+        if count > sum(self.max_counts(spec)):
+            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
+        words = take(data, 0, count, "<u4")
+        positions = (words >> 1).astype(np.int64)
+        spec.check_positions(positions)
+        threshold = np.float32(self.options.threshold)
+        return SparseValues(positions, np.where(words & 1, threshold, -threshold))
+
+
+_DRYDEN_HEAD = 12
+"""Bytes before the words: the two means and the number of entries."""
+
+
+class Dryden(PerTensor):
+    """A fixed proportion of the positive and of the negative entries, each sent as its mean, with error feedback.
+
+    ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+, the n-ρ smallest of the
+    n- negative ones μ- (at least one of a sign that occurs); ``e = x - μ±`` where sent, x elsewhere. One 32-bit word an
+    entry, ``index << 1 | positive``, and two floats a tensor. ρ = 1 - ``sparsity``; its default is LBANN's 1/64.
+
+    Departures: proportions and means are exact instead of sampled, and of a tensor instead of a matrix column.
+
+    Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks", MLHPC.
+    """
+
+    name = "dryden"
+    number = 4
+    source = "Dryden et al. 2016, MLHPC"
+    bits = "0.5 at 1/64: 32 an entry + 2 floats a tensor"
+    error_feedback = True
+    sends_entries = True
+    scheduled = True
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:  # noqa: D102
+        return {**super().defaults(), "sparsity": 1 - 1 / 64}
+
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(_most(t.n, spec.density) for t in spec.tensors)
+
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+        return _DRYDEN_HEAD + 4 * _most(tensor.n, spec.density)
+
+    def encode_tensor(  # noqa: D102
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> int:
+        chosen, means = [], []
+        for side in (np.flatnonzero(x > 0), np.flatnonzero(x < 0)):
+            values = x[side]
+            best = top_k(values, entries_to_send(side.size, spec.density))
+            chosen.append(side[best])
+            means.append(values[best].mean(dtype=np.float64) if best.size else 0.0)
+        words = [(p.astype(np.uint32) << np.uint32(1)) | np.uint32(1 - s) for s, p in enumerate(chosen)]
+        largest = float(np.finfo(np.float32).max)
+        put(out, 0, np.clip(means, -largest, largest).astype("<f4"))
+        put(out, 8, np.array([words[0].size + words[1].size], "<u4"))
+        put(out, _DRYDEN_HEAD, np.sort(np.concatenate(words)).astype("<u4"))
+        return int(words[0].size + words[1].size)
+
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+        means = take(data, 0, 2, "<f4")
+        if not np.isfinite(means).all():
+            raise WireError("a mean is not finite; the message is damaged")
+        words = take(data, _DRYDEN_HEAD, int(take(data, 8, 1, "<u4")[0]), "<u4")
+        return (words >> 1).astype(np.int64), np.where(words & 1, means[0], means[1])
+
+
+def _most(n: int, density: float) -> int:
+    """The most entries of a tensor: each sign may round up to one."""
+    return min(n, int(n * density * (1 + 1e-9)) + 2)
+
+
+_ADACOMP_HEAD = 8
+"""Bytes before the units: scale and number of units."""
+_SHORT = 64
+"""Bins below this many elements take 8 bits an entry, longer ones 16."""
+
+_STRIDE = 65537
+"""A prime, so that the bin that is served first wanders over all bins from step to step."""
+
+
+@dataclass(frozen=True)
+class AdacompOptions:
+    """Options of ``adacomp``."""
+
+    conv_bin: int = 50
+    """Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits."""
+    fc_bin: int = 500
+    """The same for a matrix."""
+    entries_per_bin: float = 5.0
+    """Room in a message: so many entries a bin on average; what finds no room waits."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for name in ("conv_bin", "fc_bin"):
+            value = getattr(self, name)
+            require_integer(name, value, 1)
+            require_number(name, value, low=1, high=2**14 - 1)
+        require_number("entries_per_bin", self.entries_per_bin, low=1.0, high=float(2**14))
+
+
+class Adacomp(PerTensor):
+    """Adaptive residual gradient compression: a soft threshold in each bin, signs with one scale a tensor.
+
+    ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are sent
+    as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent, G
+    elsewhere. 8 bits an entry (6 of index in its bin, sign, end of bin) for L_T < 64, else 16 (14 of index); a bin that
+    sends nothing takes a unit of its own, unless all after it are empty too.
+
+    Departures: messages have room for ``entries_per_bin`` entries a bin on average (5, which are the paper's rates of
+    40 for convolutions and 200 for matrices); when they do not suffice, whole bins wait, beginning at another bin in
+    each step. The paper's two bits of value hold a ternary number; here one of them ends the bin.
+
+    The method is claimed in the patent US 11,295,208.
+
+    Source: Chen et al. 2018, "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
+    AAAI, arXiv 1712.02679.
+    """
+
+    name = "adacomp"
+    number = 5
+    source = "Chen et al. 2018, arXiv 1712.02679"
+    bits = "0.8 conv, 0.16 fc: 8 or 16 an entry, 5 entries a bin + 1 float a tensor"
+    error_feedback = True
+    sends_entries = True
+    needs_increment = True
+    Options = AdacompOptions
+    options: AdacompOptions
+
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+        return tuple(min(t.n, self._units(t)) for t in spec.tensors)
+
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+        return _ADACOMP_HEAD + self._units(tensor) * (1 if self._bin(tensor) < _SHORT else 2)
+
+    def encode_tensor(  # noqa: D102
+        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
+    ) -> int:
+        assert info.increment is not None
+        length, bins = self._bin(tensor), self._bins(tensor)
+        g = np.zeros(bins * length, x.dtype)
+        g[: tensor.n] = x
+        h = g.copy()
+        with np.errstate(over="ignore"):
+            h[: tensor.n] += info.increment[tensor.slice]
+        g, h = g.reshape(bins, length), h.reshape(bins, length)
+        largest = np.abs(g).max(1)
+        # An empty bin reaches its largest entry everywhere, and a zero has no sign to send.
+        send = (np.abs(h) >= largest[:, None]) & (g != 0)
+        first = (info.step + info.rank) * _STRIDE % bins
+        fitting = _fit(send.sum(1), self._units(tensor) - bins, first)
+        send &= fitting[:, None]
+        scale = as_scale(float(largest.mean(dtype=np.float64)))
+        rows, columns = np.nonzero(send)
+        units = self._write(rows, columns, g[rows, columns] > 0, length)
+        put(out, 0, np.array([scale], "<f4"))
+        put(out, 4, np.array([units.size], "<u4"))
+        put(out, _ADACOMP_HEAD, units)
+        return rows.size
+
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+        length = self._bin(tensor)
+        dtype, bits = _unit(length)
+        scale = take_scales(data, 0, 1)[0]
+        units = take(data, _ADACOMP_HEAD, int(take(data, 4, 1, "<u4")[0]), dtype).astype(np.int64)
+        empty = (1 << bits) - 1
+        index, positive, last = units & empty, units >> bits & 1, units >> bits + 1
+        bin_of = np.cumsum(last) - last
+        marker = index == empty
+        alone = np.ones(units.size, bool)
+        alone[1:] = last[:-1] == 1
+        if (marker & ((last == 0) | ~alone)).any() or (~marker & (index >= length)).any():
+            raise WireError(f"entries of {tensor.name!r} are none that a sender writes; the message is damaged")
+        sent = ~marker
+        positions = (bin_of * length + index)[sent]
+        return positions, np.where(positive[sent] == 1, scale, -scale)
+
+    def _bin(self, tensor: Tensor) -> int:
+        return self.options.conv_bin if len(tensor.shape) > 2 else self.options.fc_bin
+
+    def _bins(self, tensor: Tensor) -> int:
+        return -(-tensor.n // self._bin(tensor))
+
+    def _units(self, tensor: Tensor) -> int:
+        """Room for entries and empty bins; a single bin can always send all it has."""
+        bins = self._bins(tensor)
+        return max(math.ceil(self.options.entries_per_bin * bins), bins + min(self._bin(tensor), tensor.n))
+
+    @staticmethod
+    def _write(rows: np.ndarray, columns: np.ndarray, positive: np.ndarray, length: int) -> np.ndarray:
+        """Entries, sorted by bin, and empty bins before the last entry, as units."""
+        dtype, bits = _unit(length)
+        if rows.size == 0:
+            return np.empty(0, dtype)
+        last = np.ones(rows.size, np.int64)
+        last[:-1] = rows[1:] != rows[:-1]
+        units = columns | positive.astype(np.int64) << bits | last << bits + 1
+        empty = np.setdiff1d(np.arange(rows[-1]), rows)
+        order = np.argsort(np.concatenate([rows, empty]), kind="stable")
+        marker = np.full(empty.size, ((1 << bits) - 1) | 1 << bits + 1, np.int64)
+        return np.concatenate([units, marker])[order].astype(dtype)
+
+
+def _unit(length: int) -> tuple[str, int]:
+    """Type of a unit and bits of its index, whose largest value marks an empty bin."""
+    return ("u1", 6) if length < _SHORT else ("<u2", 14)
+
+
+def _fit(counts: np.ndarray, capacity: int, first: int) -> np.ndarray:
+    """Which bins may send, (bins,) bool, with ``capacity`` entries left beyond one a bin; ``first`` is asked first."""
+    extra = np.roll(np.maximum(counts - 1, 0), -first)
+    return np.roll((np.cumsum(extra) <= capacity) | (extra == 0), first)

@@ -1,1 +1,0 @@
-"""Compressors that send some entries of a tensor."""

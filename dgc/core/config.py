@@ -1,0 +1,375 @@
+"""Options: what a user chose, validated, and what follows from it at a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from dgc.errors import ConfigError
+
+_BRIEF = 80
+"""Characters of a value in an error."""
+
+
+def plain(value: object) -> Any:
+    """A NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, (np.number, np.bool_)) else value
+
+
+def brief(value: object) -> str:
+    """The value in an error's sentence: its ``repr``, or its class where that is no short line."""
+    text = repr(value)
+    return text if len(text) <= _BRIEF and "\n" not in text else f"an object of class {type(value).__name__}"
+
+
+def require_number(
+    name: str,
+    value: object,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    optional: bool = False,
+) -> None:
+    """Require a finite number between ``low`` and ``high``, either end left out where it is open.
+
+    Raises:
+        ConfigError: it is not; the message says what is allowed.
+    """
+    if value is None and optional:
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= high
+        or not _is_finite(value)
+        or (low_open and value == low)
+        or (high_open and value == high)
+    ):
+        span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
+        raise ConfigError(f"{name} is {brief(value)}; allowed: a number in {span}{' or None' if optional else ''}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Require True or False.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {brief(value)}; allowed: True or False")
+
+
+def require_integer(name: str, value: object, low: int) -> None:
+    """Require a whole number of at least ``low``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {brief(value)}; allowed: a whole number >= {low}")
+
+
+def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
+    """Require one of ``choices``.
+
+    Raises:
+        ConfigError: it is not; the message lists them.
+    """
+    if not any(type(value) is type(c) and value == c for c in choices):
+        raise ConfigError(f"{name} is {brief(value)}; allowed: {', '.join(repr(c) for c in choices)}")
+
+
+def require_compressor(value: object) -> None:
+    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None.
+
+    Raises:
+        ConfigError: something else, such as ``Compression.dgc`` without parentheses or its name as a text.
+    """
+    if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
+        raise no_compressor(value)
+
+
+def no_compressor(value: object) -> ConfigError:
+    """The error about a value in a compressor's place, such as a class or a constructor that was not called."""
+    name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
+    name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
+    return ConfigError(
+        f"compression is {brief(value)}, which is no compressor; call one: compression=Compression.{name}(), or leave "
+        "it out for no compression"
+    )
+
+
+def require_unused(
+    what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
+) -> None:
+    """Require a name for options, and a number for headers out of ``numbers``, that nothing in ``taken`` has.
+
+    Raises:
+        ConfigError: they are taken, or not allowed.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name in reserved:
+        raise ConfigError(f"a {what} cannot be named {name!r}; give it a Python name of its own")
+    if number not in numbers:
+        raise ConfigError(f"{what} {name!r} has number {number}; allowed: {numbers[0]} to {numbers[-1]}")
+    for other, its in taken.items():
+        if other == name or its == number:
+            raise ConfigError(
+                f"{what} {name!r} with number {number} collides with {other!r}, which has number {its}; names and "
+                "numbers must be unique"
+            )
+
+
+def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callable[[], float]:
+    """A number > 0 or a function that returns one; ``scaler`` is what else the framework allows, for the error.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if callable(value):
+        scale: Callable[[], float] = value
+        return scale
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ConfigError(f"loss_scale is {brief(value)}; give a number > 0, a function that returns one, or the {scaler}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+WRAPPERS = ("by_size", "by_name", "by_step")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The members of a wrapper. ``configs[i]`` holds for what ``keys[i]`` says; None is sent dense.
+
+    Keys of ``by_size`` are the smallest number of elements, those of ``by_step`` the first step, both ascending from 0;
+    those of ``by_name`` are name patterns, of which the first that fits counts.
+    """
+
+    keys: tuple[Any, ...]
+    configs: tuple[DGCConfig | None, ...]
+
+    def place(self, kind: str, name: str, numel: int) -> int | None:
+        """Which member a tensor belongs to; None where no pattern fits. With ``by_step``, 0."""
+        if kind == "by_name":
+            return next((i for i, pattern in enumerate(self.keys) if fnmatchcase(name, pattern)), None)
+        return max(i for i, least in enumerate(self.keys) if numel >= least) if kind == "by_size" else 0
+
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Dense gradient bytes (as float32) per bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGCConfig:
+    """Everything that changes the mathematics or the bytes of an exchange.
+
+    All ranks must hold equal values; :func:`DGCConfig.describe` is what they compare.
+    """
+
+    # Momentum correction. None means "adopt it from the optimizer, else 0".
+    momentum: float | None = None
+    nesterov: bool | None = None
+    # Added to the local gradient before accumulation. None means "adopt it from the optimizer, else 0".
+    weight_decay: float | None = None
+    # Set the momentum buffer to 0 where an entry was sent, unless all are (momentum factor masking).
+    momentum_masking: bool = True
+    # Share of entries held back, one value or one per equal part of the ramp-up.
+    sparsity: tuple[float, ...] = (0.999,)
+    # First step that is sparsified; everything before it is dense.
+    rampup_begin_step: int = 0
+    # Steps over which the list of sparsities is walked through.
+    rampup_step: int = 1
+    # The paper's threshold c: a local gradient g is scaled to at most c * sqrt(P) in L2 norm. None: no clipping.
+    local_grad_clip_norm: float | None = None
+    # "tensor": one norm per sparsified tensor; "global": one norm over all gradients, from the first step.
+    clip_scope: str = "tensor"
+    # Tensors with fewer elements are sent dense.
+    min_numel: int = 1024
+    # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that are always sent dense.
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    # Codecs of the message, by their names in the registry: see docs/wire-format.md.
+    indices: str = "elias_fano"
+    values: str = "int2"
+    # How tensors that are dense because of their shape or size are sent beside sparsified ones: a value codec's name.
+    small: str = "int3"
+    # Dense float32 bytes per bucket.
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    # "average" or "sum" over the ranks.
+    op: str = "average"
+    # Seed of the counter-based random numbers of stochastic compressors.
+    seed: int = 0
+    # "sparse": as the compressor says. "dense": nothing is compressed. "auto": whichever is predicted to be faster.
+    exchange: str = "sparse"
+    # Add gradients up within a node first, whose ranks then send as one: False, True, "auto" (where it saves traffic),
+    # or how many neighbouring ranks form a group.
+    hierarchical: bool | int | str = False
+    # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
+    discardable: bool = False
+    # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
+    sparse_updates: bool = True
+    # False drops what is not sent (a control experiment: accuracy collapses).
+    error_feedback: bool = field(default=True, repr=False)
+    # Which compressor, by its name in the registry, and the options that it alone has.
+    algorithm: str = "dgc"
+    own: Any = None
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and refuse what is out of range.
+
+        Raises:
+            ConfigError: an option is out of range; the message says what is allowed.
+        """
+        set_ = object.__setattr__
+        for option in dataclasses.fields(self):
+            set_(self, option.name, plain(getattr(self, option.name)))
+        set_(self, "sparsity", _sparsities(self.sparsity))
+        for name in ("include", "exclude"):
+            set_(self, name, _patterns(name, getattr(self, name)))
+        require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
+        require_number("weight_decay", self.weight_decay, low=0.0, optional=True)
+        require_number("local_grad_clip_norm", self.local_grad_clip_norm, low=0.0, low_open=True, optional=True)
+        require_integer("rampup_begin_step", self.rampup_begin_step, 0)
+        require_integer("rampup_step", self.rampup_step, 1)
+        require_integer("min_numel", self.min_numel, 0)
+        require_integer("bucket_bytes", self.bucket_bytes, 1)
+        require_integer("seed", self.seed, 0)
+        require_flag("momentum_masking", self.momentum_masking)
+        require_flag("error_feedback", self.error_feedback)
+        require_flag("discardable", self.discardable)
+        require_flag("sparse_updates", self.sparse_updates)
+        require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
+        require_choice("op", self.op, ("average", "sum"))
+        require_choice("exchange", self.exchange, ("sparse", "dense", "auto"))
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
+            if isinstance(self.hierarchical, str):
+                raise ConfigError(
+                    f"hierarchical is {self.hierarchical!r}; give True, False, 'auto' or a number of ranks"
+                )
+            require_integer("hierarchical", self.hierarchical, 2)
+        if self.exchange == "dense" and self.clips_tensors:
+            raise ConfigError(
+                "exchange='dense' clips no single tensors: give clip_scope='global' or leave local_grad_clip_norm out"
+            )
+        if self.nesterov is not None and not isinstance(self.nesterov, bool):
+            raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
+
+    @property
+    def clips_tensors(self) -> bool:
+        """Whether each sparsified tensor is clipped by its own norm, which dense ones are not."""
+        return self.local_grad_clip_norm is not None and self.clip_scope == "tensor"
+
+    def own_share(self, ranks: int) -> float:
+        """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""
+        return 1.0 / ranks if self.op == "sum" else 1.0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
+        options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}  # on which the other defaults depend
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
+
+
+def _sparsities(value: object) -> tuple[float, ...]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    values = (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
+        raise ConfigError(f"sparsity is {value!r}; give a number in [0, 1) or a non-empty list of such numbers")
+    for s in values:
+        if isinstance(s, bool) or not isinstance(s, (int, float)) or not 0.0 <= s < 1.0:
+            raise ConfigError(
+                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of it"
+            )
+    return tuple(float(s) for s in values)
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or not all(isinstance(p, str) for p in values):
+        raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")
+    return tuple(values)
+
+
+DENSITY_DIGITS = 12
+"""Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sparsity over the steps.
+
+    Before ``begin`` everything is dense. From then on the list is walked through in ``length`` steps, each entry for
+    an equal part of them, and the last entry stays: ``i = int((step - begin) * len / length)``, clamped to the end.
+
+    Source: Paddle's ``DGCMomentumOptimizer`` (its sparsity, rampup_begin_step, rampup_step).
+    """
+
+    sparsity: tuple[float, ...]
+    begin: int = 0
+    length: int = 1
+
+    def is_dense(self, step: int) -> bool:
+        """Whether ``step`` lies before the ramp-up, where the exchange is dense."""
+        return step < self.begin
+
+    def density(self, step: int) -> float:
+        """Share of entries sent at ``step``: 1 before the ramp-up, ``1 - sparsity`` after its begin."""
+        if self.is_dense(step):
+            return 1.0
+        i = (step - self.begin) * len(self.sparsity) // self.length
+        return 1.0 - self.sparsity[min(i, len(self.sparsity) - 1)]
+
+    def ramp_end(self) -> int:
+        """First step at which the last sparsity of the list is in force."""
+        count = len(self.sparsity)
+        return self.begin + -(-(count - 1) * self.length // count)
+
+
+def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
+    """Options of DGC for a training of so many steps, None: the others alone.
+
+    The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
+    There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning.
+
+    Args:
+        steps: of the optimizer, in the whole training.
+        **options: the others that the user gives; masking among them stays.
+
+    Raises:
+        ConfigError: ``steps`` is no integer from 1 on, or the sparsity is given beside it.
+    """
+    if steps is None:
+        return options
+    require_integer("steps", steps := plain(steps), 1)
+    if both := {"sparsity", "rampup_step"} & options.keys():
+        raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
+    density = min(1 / 64, max(0.001, 100 / steps))
+    return {"momentum_masking": False, **options, "sparsity": 1.0 - density}
+
+
+def entries_to_send(numel: int, density: float) -> int:
+    """Return k = max(1, int(n * density)), at most n; 0 for an empty tensor.
+
+    ``1 - 0.999`` is a little above 0.001 in float64 and ``1 - 0.9`` a little below 0.1, so a relative 1e-9 is added
+    before truncating: k is what a reader computes by hand.
+    """
+    if numel == 0:
+        return 0
+    return min(numel, max(1, int(numel * density * (1 + 1e-9))))

@@ -1,1 +1,0 @@
-"""Options: what a user chose, validated, and what follows from it at a step."""

@@ -1,0 +1,808 @@
+"""The loops of codecs and quantizers, compiled by Numba; import this on first use, since Numba takes seconds to load.
+
+Letters: n elements, k entries. *codes* are (n,) uint8 small numbers, one for each element, before they are packed. No
+loop reads or writes outside the arrays that it is given.
+
+They call nothing outside this file: it alone decides when compiled code is out of date. All word arithmetic is in
+uint64, since Numba turns a mix of int64 and uint64 into float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types, uint8, uint32, uint64
+from numba.extending import intrinsic
+
+from dgc.core.kernels.compile import entry, helper
+
+_SMALLEST_NORMAL = np.uint32(0x38800000)
+"""2^-14 as float32 bits: below it half precision is subnormal."""
+
+_ROUNDER = np.float32(12582912)
+"""1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again."""
+
+
+@intrinsic
+def _bits(typing_context, x):
+    """The bits of a float32 as uint32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _float(typing_context, x):
+    """The float32 of these bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+@helper
+def _half_of(bits):
+    """The bits in half precision of the float32 with these bits, rounded to nearest, ties to even."""
+    magnitude = bits & uint32(0x7FFFFFFF)
+    # Added to 0.5, a subnormal half ends in float32's lowest bits, rounded by the addition itself.
+    small = _bits(_float(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
+    odd = (magnitude >> uint32(13)) & uint32(1)
+    large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
+    half = small if magnitude < uint32(_SMALLEST_NORMAL) else large
+    return half | ((bits >> uint32(16)) & uint32(0x8000))
+
+
+@helper
+def _value_of(half):
+    """The float32 that a finite half is, of its bits."""
+    magnitude = (half & uint32(0x7FFF)) << uint32(13)
+    normal = _float(magnitude + uint32(0x38000000))
+    subnormal = _float(magnitude + uint32(0x38800000)) - np.float32(6.103515625e-05)
+    x = subnormal if magnitude < uint32(0x800000) else normal
+    return _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16)))
+
+
+@entry(__file__)
+def largest_magnitude(values: np.ndarray) -> int:
+    """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
+    largest = uint32(0)
+    for x in values:
+        largest = max(largest, _bits(x) & uint32(0x7FFFFFFF))
+    return largest
+
+
+@entry(__file__)
+def to_halves(values: np.ndarray, factor: np.float32, halves: np.ndarray) -> None:
+    """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
+
+    Args:
+        values: (k,) float32, finite.
+        factor: float32, a power of two that leaves every magnitude below 65520.
+        halves: (k,) uint16, filled.
+    """
+    for i in range(halves.size):
+        halves[i] = _half_of(_bits(values[i] * factor))
+
+
+@entry(__file__)
+def from_halves(halves: np.ndarray, factor: np.float32, values: np.ndarray) -> bool:
+    """``values[i]`` = ``halves[i] * factor`` with one rounding.
+
+    Args:
+        halves: (k,) uint16 bits of half precision numbers.
+        factor: float32, a power of two.
+        values: (k,) float32, filled.
+
+    Returns:
+        False when a half is infinite or NaN; the values are then to be made another way.
+    """
+    finite = True
+    for i in range(halves.size):
+        half = uint32(halves[i])
+        finite &= (half & uint32(0x7FFF)) < uint32(0x7C00)
+        values[i] = _value_of(half) * factor
+    return finite
+
+
+@entry(__file__)
+def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
+    """Split positions into tiles of 65 536.
+
+    Args:
+        positions: (k,) int64, ascending.
+        counts: (tiles,) uint32, receives the number of positions in each tile.
+        offsets: (k,) uint16, receives each position's place in its tile.
+    """
+    k = positions.size
+    for i in range(k):
+        offsets[i] = positions[i] & 0xFFFF
+    first = 0
+    for tile in range(counts.size):
+        # The first position beyond the tile, by bisection: k is small beside the tiles, or many share one.
+        low, high = first, k
+        while low < high:
+            middle = (low + high) // 2
+            if positions[middle] >> 16 > tile:
+                high = middle
+            else:
+                low = middle + 1
+        counts[tile] = low - first
+        first = low
+
+
+@intrinsic
+def _trailing_zeros(typing_context, word):
+    """Number of zero bits below the lowest one of a uint64 that is not 0: one machine instruction."""
+
+    def generate(context, builder, signature, arguments):
+        zero_is_undefined = context.get_constant(types.boolean, True)
+        return builder.cttz(arguments[0], zero_is_undefined)
+
+    return types.uint64(types.uint64), generate
+
+
+@helper
+def _sound(positions, n):
+    """How many positions stand before the first that is not above the one before it, or not below n."""
+    k = positions.size
+    wrong = 0
+    for i in range(1, k):  # without a way out, several at once
+        wrong += positions[i] <= positions[i - 1]
+    if k == 0 or (wrong == 0 and positions[0] >= 0 and positions[k - 1] < n):
+        return k
+    i = 0
+    while 0 <= positions[i] < n and (i == 0 or positions[i] > positions[i - 1]):
+        i += 1
+    return i
+
+
+@entry(__file__)
+def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
+    """Write (k,) int64 positions below n into low and high, uint64 words that need no clearing.
+
+    Returns:
+        How many are strictly ascending below n, from the first on; the words are complete if that is k.
+    """
+    sound = _sound(positions, n)
+    high[:] = 0
+    mask = (uint64(1) << uint64(width)) - uint64(1)
+    pending = uint64(0)  # low bits that do not fill a word yet
+    filled = 0
+    word = 0
+    for i in range(sound):
+        position = positions[i]
+        bits = uint64(position) & mask
+        pending |= bits << uint64(filled)
+        filled += width
+        if filled >= 64:
+            low[word] = pending
+            word += 1
+            filled -= 64
+            pending = bits >> uint64(width - filled)
+        bit = (position >> width) + i
+        high[bit >> 6] |= uint64(1) << uint64(bit & 63)
+    if filled > 0:
+        low[word] = pending
+    return sound
+
+
+@entry(__file__)
+def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, positions: np.ndarray) -> int:
+    """Fill (k,) int64 positions.
+
+    Returns:
+        How many are strictly ascending below n, from the first on; k + 1 when the words hold more than k.
+    """
+    mask = (uint64(1) << uint64(width)) - uint64(1)
+    count = positions.size
+    previous = -1
+    i = 0
+    for word in range(high.size):
+        ones = high[word]
+        while ones != uint64(0):
+            if i == count:
+                return count + 1
+            bit = (word << 6) + int(_trailing_zeros(ones))  # pyright: ignore[reportCallIssue]
+            ones &= ones - uint64(1)
+            position = (bit - i) << width
+            if width > 0:
+                start = i * width
+                at = start >> 6
+                shift = start & 63
+                bits = low[at] >> uint64(shift)
+                if shift + width > 64:
+                    bits |= low[at + 1] << uint64(64 - shift)
+                position |= int(bits & mask)
+            if position <= previous or position >= n:
+                return i
+            previous = position
+            positions[i] = position
+            i += 1
+    return i
+
+
+@entry(__file__)
+def encode_integers(
+    x: np.ndarray,
+    starts: np.ndarray,
+    bounds: np.ndarray,
+    bits: int,
+    scales: np.ndarray,
+    codes: np.ndarray,
+    left: np.ndarray,
+) -> None:
+    """Codes of ``int8`` and ``int3``, of groups that lie apart, and what they lose.
+
+    Args:
+        x: (N,) float32.
+        starts: (groups,) int64, where each group begins in x.
+        bounds: (groups + 1,) int64, their lengths' sums, k in all.
+        bits: of a code.
+        scales: (groups,) float32; filled.
+        codes: (k,) uint8; filled, two's complement in the lowest bits.
+        left: (N,) float32; ``x - decoded`` of the groups.
+    """
+    levels, mask = np.float32((1 << (bits - 1)) - 1), (1 << bits) - 1
+    for g in range(starts.size):
+        n = bounds[g + 1] - bounds[g]
+        given, lost, code = (
+            x[starts[g] : starts[g] + n],
+            left[starts[g] : starts[g] + n],
+            codes[bounds[g] : bounds[g + 1]],
+        )
+        magnitude = uint32(0)
+        for i in range(n):
+            magnitude = max(magnitude, _bits(given[i]) & uint32(0x7FFFFFFF))
+        largest = _float(magnitude)
+        divisor = largest if largest > np.float32(0) else np.float32(1)
+        for i in range(n):
+            # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
+            q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
+            lost[i] = given[i] - (q / levels) * largest
+            # A group that is not finite reads as NaN.
+            code[i] = np.uint8((np.int32(q) if abs(q) <= levels else np.int32(0)) & mask)
+        scales[g] = largest
+
+
+@entry(__file__)
+def add_integers(
+    scales: np.ndarray, codes: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray
+) -> bool:
+    """Add what :func:`encode_integers` coded to (N,) float32 ``sums``; False if a code is one that it never makes."""
+    negative = 1 << (bits - 1)
+    levels = np.float32(negative - 1)
+    damaged = False
+    for i in range(codes.size):
+        damaged |= codes[i] == negative
+    if damaged:
+        return False
+    for g in range(starts.size):
+        n = bounds[g + 1] - bounds[g]
+        place, code, largest = sums[starts[g] : starts[g] + n], codes[bounds[g] : bounds[g + 1]], scales[g]
+        for i in range(n):
+            place[i] += (np.float32((np.int32(code[i]) ^ negative) - negative) / levels) * largest
+    return True
+
+
+@entry(__file__)
+def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: np.ndarray, codes: np.ndarray) -> None:
+    """Codes of ``sign`` (one bit an entry) and ``int2`` (two).
+
+    Args:
+        values: (k,) float32.
+        bounds: (groups + 1,) int64.
+        bits: a code's; the last one says which mean of its group an entry has.
+        means: (2 groups,) float32; filled.
+        codes: (k,) uint8; filled.
+    """
+    for g in range(bounds.size - 1):
+        n = bounds[g + 1] - bounds[g]
+        group, code = values[bounds[g] : bounds[g + 1]], codes[bounds[g] : bounds[g + 1]]
+        # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
+        total = 0.0
+        if bits == 2:
+            for i in range(n):
+                total += abs(group[i])
+        middle = np.float32(total / max(n, 1))
+        first, second, members = 0.0, 0.0, 0
+        for i in range(n):
+            negative = group[i] < np.float32(0)
+            value = abs(group[i]) if bits == 2 else group[i]
+            is_second = value > middle if bits == 2 else negative
+            code[i] = np.uint8(negative | is_second << (bits - 1))
+            first += 0.0 if is_second else value
+            second += value if is_second else 0.0
+            members += is_second
+        means[2 * g], means[2 * g + 1] = first / max(n - members, 1), second / max(members, 1)
+
+
+@entry(__file__)
+def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, bits: int, values: np.ndarray) -> None:
+    """Read what :func:`encode_two_means` coded into ``values``, (k,) float32."""
+    for g in range(bounds.size - 1):
+        first = _bits(means[2 * g])
+        change = first ^ _bits(means[2 * g + 1])
+        for i in range(bounds[g], bounds[g + 1]):
+            code = uint32(codes[i])
+            # Arithmetic on the bits, since a branch on random ones costs three times as much.
+            value = first ^ (change * (code >> uint32(bits - 1) & uint32(1)))
+            values[i] = _float(value | (code & uint32(bits - 1)) << uint32(31))
+
+
+_TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
+
+
+@helper
+def _pack_few(codes, bits, out, start):
+    """From byte ``start`` on, for any number of bits."""
+    pending = uint64(0)
+    filled = 0
+    at = start
+    for i in range(start * 8 // bits, codes.size):
+        pending |= uint64(codes[i]) << uint64(filled)
+        filled += bits
+        while filled >= 8:
+            out[at] = uint8(pending & uint64(255))
+            at += 1
+            pending >>= uint64(8)
+            filled -= 8
+    if filled > 0:
+        out[at] = uint8(pending & uint64(255))
+
+
+@helper
+def _pack_bytes(codes, bits, out):
+    """All whole bytes; returns how many. Fast where ``bits``, a divisor of 8, is a constant."""
+    each = 8 // bits
+    whole = codes.size // each
+    for b in range(whole):
+        byte = uint8(0)
+        for j in range(each):
+            byte |= codes[each * b + j] << bits * j
+        out[b] = byte
+    return whole
+
+
+@entry(__file__)
+def pack(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Write the low ``bits`` bits (1 to 8) of each code as one string, lowest first, into ceil(n*bits/8) bytes."""
+    if bits == 1:
+        done = _pack_bytes(codes, 1, out)
+    elif bits == 2:
+        done = _pack_bytes(codes, 2, out)
+    elif bits == 4:
+        done = _pack_bytes(codes, 4, out)
+    elif bits == 8:
+        done = _pack_bytes(codes, 8, out)
+    else:
+        done = 0
+    _pack_few(codes, bits, out, done)
+
+
+@helper
+def _unpack_few(data, bits, codes, start):
+    """From byte ``start`` on, for any number of bits."""
+    pending = uint64(0)
+    filled = 0
+    at = start
+    mask = (uint64(1) << uint64(bits)) - uint64(1)
+    for i in range(start * 8 // bits, codes.size):
+        while filled < bits:
+            pending |= uint64(data[at]) << uint64(filled)
+            at += 1
+            filled += 8
+        codes[i] = uint8(pending & mask)
+        pending >>= uint64(bits)
+        filled -= bits
+
+
+@helper
+def _unpack_bytes(data, bits, codes):
+    """The codes of all whole bytes; returns how many bytes. Fast as :func:`_pack_bytes`."""
+    each = 8 // bits
+    whole = codes.size // each
+    for b in range(whole):
+        for j in range(each):
+            codes[each * b + j] = data[b] >> bits * j & (1 << bits) - 1
+    return whole
+
+
+@entry(__file__)
+def unpack(data: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    """Undo :func:`pack`."""
+    if bits == 1:
+        done = _unpack_bytes(data, 1, codes)
+    elif bits == 2:
+        done = _unpack_bytes(data, 2, codes)
+    elif bits == 4:
+        done = _unpack_bytes(data, 4, codes)
+    elif bits == 8:
+        done = _unpack_bytes(data, 8, codes)
+    else:
+        done = 0
+    _unpack_few(data, bits, codes, done)
+
+
+@entry(__file__)
+def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
+    """Write codes of 0, 1 and 2, five to a byte as a number to the base 3, into ceil(n/5) bytes."""
+    whole = codes.size // 5
+    for b in range(whole):
+        i = 5 * b
+        out[b] = codes[i] + 3 * codes[i + 1] + 9 * codes[i + 2] + 27 * codes[i + 3] + 81 * codes[i + 4]
+    rest = codes.size - 5 * whole
+    if rest > 0:
+        value = 0
+        for j in range(rest - 1, -1, -1):
+            value = 3 * value + codes[5 * whole + j]
+        out[whole] = value
+
+
+@entry(__file__)
+def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
+    """Undo :func:`pack_trits`; returns False where a byte is above 242, which none can be."""
+    whole = codes.size // 5
+    for b in range(whole):
+        value = data[b]
+        if value > 242:
+            return False
+        for j in range(5):
+            codes[5 * b + j] = _TRITS[value, j]
+    if 5 * whole < codes.size:
+        if data[whole] > 242:
+            return False
+        for j in range(codes.size - 5 * whole):
+            codes[5 * whole + j] = _TRITS[data[whole], j]
+    return True
+
+
+@helper
+def _put(words, at, value, length):
+    """Write the low ``length`` bits of a value, lowest first, from bit ``at`` on."""
+    for j in range(length):
+        if (value >> uint64(j)) & uint64(1):
+            words[(at + j) >> 6] |= uint64(1) << uint64((at + j) & 63)
+    return at + length
+
+
+@helper
+def _put_gamma(words, at, value):
+    length = 0
+    while (value >> length) > 1:
+        length += 1
+    at += length  # so many zeros
+    words[at >> 6] |= uint64(1) << uint64(at & 63)
+    return _put(words, at + 1, uint64(value), length)
+
+
+@entry(__file__)
+def gamma_encode(codes: np.ndarray, levels: int, words: np.ndarray) -> tuple[int, int]:
+    """Write codes of :func:`round_signed` that are not ``levels`` as Elias gamma codes.
+
+    Each is gamma(distance from the last), one bit for the sign, gamma(magnitude). gamma(v) is as many zeros as v
+    has bits after its first, a one, and those bits, the lowest first.
+
+    Args:
+        codes: (n,) uint8.
+        levels: the code that stands for 0.
+        words: (w,) uint64 that suffice.
+
+    Returns:
+        Entries, and bits written.
+    """
+    words[:] = 0
+    at = 0
+    last = -1
+    entries = 0
+    for i in range(codes.size):
+        level = int(codes[i]) - levels
+        if level == 0:
+            continue
+        at = _put_gamma(words, at, i - last)
+        at = _put(words, at, uint64(1 if level < 0 else 0), 1)
+        at = _put_gamma(words, at, abs(level))
+        last = i
+        entries += 1
+    return entries, at
+
+
+@helper
+def _bit(words, at):
+    return (words[at >> 6] >> uint64(at & 63)) & uint64(1)
+
+
+@helper
+def _take_gamma(words, at, end):
+    """Value and the bit after it; value 0 when the code does not end before ``end`` or is beyond 2**31."""
+    length = 0
+    while at < end and _bit(words, at) == uint64(0):
+        length += 1
+        at += 1
+    at += 1
+    if length > 30 or at + length > end:
+        return 0, at
+    value = 0
+    for j in range(length):
+        value |= int(_bit(words, at + j)) << j
+    return value | (1 << length), at + length
+
+
+@entry(__file__)
+def gamma_decode(words: np.ndarray, bits: int, entries: int, levels: int, codes: np.ndarray) -> bool:
+    """Undo :func:`gamma_encode`; returns False where the bits are none that it writes."""
+    codes[:] = levels
+    at = 0
+    last = -1
+    for _ in range(entries):
+        gap, at = _take_gamma(words, at, bits)
+        if gap == 0 or last + gap >= codes.size or at >= bits:
+            return False
+        last += gap
+        negative = _bit(words, at)
+        level, at = _take_gamma(words, at + 1, bits)
+        if level == 0 or level > levels:
+            return False
+        codes[last] = levels - level if negative else levels + level
+    return at == bits
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX2 = np.uint64(0x94D049BB133111EB)
+_TO_UNIT = 2.0**-32
+_TILE, _ROWS = 4096, 64  # as in ``codes``
+_LARGEST = np.finfo(np.float32).max
+
+
+@helper
+def _uniform(key, i):
+    """Random number i of a key, in [0, 1) with 32 bits: SplitMix64 (Steele et al. 2014), which can start anywhere."""
+    z = key + (uint64(i) + uint64(1)) * _GOLDEN
+    z = (z ^ (z >> uint64(30))) * _MIX1
+    z = (z ^ (z >> uint64(27))) * _MIX2
+    z = z ^ (z >> uint64(31))
+    return float(z >> uint64(32)) * _TO_UNIT
+
+
+@entry(__file__)
+def uniform(key: np.uint64, out: np.ndarray) -> None:
+    """Fill (n,) float64 with random numbers in [0, 1); number i depends on the 64-bit key and on i alone."""
+    for i in range(out.size):
+        out[i] = _uniform(key, i)
+
+
+@helper
+def _cleared(sums, size):
+    """Set to 0 what :func:`_halved` reads of ``size`` sums."""
+    for j in range(32 * ((size + 31) // 32) if size > 16 else 16 if size > 8 else 8):
+        sums[j] = 0.0
+
+
+@helper
+def _halved(sums, first, size):
+    """32 sums from ``first`` on as one, in the order of ``codes``. All but the first ``size`` are 0, and none is -0."""
+    if size > 16:
+        for j in range(first, first + 16):
+            sums[j] += sums[j + 16]
+    if size > 8:
+        for j in range(first, first + 8):
+            sums[j] += sums[j + 8]
+    for j in range(first, first + 4):
+        sums[j] += sums[j + 4]
+    return (sums[first] + sums[first + 2]) + (sums[first + 1] + sums[first + 3])
+
+
+@helper
+def _tile_sum(sums, size):
+    """256 sums as one; all but the first ``size`` are 0."""
+    total = 0.0
+    for first in range(0, min(size, 256), 32):
+        total += _halved(sums, first, size - first)
+    return total
+
+
+@entry(__file__)
+def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
+    """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
+    sums = np.empty(32)
+    for g in range(out.size):
+        largest = 0.0
+        stop = min((g + 1) * group, x.size)
+        if not squared:
+            for i in range(g * group, stop):
+                largest = max(largest, abs(np.float64(x[i])))
+            out[g] = largest
+            continue
+        _cleared(sums, min(32, stop - g * group))
+        for start in range(g * group, stop, 32):
+            for j in range(min(32, stop - start)):
+                magnitude = abs(np.float64(x[start + j]))
+                largest = max(largest, magnitude)
+                sums[j] += magnitude * magnitude
+        out[g] = max(largest, np.sqrt(_halved(sums, 0, stop - g * group)))
+
+
+@entry(__file__)
+def moments(x: np.ndarray, out: np.ndarray) -> None:
+    """Of each tile of (n,) finite floats the largest magnitude, the sum, and the squares' sum about the mean.
+
+    Args:
+        x: the floats.
+        out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.magnitude_and_deviation`.
+    """
+    sums = np.empty(256)
+    for tile in range(len(out)):
+        stop = min((tile + 1) * _TILE, x.size)
+        largest = 0.0
+        sums[:] = 0.0
+        for start in range(tile * _TILE, stop, 256):
+            for j in range(min(256, stop - start)):
+                value = np.float64(x[start + j])
+                largest = max(largest, abs(value))
+                sums[j] += value
+        total = _tile_sum(sums, stop - tile * _TILE)
+        mean = total / (stop - tile * _TILE)
+        sums[:] = 0.0
+        for start in range(tile * _TILE, stop, 256):
+            for j in range(min(256, stop - start)):
+                difference = np.float64(x[start + j]) - mean
+                sums[j] += difference * difference
+        out[tile, 0] = largest
+        out[tile, 1] = total
+        out[tile, 2] = _tile_sum(sums, stop - tile * _TILE)
+
+
+@entry(__file__)
+def round_signed(
+    x: np.ndarray, scales: np.ndarray, group: int, limit: float, levels: int, key: np.uint64, codes: np.ndarray
+) -> None:
+    """Round ``sign(x) * min(|x|, limit) / scale * levels`` at random to a neighbouring integer, without bias.
+
+    Args:
+        x: (n,) finite floats.
+        scales: (ceil(n / group),) float32, of each ``group`` elements; where it is 0 all become 0.
+        group: elements that share a scale.
+        limit: magnitudes are cut there.
+        levels: the largest integer; the code is the rounded number plus ``levels``.
+        key: of the random numbers.
+        codes: written.
+    """
+    for g in range(scales.size):
+        scale = float(scales[g])
+        start = g * group
+        stop = min(start + group, x.size)
+        if scale == 0.0:
+            for i in range(start, stop):
+                codes[i] = levels
+            continue
+        factor = levels / scale
+        for i in range(start, stop):
+            value = float(x[i])
+            magnitude = min(abs(value), limit)
+            # Cut before it becomes an integer, which has no room for all of float64.
+            level = int(min(float(levels), magnitude * factor + _uniform(key, i)))
+            codes[i] = levels - level if value < 0 else levels + level
+
+
+@entry(__file__)
+def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
+    """Turn codes of :func:`round_signed` into (n,) float32; returns False where a code is above ``2 * levels``."""
+    most = 2 * levels
+    good = True
+    for g in range(scales.size):
+        unit = scales[g] / np.float32(levels)
+        for i in range(g * group, min((g + 1) * group, codes.size)):
+            good &= codes[i] <= most
+            # 127 * float32(largest / 127) may round to infinity.
+            out[i] = min(max(np.float32(int(codes[i]) - levels) * unit, -_LARGEST), _LARGEST)
+    return good
+
+
+@entry(__file__)
+def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarray) -> None:
+    """Turn codes of :func:`round_span` into (n,) float32: ``(2 * code - levels) * (scale / levels)``."""
+    unit = scale / np.float32(levels)
+    for i in range(codes.size):
+        out[i] = np.float32(2 * int(codes[i]) - levels) * unit
+
+
+@entry(__file__)
+def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
+    """Round ``(x / (2 scale) + 1/2) * levels`` at random to a neighbouring integer of 0 to ``levels``."""
+    if scale == 0.0:
+        for i in range(x.size):
+            codes[i] = 0
+        return
+    half = 0.5 / scale
+    for i in range(x.size):
+        place = (float(x[i]) * half + 0.5) * levels
+        codes[i] = int(max(0.0, min(float(levels), np.floor(place + _uniform(key, i)))))
+
+
+@helper
+def _split_rows(x, low, high, above, signs):
+    """The sums of the columns of (rows, columns, 1), of pieces of some rows."""
+    rows, columns, _ = x.shape
+    below_sums, above_sums = np.zeros(columns), np.zeros(columns)
+    for o in range(rows):
+        for c in range(columns):
+            value = np.float64(x[o, c, 0])
+            negative = value < 0
+            signs[o * columns + c] = 0 if negative else 1
+            below_sums[c] += value if negative else 0.0
+            above_sums[c] += 0.0 if negative else value
+            above[c] += 0 if negative else 1
+        if (o + 1) % _ROWS == 0 or o == rows - 1:
+            for c in range(columns):
+                low[c] += below_sums[c]
+                high[c] += above_sums[c]
+                below_sums[c] = 0.0
+                above_sums[c] = 0.0
+
+
+@helper
+def _split_run(x, c, low, high, above, signs, below_sums, above_sums):
+    """The sums of one column that lies in one piece, tile by tile; room for 256 sums of either sign is given."""
+    count = 0
+    for tile in range(0, x.size, _TILE):
+        stop = min(tile + _TILE, x.size)
+        _cleared(below_sums, min(256, stop - tile))
+        _cleared(above_sums, min(256, stop - tile))
+        for start in range(tile, stop, 256):
+            for j in range(min(256, stop - start)):
+                value = np.float64(x[start + j])
+                negative = value < 0
+                signs[start + j] = 0 if negative else 1
+                below_sums[j] += value if negative else 0.0
+                above_sums[j] += 0.0 if negative else value
+                count += 0 if negative else 1
+        low[c] += _tile_sum(below_sums, stop - tile)
+        high[c] += _tile_sum(above_sums, stop - tile)
+    above[c] += count
+
+
+@entry(__file__)
+def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
+    """Means of the negative and of the other entries of each column.
+
+    Args:
+        x: (outer, columns, inner) floats.
+        means: (2, columns) float32, written: of those below 0, of the others; 0 where there are none.
+        signs: (outer * columns * inner,) uint8, written: 1 unless below 0.
+    """
+    outer, columns, inner = x.shape
+    low, high, above = np.zeros(columns), np.zeros(columns), np.zeros(columns, np.int64)
+    if inner == 1:
+        _split_rows(x, low, high, above, signs)
+    else:
+        at = 0
+        below_sums, above_sums = np.empty(256), np.empty(256)
+        for o in range(outer):
+            for c in range(columns):
+                _split_run(x[o, c], c, low, high, above, signs[at : at + inner], below_sums, above_sums)
+                at += inner
+    for c in range(columns):
+        below = outer * inner - above[c]
+        means[0, c] = low[c] / below if below else 0.0
+        means[1, c] = high[c] / above[c] if above[c] else 0.0
+
+
+@entry(__file__)
+def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
+    """Undo :func:`split_means` as far as it goes: ``out`` (outer, columns, inner) float32."""
+    outer, columns, inner = out.shape
+    if inner == 1:
+        for o in range(outer):
+            for c in range(columns):
+                out[o, c, 0] = means[1, c] if signs[o * columns + c] else means[0, c]
+        return
+    at = 0
+    for o in range(outer):
+        for c in range(columns):
+            low = means[0, c]
+            high = means[1, c]
+            for i in range(inner):
+                out[o, c, i] = high if signs[at + i] else low
+            at += inner

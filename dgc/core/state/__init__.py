@@ -1,1 +1,0 @@
-"""What a compressor keeps from step to step, and where in it each parameter lies."""
