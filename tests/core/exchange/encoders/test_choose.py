@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from exchange_tools import parameters
 
-from dgc.core.compressors import compressor_class, compressor_names, make_config, make_wrapper_config, registry
+from dgc.core import compressors
+from dgc.core.compressors import compressor_class, compressor_names, make_config, make_wrapper_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
@@ -111,7 +112,7 @@ def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
 
     assert [is_unchanged(c) for c in (base, Relabelled, Changed, Further)] == [True, True, False, False]
     for row, changed in ((Relabelled, False), (Further, True)):
-        monkeypatch.setitem(registry._BY_NAME, row.name, row)
+        monkeypatch.setitem(compressors._BY_NAME, row.name, row)
         config = make_config({"min_numel": 64}, algorithm=row.name)
         assert runs_on_devices(config) is not changed
         expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder

@@ -10,7 +10,7 @@ from host_runtime import compiler
 from rank_jobs import once
 
 from dgc.core.compressors import make_config
-from dgc.core.compressors.quantizers import codes
+from dgc.core.compressors import quantizers as codes
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.cuda import source
