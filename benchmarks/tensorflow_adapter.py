@@ -102,7 +102,7 @@ def main() -> None:
 
     target, source = (np.ones(args.elements, np.float32) for _ in range(2))
     runs: dict[str, Callable[[], object]] = {
-        "core": lambda: group.run(arrays, [], hyper, None, follows=True, dense_for="the core alone"),
+        "core": lambda: group.run(arrays, [], hyper, None, follows=True),
         "graph": lambda: graph(gradients),
         "eager": lambda: reduce(gradients, variables, context),
         "crossing alone, graph": lambda: graph_null(gradients),

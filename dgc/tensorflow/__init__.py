@@ -18,7 +18,7 @@ from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join
 from dgc.tensorflow.optimizer import DistributedOptimizer
-from dgc.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from dgc.tensorflow.tape import DistributedGradientTape
 
 if TYPE_CHECKING:
     from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
@@ -29,7 +29,6 @@ __all__ = [
     "DGCMomentum",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "PartialDistributedGradientTape",
     "join",
 ]
 __all__ += errors.__all__

@@ -160,7 +160,7 @@ class TensorFlowCompression(CompressionBase):
             advice = "model.trainable_variables of a built model"
             given = checked_tensors(variables, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
-            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer, or one of tf.compat.v1.train")
+            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
         compressor = DGCCompressor(options, algorithm, members)
         if given is not None:
             require_momentum_source(optimizer, compressor.config, "variables")

@@ -33,8 +33,8 @@ def join(compression: DGCCompressor) -> int:
         The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
 
     Raises:
-        ConfigError: no such step, Horovod's own classes, sparse gradients, local variables, a LossScaleOptimizer, or
-            nodes that send as one.
+        ConfigError: no such step, Horovod's own classes, sparse gradients, a LossScaleOptimizer, or nodes that
+            send as one.
         DGCError: this or another rank failed.
 
     Warns:
@@ -45,7 +45,7 @@ def join(compression: DGCCompressor) -> int:
     engine = compression.engine
     if engine is None:
         return 0
-    foreign = compression.serves_horovod or engine.adoption.beside_local or SPARSE in (engine.kinds or ())
+    foreign = compression.serves_horovod or SPARSE in (engine.kinds or ())
     if (
         foreign
         or len(engine.groups) != 1
@@ -55,8 +55,7 @@ def join(compression: DGCCompressor) -> int:
         engine.fail(
             ConfigError(
                 "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no sparse "
-                "gradients, local variables, LossScaleOptimizer or hierarchical=True; give every rank the same number "
-                "of batches"
+                "gradients, LossScaleOptimizer or hierarchical=True; give every rank the same number of batches"
             )
         )
     group = engine.groups[0]
@@ -78,7 +77,7 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
             values, hyper = [], engine.adoption.hyper
             if any(hyper.weight_decay):
                 values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
-            group.run(zeros, values, hyper, None, follows=True, dense_for="this rank has joined")
+            group.run(zeros, values, hyper, None, follows=True)
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break

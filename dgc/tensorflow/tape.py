@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,13 +12,11 @@ from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_group
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
-from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.tensorflow.engine.tensors import raw_variable
 from dgc.tensorflow.reduce.dense import TapeReducer
 from dgc.tensorflow.reduce.reducer import Reducer
 from dgc.tensorflow.reduce.settings import check_compression
-from dgc.tensorflow.reduce.step import Context, Gradient, GradientReducer, ReduceOptions, reduce
-
-_Pairs: TypeAlias = "list[tuple[Variable, Gradient]]"
+from dgc.tensorflow.reduce.step import Context, GradientReducer, ReduceOptions, reduce
 
 
 @tf.autograph.experimental.do_not_convert
@@ -33,7 +31,6 @@ def DistributedGradientTape(
     num_groups: int = 0,
     groups: object = None,
     process_set: ProcessSet | None = None,
-    scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
     """A tape whose ``gradient()`` returns gradients reduced over all ranks.
 
@@ -48,7 +45,7 @@ def DistributedGradientTape(
     hvd = import_horovod()
     check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
     reducer: GradientReducer
-    options = ReduceOptions(op, process_set, scale_local=scale_local_gradients)
+    options = ReduceOptions(op, process_set)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         refuse_adasum(op, HOROVOD)
@@ -78,42 +75,6 @@ def DistributedGradientTape(
     distributed._dgc_context = Context(reducer)
     distributed._dgc_seen = set()
     return distributed
-
-
-def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = None,
-    sparse_as_dense: bool = False,
-    op: ReduceOp | None = None,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: object = None,
-    process_set: ProcessSet | None = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> tf.GradientTape:
-    """:func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
-
-    Arguments are those of ``horovod.tensorflow.PartialDistributedGradientTape``; ``local_layers`` is a layer or
-    several.
-
-    Raises:
-        ConfigError: as there, or ``local_layers`` holds something else than layers.
-    """
-    arguments = locals()
-    del arguments["local_layers"]
-    several = isinstance(local_layers, (list, tuple, set, frozenset))
-    layers = list(local_layers) if several else [] if local_layers is None else [local_layers]
-    for layer in layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ConfigError(f"local_layers holds {layer!r}; give Keras layers")
-    tape = DistributedGradientTape(**arguments)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(raw_variable(variable))
-    return tape
 
 
 def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None) -> None:
@@ -153,10 +114,6 @@ class _DistributedTape(tf.GradientTape):
     _dgc_context: Context
     _dgc_seen: set[int]
 
-    def register_local_source(self, source: Variable) -> None:
-        """Leave this variable's gradient on its rank."""
-        self._dgc_context.reducer.add_local(source)
-
     @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
@@ -176,17 +133,10 @@ class _DistributedTape(tf.GradientTape):
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)
         context = replace(self._dgc_context, generic_names=use_generic_names)
-        self._refuse_momentum_twice({id(raw_variable(variables[i])) for i in context.reducer.shared(variables)})
+        self._refuse_momentum_twice(set(map(id, map(raw_variable, variables))))
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
         results, _ = reduce(tf.nest.flatten(own, expand_composites=False), variables, context)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
-
-    def get_local_and_global_gradients(self, target: object, sources: Any, **options: Any) -> tuple[_Pairs, _Pairs]:
-        """(variable, gradient) of local variables, and of those that were exchanged; arguments as :meth:`gradient`."""
-        gradients = self.gradient(target, sources, **options)
-        shared = set(self._dgc_context.reducer.shared(sources))
-        pairs = list(enumerate(zip(sources, gradients, strict=True)))
-        return [p for i, p in pairs if i not in shared], [p for i, p in pairs if i in shared]
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
         """A second ``gradient()`` of a persistent tape is a second step of the momentum.

@@ -2,7 +2,7 @@
 
 Keras' velocity contains the learning rate: ``m <- mu*m - lr*g``. With ``u = -m/lr`` this is the core's
 ``u <- mu*u + g`` as long as lr stays; when lr changes, u must be multiplied by lr_old/lr_new. Keras' ``weight_decay``
-is decoupled from the gradient and stays in the optimizer. ``tf.compat.v1``'s momentum is the core's own.
+is decoupled from the gradient and stays in the optimizer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.optimizers import (
-    V1,
     Optimizer,
     clear_momentum,
     clipping,
-    family,
     first_moment,
     get_momentum,
     is_cleared,
@@ -40,7 +38,7 @@ from dgc.tensorflow.engine.optimizers import (
 )
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 
-Absorb = Callable[[int, np.ndarray, float | None], None]
+Absorb = Callable[[int, np.ndarray, float], None]
 
 
 class Adoption:
@@ -57,11 +55,6 @@ class Adoption:
         momentum, nesterov: what was adopted; 0 and False if nothing.
     """
 
-    _refusal_of_local = (
-        "the compressor applies the momentum, which would not act on local variables: pass momentum=0 to the "
-        "compressor to leave it in the optimizer"
-    )
-
     def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
@@ -69,7 +62,7 @@ class Adoption:
         gradients, and what the exchange returns would be a velocity. The compressor then does plain error feedback.
 
         Args:
-            optimizer: of Keras 3, legacy Keras or ``tf.compat.v1.train``; or None.
+            optimizer: of Keras 3 or legacy Keras; or None.
             config: ``momentum`` and ``nesterov`` that are not None are used instead of adopting.
 
         Raises:
@@ -95,14 +88,9 @@ class Adoption:
             )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [])
-        self.taken = self.beside_local = False
+        self.taken = False
         self.take()
         warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum, "beta_1=0.0")
-
-    @property
-    def velocity_has_learning_rate(self) -> bool:
-        """Whether u must follow changes of the learning rate."""
-        return self.taken and family(self.optimizer) != V1
 
     def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
         """The learning rate of the step under way; None where it is not known.
@@ -110,12 +98,12 @@ class Adoption:
         Args:
             optimizer: the one that steps, where it is Horovod's copy.
         """
-        return None if family(self.optimizer) in (None, V1) else learning_rate(optimizer or self.optimizer)
+        return None if self.optimizer is None else learning_rate(optimizer or self.optimizer)
 
     @property
     def steps(self) -> int:
         """How many the optimizer has made; 0 where it does not count them."""
-        if family(self.optimizer) in (None, V1):
+        if self.optimizer is None:
             return 0
         with tf.init_scope():
             return int(np.asarray(raw_variable(self.optimizer.iterations)))
@@ -164,15 +152,6 @@ class Adoption:
         self.cover(len(self.hyper.momentum))
         self._keep_config()
 
-    def stand_beside_local(self) -> None:
-        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
-
-        Raises:
-            ConfigError: the compressor applies a momentum or a weight decay, which would not act on them.
-        """
-        self.beside_local = True
-        self.refuse_local()
-
     def undo(self) -> None:
         """Give the optimizer back what was taken from it, for a construction that failed."""
         if not self.taken:
@@ -216,8 +195,8 @@ class Adoption:
             return found
         prepare_slots(self.optimizer, all_variables)
         with tf.init_scope():
-            rate = float(learning_rate(self.optimizer)) if self.velocity_has_learning_rate else None
-            factor = 1.0 if rate is None else -1.0 / rate if rate else 0.0
+            rate = float(learning_rate(self.optimizer))
+            factor = -1.0 / rate if rate else 0.0
             for index, variable in enumerate(variables):
                 slot = momentum_slot(self.optimizer, variable)
                 if slot is None:
@@ -228,15 +207,6 @@ class Adoption:
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
                     found = True
         return found
-
-    def refuse_local(self) -> None:
-        """Refuse local variables beside what the compressor applies.
-
-        Raises:
-            ConfigError: some are local.
-        """
-        if self.beside_local:
-            self.refuse_beside("local variables", self._refusal_of_local)
 
     def refuse_beside(self, others: str, refusal: str) -> None:
         """Refuse a momentum (by ``refusal``) or decay of the compressor, which would not act on ``others``.
@@ -264,9 +234,8 @@ class Adoption:
 
     def _keep_config(self) -> None:
         """Let the optimizer's configuration hold the user's own momentum."""
-        if family(self.optimizer) != V1:
-            # An instance's method: a class of its own would be saved with the model, and loaded without us.
-            self.optimizer.get_config = functools.partial(_own_config, self)
+        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        self.optimizer.get_config = functools.partial(_own_config, self)
 
 
 def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:

@@ -19,7 +19,7 @@ from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.group import NO_STEP, Group
+from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod import CommonNames
 from dgc.tensorflow.engine.numpy_bridge import warn_of_copies
 from dgc.tensorflow.engine.tensors import Variable, common_names, describe, raw_variable, samples, unique_names
@@ -148,7 +148,6 @@ class Engine(EngineBase):
         """
         try:
             self.adoption.take()
-            self.adoption.refuse_local()
             self._absorb_slots(self.groups if self._has_loaded else ())
             self._has_loaded = False
             self._refuse_sparse_momentum(self.kinds or ())
@@ -188,7 +187,6 @@ class Engine(EngineBase):
         gradients: Sequence[np.ndarray],
         learning_rate: float | None,
         parameters: Sequence[np.ndarray],
-        dense_for: str | None,
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step of the group of these variables: see :meth:`dgc.tensorflow.engine.group.Group.run`.
 
@@ -198,15 +196,8 @@ class Engine(EngineBase):
         self.take_momentum()  # a graph is not traced anew when the user assigns another one
         if self._left_at:
             self._warn_of_loss()
-        follows = self.adoption.velocity_has_learning_rate
-        return self.group(indices).run(
-            gradients, parameters, self.adoption.hyper, learning_rate, follows=follows, dense_for=dense_for
-        )
-
-    @property
-    def how_updated(self) -> str:  # noqa: D102
-        reason = self.groups[-1].dense_for if self.groups else NO_STEP
-        return "sparse" if reason is None else f"dense: {reason}"
+        follows = self.adoption.taken
+        return self.group(indices).run(gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.

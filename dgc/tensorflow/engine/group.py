@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,11 +14,9 @@ from dgc.core.kernels.choose import choose_kernels
 from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError
-from dgc.tensorflow.engine.numpy_bridge import APPLY, ENTRIES, REFUSED
+from dgc.tensorflow.engine.numpy_bridge import APPLY, REFUSED
 from dgc.tensorflow.engine.tensors import ResultPool, Variable, as_array, largest_finite, raw_variable, samples
 from dgc.transport.agreement import require_replicas
-
-NO_STEP = "no step was taken yet"
 
 
 class Group:
@@ -31,8 +28,6 @@ class Group:
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
-        sparsified: places within ``indices`` of the variables whose entries are sent, once the ramp-up has begun.
-        dense_for: the reason for dense results in the latest step; None where those of ``sparsified`` were entries.
     """
 
     def __init__(
@@ -54,13 +49,11 @@ class Group:
         self.indices = tuple(indices)
         self.names = [p.name for p in layout.parameters]
         self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
-        self.sparsified = tuple(sorted(s.parameter for bucket in layout.buckets for s in bucket.sparse))
         shapes = [p.shape for p in layout.parameters]
         wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
         self._pool = ResultPool(shapes, wide)
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
-        self.dense_for: str | None = NO_STEP
         self._runs = 0
         self._rate_before: float | None = None
         self.rate: float | None = None
@@ -74,7 +67,6 @@ class Group:
         learning_rate: float | None,
         *,
         follows: bool,
-        dense_for: str | None,
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step.
 
@@ -84,12 +76,10 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
-            dense_for: the reason for dense results; None if those of ``sparsified`` may come as entries.
 
         Returns:
-            The results in the variables' shapes, float32 (float64 for float64), and what became of the step: APPLY,
-            REFUSED or ENTRIES. With ``dense_for=None`` places (n, d) and values (n,) of each of ``sparsified`` follow;
-            unless they are ENTRIES, n is 0.
+            The results in the variables' shapes, float32 (float64 for float64), and what became of the step: APPLY or
+            REFUSED.
 
         Raises:
             DGCError: this or another rank failed.
@@ -98,11 +88,6 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
-        may_defer, self.dense_for = dense_for is None, dense_for
-        if may_defer and not (learning_rate is not None and 0 < learning_rate < math.inf):
-            # 0 times another one would not be 0, or -0.
-            self.dense_for = "the learning rate is not a positive number"
-        self.exchange.defers = self.dense_for is None
         self.exchange.latest.capture()
         self._rate_before = self.rate
         if learning_rate is not None and follows:
@@ -133,20 +118,7 @@ class Group:
         refused = self.exchange.finish()
         if returns and not refused:
             self.exchange.drop()
-        verdict = REFUSED if refused else APPLY
-        if not may_defer:
-            return results, verdict
-        entries = self._take_entries(results) if self.dense_for is None else None
-        if entries is not None:
-            verdict = ENTRIES
-        elif self.dense_for is None:
-            self.dense_for = "the latest step was refused, or results of it came dense"
-        for i in self.sparsified:
-            nothing = np.empty(0, np.int64), np.empty(0, self._pool.dtype(i))
-            places, values = (entries or {}).get(i, nothing)
-            shape = self.exchange.layout.parameters[i].shape
-            results += [np.stack(np.unravel_index(places, shape), axis=1), values]
-        return results, verdict
+        return results, REFUSED if refused else APPLY
 
     def discard_step(self) -> bool:
         """Take the latest step back; False when there is nothing to take back.
@@ -205,21 +177,6 @@ class Group:
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
             bucket.error = bucket.error[:0].copy()
-
-    def _take_entries(self, results: list[np.ndarray]) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:
-        """Flat places and values by parameter if none of ``sparsified`` came dense; else None, and all are dense."""
-        totals = self.exchange.deferred()
-        came = {i: (places, values) for total in totals for i, places, values in total.tensors()}
-        deferred = [segment.parameter for total in totals for segment in total.bucket.sparse]
-        if deferred and len(deferred) == len(self.sparsified):
-            for place in deferred:
-                results[place] = results[place].reshape(-1)[:0]
-            return came
-        for place in deferred:
-            results[place].fill(0)
-        for place, (places, values) in came.items():
-            results[place].reshape(-1)[places] += values
-        return None
 
     def _compare_replicas(self) -> None:
         """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""

@@ -87,21 +87,6 @@ class HorovodCompressor(CompressorBase[Engine]):
             )
         self._user = user
 
-    def stand_beside_local(self) -> None:
-        """From now on some variables' gradients stay on their rank, and the optimizer alone updates them.
-
-        Raises:
-            ConfigError: a momentum is applied here, which would not act on them. On all ranks that are in the step.
-        """
-        if self.adoption is None:
-            return
-        try:
-            self.adoption.stand_beside_local()
-        except ConfigError as error:
-            if self.engine is not None:
-                self.engine.fail_in_step(error)
-            raise
-
     @property
     def serves_horovod(self) -> bool:
         """Whether Horovod's own classes have called :meth:`compress`."""
@@ -138,7 +123,13 @@ class HorovodCompressor(CompressorBase[Engine]):
             )
         engine.adoption.follow(call.optimizer)
         if call.has_local:
-            self.stand_beside_local()
+            engine.fail_in_step(
+                ConfigError(
+                    "Horovod's local variables do not go together with a compressor, which has the momentum of all: "
+                    "update them by an optimizer of their own, without register_local_source() and "
+                    "register_local_var()"
+                )
+            )
         index, variable = engine.begin(call.variables, call.gradients)[place], call.variables[place]
         self._rate = engine.adoption.learning_rate(call.optimizer)
         earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
@@ -210,8 +201,7 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
                     "cannot be shared: build one compressor for each model and optimizer"
                 )
             )
-        dense_for = "Horovod's own classes hand the results over"
-        results, verdict = engine.exchange(indices, gradients, rate, values, dense_for)
+        results, verdict = engine.exchange(indices, gradients, rate, values)
         group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
         # Horovod's allreduce of a variable has no second output: the placeholders go back as they came.
         return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], verdict

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,9 +20,8 @@ from tensorflow.python.ops import control_flow_util
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.tensors import ALIGNMENT, Variable, raw_variable
 
-ACCUMULATED, APPLY, REFUSED, ENTRIES = 0, 1, 2, 3
-"""Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value; or
-results are to be applied, some of which came as entries."""
+ACCUMULATED, APPLY, REFUSED = 0, 1, 2
+"""Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
 
 T = TypeVar("T")
 
@@ -70,21 +68,6 @@ def _warn_of(devices: str) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Entries:
-    """A result that may come as its entries: then (ENTRIES) ``dense`` is empty, otherwise these are.
-
-    Attributes:
-        dense: of the variable's shape.
-        places: (n, d) int64 indices into the d dimensions of the variable, ascending and unique.
-        values: (n,) of the variable's type; the result is 0 elsewhere.
-    """
-
-    dense: tf.Tensor
-    places: tf.Tensor
-    values: tf.Tensor
-
-
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
 
 
@@ -93,21 +76,17 @@ def cross(
     gradients: Sequence[tf.Tensor],
     learning_rate: tf.Tensor | float | None,
     parameters: Sequence[Variable] = (),
-    sparsified: Sequence[int] = (),
-) -> tuple[list[tf.Tensor | Entries], tf.Tensor]:
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Hand gradients to Python and take results back, now or whenever the graph being built runs.
 
     Args:
-        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, after them places and values
-            of each of ``sparsified``, and what became of the step.
+        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, and what became of the step.
         gradients: dense tensors.
         learning_rate: a scalar, or None.
         parameters: variables whose values the step needs, or nothing.
-        sparsified: places of the float32 or float64 gradients whose results may come as entries.
 
     Returns:
-        Results of the gradients' types and shapes, Entries for those of ``sparsified``, and an int32 scalar:
-        ACCUMULATED, APPLY, REFUSED or ENTRIES.
+        Results of the gradients' types and shapes, and an int32 scalar: ACCUMULATED, APPLY or REFUSED.
 
     Raises:
         ConfigError: inside an XLA-compiled function.
@@ -124,7 +103,7 @@ def cross(
     inputs = [*gradients, *rate, *values]
     if tf.executing_eagerly():
         arrays, verdict = call([np.asarray(t) for t in inputs])
-        return _results([_as_tensor(a) for a in arrays], gradients, sparsified), tf.constant(verdict, tf.int32)
+        return [_like(_as_tensor(a), g) for a, g in zip(arrays, gradients, strict=True)], tf.constant(verdict, tf.int32)
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ConfigError(
             "XLA cannot compile the exchange of gradients (Horovod's neither): pass jit_compile=False to compile() or "
@@ -136,24 +115,9 @@ def cross(
         return [*results, np.int32(verdict)]  # type: ignore[list-item]
 
     types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
-    pairs = [kind for i in sparsified for kind in (tf.int64, types[i])]
-    *outputs, verdict = tf.numpy_function(run, inputs, [*types, *pairs, tf.int32], name="dgc_exchange")
+    *outputs, verdict = tf.numpy_function(run, inputs, [*types, tf.int32], name="dgc_exchange")
     verdict.set_shape(())
-    return _results(outputs, gradients, sparsified), verdict
-
-
-def _results(
-    outputs: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], sparsified: Sequence[int]
-) -> list[tf.Tensor | Entries]:
-    count = len(gradients)
-    pairs = outputs[count:]
-    results = [o if i in sparsified else _like(o, gradients[i]) for i, o in enumerate(outputs[:count])]
-    for i, places, values in zip(sparsified, pairs[::2], pairs[1::2], strict=True):
-        if not tf.executing_eagerly():
-            places.set_shape((None, gradients[i].shape.rank))
-            values.set_shape((None,))
-        results[i] = Entries(results[i], places, values)
-    return results
+    return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], verdict
 
 
 def _as_tensor(array: np.ndarray) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Options, slots and updates of the optimizers of Keras 3, legacy Keras and ``tf.compat.v1``."""
+"""Options, slots and updates of the optimizers of Keras 3 and legacy Keras."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import tensorflow as tf
 
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
 
-Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer | tf.compat.v1.train.Optimizer"
+Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
 
-KERAS3, LEGACY, LEGACY_V2, V1 = "keras", "tf_keras", "tf_keras.legacy", "tf.compat.v1"
+KERAS3, LEGACY, LEGACY_V2 = "keras", "tf_keras", "tf_keras.legacy"
 
 
 class Taken(float):
     """The momentum of an SGD whose own one the compressor applies: 0, and no number that a user would assign."""
 
-
-_V1_UPDATES = ("_apply_dense", "_resource_apply_dense")
 
 _UPDATES = (
     "apply_gradients",
@@ -33,9 +31,9 @@ _UPDATES = (
     "_clip_gradients",
     "_transform_gradients",
     "_transform_unaggregated_gradients",
-    *_V1_UPDATES,
+    "_resource_apply_dense",
 )
-"""Methods that gradients pass through on their way into the variables, of either Keras and of ``tf.compat.v1``."""
+"""Methods that gradients pass through on their way into the variables, of either Keras."""
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
 """Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
 
@@ -54,7 +52,7 @@ def family(optimizer: object) -> str | None:
             return LEGACY
         if module.startswith("tf_keras.src.mixed_precision") and name == "BaseLossScaleOptimizer":
             return LEGACY
-    return V1 if isinstance(optimizer, tf.compat.v1.train.Optimizer) else None
+    return None
 
 
 def learning_rate(optimizer: Optimizer) -> Any:
@@ -102,7 +100,7 @@ def _is_positive(value: Any) -> bool:
 
 def is_sgd(optimizer: Optimizer) -> bool:
     """Whether the optimizer's momentum is one that the compressor can apply."""
-    return is_keras(optimizer, "SGD") or isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer)
+    return is_keras(optimizer, "SGD")
 
 
 def is_keras(optimizer: Optimizer, name: str) -> bool:
@@ -131,8 +129,6 @@ def own_update(optimizer: Optimizer) -> str | None:
 
 def first_moment(optimizer: Optimizer) -> Any:
     """Adam's beta1, and that of its relatives; None where there is none, or none that is known without a graph."""
-    if family(optimizer) == V1:
-        return getattr(optimizer, "_beta1", None)
     # Legacy Keras would make variables of its hyperparameters when one of them is read.
     return optimizer._hyper.get("beta_1") if family(optimizer) == LEGACY_V2 else getattr(optimizer, "beta_1", None)
 
@@ -142,24 +138,19 @@ def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
 
     Legacy Keras' older optimizers keep their momentum when it is cleared; the others have 0 then, as :class:`Taken`.
     """
-    names = ("_momentum", "_use_nesterov") if family(optimizer) == V1 else ("momentum", "nesterov")
-    value, nesterov = (getattr(optimizer, name) for name in names)
-    if callable(value) and not isinstance(value, (tf.Variable, tf.Tensor)):
-        value = value()
     with tf.init_scope():
-        momentum = float(value)
+        momentum = float(optimizer.momentum)
     if family(optimizer) == LEGACY_V2:
         # Its number becomes a float32 variable sooner or later.
         momentum = float(np.float32(momentum))
-    return momentum, bool(nesterov)
+    return momentum, bool(optimizer.nesterov)
 
 
 def is_cleared(optimizer: Optimizer) -> bool:
     """Whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since."""
-    kind = family(optimizer)
-    if kind == LEGACY_V2:
+    if family(optimizer) == LEGACY_V2:
         return bool(get_momentum(optimizer)[0]) and not optimizer._momentum
-    return isinstance(optimizer._momentum if kind == V1 else optimizer.momentum, Taken)
+    return isinstance(optimizer.momentum, Taken)
 
 
 def clear_momentum(optimizer: Optimizer) -> None:
@@ -169,12 +160,7 @@ def clear_momentum(optimizer: Optimizer) -> None:
     which would be loaded with the model as a dense run's momentum.
     """
     kind = family(optimizer)
-    if kind == V1:
-        optimizer._momentum = Taken()
-        plain = tf.compat.v1.train.GradientDescentOptimizer
-        for name in _V1_UPDATES:
-            setattr(optimizer, name, functools.partial(getattr(plain, name), optimizer))
-    elif kind == LEGACY_V2:
+    if kind == LEGACY_V2:
         # A flag decides whether it applies momentum; checkpoints hold the number.
         optimizer._momentum = False
     else:
@@ -182,12 +168,6 @@ def clear_momentum(optimizer: Optimizer) -> None:
         if kind == LEGACY:
             # An instance's method: a class of its own would be saved with the model, and loaded without us.
             optimizer.update_step = functools.partial(_update_without_slots, optimizer)
-
-
-def is_plain_update(optimizer: Optimizer) -> bool:
-    """Whether an SGD updates a variable by its class's own method."""
-    own = vars(optimizer).get("update_step")
-    return own is None or getattr(own, "func", None) is _update_without_slots
 
 
 def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Variable) -> None:
@@ -204,11 +184,7 @@ def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Vari
 def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
     """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
     kind = family(optimizer)
-    for name in ("update_step", *_V1_UPDATES):
-        vars(optimizer).pop(name, None)
-    if kind == V1:
-        optimizer._momentum = momentum
-        return
+    vars(optimizer).pop("update_step", None)
     if kind == LEGACY_V2:
         optimizer._momentum = bool(momentum)
         return
@@ -246,9 +222,8 @@ def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
 def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
     """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
     kind, raw = family(optimizer), raw_variable(variable)
-    if kind in (LEGACY_V2, V1):
-        name = "momentum"
-        return optimizer.get_slot(raw, name) if name in optimizer.get_slot_names() else None
+    if kind == LEGACY_V2:
+        return optimizer.get_slot(raw, "momentum") if "momentum" in optimizer.get_slot_names() else None
     slots = getattr(optimizer, "momentums", None) or []
     if kind == KERAS3:
         known = {id(raw_variable(v)): m for v, m in zip(optimizer._trainable_variables, slots, strict=False)}

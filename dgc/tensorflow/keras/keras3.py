@@ -21,7 +21,6 @@ from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
 from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
-from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd, update
 from dgc.tensorflow.reduce.step import Gradient, reduce, scaled
 
 PACKAGE = "dgc"
@@ -226,12 +225,11 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """
         variables, inner = self._begin(trainable_variables), self.inner_optimizer
         scale = inner.loss_scale_factor
-        context = self._dgc_settings.context(inner, obstacle_of_sgd(inner, variables), scale)
-        reduced, verdict = reduce(grads, variables, context)
+        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(inner, scale))
         if scale is not None:
             reduced = scaled(reduced, scale)
         if self._dgc_settings.reducer.options.passes == 1:
-            update(inner, reduced, variables, verdict, inner.apply, lambda: inner.iterations.assign_add(1))
+            inner.apply(reduced, variables)
         else:
             tf.cond(
                 tf.equal(verdict, ACCUMULATED),
@@ -278,8 +276,6 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
     """A LossScaleOptimizer that exchanges first and decides by what all ranks saw."""
 
-    _dgc_scales_loss = True
-
     def __init__(
         self,
         inner_optimizer: Optimizer,
@@ -312,8 +308,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
-        context = self._dgc_settings.context(self.inner_optimizer, "the loss is scaled", scale)
-        reduced, verdict = reduce(grads, variables, context)
+        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self.inner_optimizer, scale))
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)

@@ -15,14 +15,11 @@ import tf_keras
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import momentum_config
-from dgc.tensorflow.engine.horovod import is_alone
 from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
 from dgc.tensorflow.engine.optimizers import LEGACY_V2, Optimizer, family
 from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.reduce.settings import HasSettings, Settings
-from dgc.tensorflow.reduce.sparse_updates import obstacle_of_sgd
-from dgc.tensorflow.reduce.sparse_updates import update as update_variables
-from dgc.tensorflow.reduce.step import RETURNED, Gradient, reduce
+from dgc.tensorflow.reduce.step import Gradient, reduce
 
 
 def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
@@ -42,7 +39,6 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     if not is_distributed:
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
-    inner._dgc_scales_loss = inner is not optimizer
     return optimizer
 
 
@@ -51,9 +47,6 @@ _Base: Any = object
 
 class _Distributed(HasSettings, _Base):
     """Mixed into the class of the user's optimizer."""
-
-    _dgc_dense_for: str | None = RETURNED
-    """The reason for dense results when Keras calls :meth:`aggregate_gradients`."""
 
     def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step; collective.
@@ -72,67 +65,40 @@ class _Distributed(HasSettings, _Base):
         Raises:
             DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
         """
-        return self._exchange(grads_and_vars, self._dgc_dense_for)[0]
+        return self._exchange(grads_and_vars)[0]
 
     _aggregate_gradients = aggregate_gradients  # of tf_keras.optimizers.legacy
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
         """Exchange the gradients and apply them; with ``backward_passes_per_step`` only once in so many calls."""
-        grads_and_vars = list(grads_and_vars)
-        apply = functools.partial(super().apply_gradients, **options)
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
-        if already:
-            return apply(grads_and_vars, *args)
-        several = self._dgc_settings.reducer.options.passes > 1
-        dense_for = None if several else self._obstacle([v for _, v in grads_and_vars], args)
-        if dense_for is not None:
-            self._dgc_dense_for = dense_for
-            try:
-                return apply(grads_and_vars, *args)  # which calls aggregate_gradients()
-            finally:
-                self._dgc_dense_for = RETURNED
+        if already or self._dgc_settings.reducer.options.passes == 1:
+            return super().apply_gradients(grads_and_vars, *args, **options)  # which calls aggregate_gradients()
+        grads_and_vars = list(grads_and_vars)
         skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"
-        reduced, verdict = self._exchange(grads_and_vars, None)
+        options[skip] = skip == "skip_gradients_aggregation"
+        apply = functools.partial(super().apply_gradients, **options)
+        reduced, verdict = self._exchange(grads_and_vars)
         with tf.init_scope():
             make = self._create_all_weights if family(self) == LEGACY_V2 else self.build
             make([v for _, v in grads_and_vars])
 
-        def apply_reduced(results: list[Any], variables: list[Any]) -> None:
-            pairs = zip(results, variables, strict=True)
-            apply(pairs, *args, **{skip: skip == "skip_gradients_aggregation"})
-
         def update() -> tf.Tensor:
-            results, variables = ([pair[i] for pair in reduced] for i in (0, 1))
-            update_variables(self, results, variables, verdict, apply_reduced, count_update)
+            apply(reduced, *args)
             return tf.convert_to_tensor(self.iterations)
-
-        def count_update() -> tf.Tensor:
-            self._compute_current_learning_rate()
-            return count()
 
         def count() -> tf.Tensor:
             self.iterations.assign_add(1)
             return tf.convert_to_tensor(self.iterations)
 
-        return tf.cond(tf.equal(verdict, ACCUMULATED), count, update) if several else update()
-
-    def _obstacle(self, variables: list[Any], arguments: tuple[Any, ...]) -> str | None:
-        """Give the reason for dense results in this call of ``apply_gradients``; None if there is none."""
-        settings = self._dgc_settings
-        if settings.compression is None or is_alone(settings.process_set) is not False:
-            return "there is no other rank to exchange with"
-        settings.require_complete()
-        settings.adopt(self)
-        if len(arguments) > 1 or not variables:
-            return RETURNED
-        return obstacle_of_sgd(self, variables)
+        return tf.cond(tf.equal(verdict, ACCUMULATED), count, update)
 
     def _exchange(
-        self, grads_and_vars: Iterable[tuple[Gradient, Variable]], dense_for: str | None
+        self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
     ) -> tuple[list[tuple[Gradient, Variable]], tf.Tensor]:
         grads, variables = zip(*list(grads_and_vars), strict=True)
-        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self, dense_for))
+        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self))
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:

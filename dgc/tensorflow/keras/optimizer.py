@@ -29,7 +29,6 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: object = None,
     process_set: ProcessSet | None = None,
-    scale_local_gradients: bool = True,
 ) -> Optimizer:
     """Make a Keras optimizer exchange gradients before it applies them.
 
@@ -47,10 +46,7 @@ def DistributedOptimizer(
     settings = make_settings(locals())
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
-        raise ConfigError(
-            f"{brief(optimizer)} is no Keras optimizer; dgc.tensorflow.DistributedOptimizer takes those of "
-            "tf.compat.v1.train"
-        )
+        raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap
     else:

@@ -11,12 +11,10 @@ import tensorflow as tf
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.engine import DENSE, SPARSE, Engine, kind_of
-from dgc.tensorflow.engine.group import Group
 from dgc.tensorflow.engine.horovod import gather_slices
 from dgc.tensorflow.engine.numpy_bridge import (
     ACCUMULATED,
     APPLY,
-    ENTRIES,
     REFUSED,
     Step,
     cross,
@@ -24,7 +22,6 @@ from dgc.tensorflow.engine.numpy_bridge import (
     verdict_of,
 )
 from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.sparse_updates import can_scatter
 from dgc.tensorflow.reduce.step import DEFAULTS, Context, Gradient, GradientReducer, ReduceOptions
 from dgc.tensorflow.reduce.sums import Sums
 
@@ -61,10 +58,10 @@ class Reducer(GradientReducer):
             if self.options.passes == 1:
                 return gradients, verdict_of(gradients)
             self._require_dense_passes(gradients)
-            return self._cross(None, gradients, variables, list(range(len(variables))), context)
+            return self._cross(None, gradients, variables, list(range(len(variables))))
         indices = engine.begin(variables, gradients)
         self._require_dense_passes(gradients)
-        reduced, verdict = self._cross(engine, gradients, variables, indices, context)
+        reduced, verdict = self._cross(engine, gradients, variables, indices)
         if SPARSE in map(kind_of, gradients):
             reduced, verdict = self._gather_sparse(engine, reduced, indices, verdict)
         _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
@@ -78,7 +75,6 @@ class Reducer(GradientReducer):
         gradients: list[Gradient],
         variables: list[Variable],
         indices: list[int],
-        context: Context,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Exchange the dense gradients; the others stay as they are."""
         # Sorted by registration, so that a caller who orders variables differently means the same group.
@@ -87,37 +83,19 @@ class Reducer(GradientReducer):
             return gradients, tf.constant(APPLY, tf.int32)
         order = [i for _, i in dense]
         members: Sequence[int] | None = None
-        sparsified: Sequence[int] = ()
-        rate, parameters, dense_for = None, [], context.dense_for
+        rate, parameters = None, []
         if engine is not None:
             group = engine.group([index for index, _ in dense])
             members = group.indices
-            dense_for = dense_for or self._obstacle(group, [variables[i] for i in order])
             rate = engine.adoption.learning_rate()
             if any(engine.adoption.hyper.weight_decay):
                 parameters = [engine.adoption.decayed(index, variables[i]) for index, i in dense]
-            if dense_for is None:
-                sparsified = group.sparsified
-        step = _step_of(self.compression, self._sums, members, dense_for)
-        results, verdict = cross(
-            step, [tf.convert_to_tensor(gradients[i]) for i in order], rate, parameters, sparsified
-        )
+        step = _step_of(self.compression, self._sums, members)
+        results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in order], rate, parameters)
         reduced = list(gradients)
         for i, result in zip(order, results, strict=True):
             reduced[i] = result
         return reduced, verdict
-
-    def _obstacle(self, group: Group, variables: list[Variable]) -> str | None:
-        """Give the reason why results cannot be left as entries; None if they can."""
-        if not self.compression.config.sparse_updates:
-            return "sparse_updates=False"
-        if self.options.passes > 1:
-            return "gradients of several passes are added up"
-        if not group.sparsified:
-            return "all variables are sent dense"
-        if not all(can_scatter(variables[i]) for i in group.sparsified):
-            return "a variable is not of float32 or float64 on the CPU"
-        return None
 
     def _gather_sparse(
         self, engine: Engine, reduced: list[Gradient], indices: list[int], verdict: tf.Tensor
@@ -132,12 +110,10 @@ class Reducer(GradientReducer):
                     name = engine.sparse_names.of(engine.variables[indices[i]], process_set)
                     reduced[i] = gathered = gather_slices(gradient, name, process_set, is_sum=is_sum)
                     finite.append(tf.reduce_all(tf.math.is_finite(gathered.values)))
-        # Entries are applied in any case: there is no dense result to refuse.
-        stays = tf.logical_or(tf.reduce_all(finite), tf.equal(verdict, ENTRIES))
-        return reduced, tf.where(stays, verdict, tf.constant(REFUSED, tf.int32))
+        return reduced, tf.where(tf.reduce_all(finite), verdict, tf.constant(REFUSED, tf.int32))
 
 
-def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None, dense_for: str | None) -> Step:
+def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None) -> Step:
     """The function that a graph calls in each step.
 
     TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
@@ -155,7 +131,7 @@ def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | No
                 return arrays, ACCUMULATED
         if alive.engine is None or indices is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        return alive.engine.exchange(indices, arrays, rate, values, dense_for)
+        return alive.engine.exchange(indices, arrays, rate, values)
 
     return step
 

@@ -19,9 +19,9 @@ from dgc.tensorflow.engine.optimizers import Optimizer, without_loss_scale
 from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.reduce.dense import DenseReducer
 from dgc.tensorflow.reduce.reducer import Reducer
-from dgc.tensorflow.reduce.step import DEFAULTS, RETURNED, Context, GradientReducer, ReduceOptions
+from dgc.tensorflow.reduce.step import DEFAULTS, Context, GradientReducer, ReduceOptions
 
-_SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide", "scale_local")
+_SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide")
 """Options that are saved with a model as they are."""
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
@@ -87,8 +87,7 @@ class Settings:
         """
         self.require_complete()
         if self.compression is not None:
-            shared = [variables[i] for i in self.reducer.shared(variables)]
-            self.compression.bind(shared, optimizer, self.process_set)
+            self.compression.bind(variables, optimizer, self.process_set)
 
     @property
     def missing(self) -> Sequence[str]:
@@ -123,19 +122,14 @@ class Settings:
         self.accumulation_steps = steps
         self.reducer.use(dataclasses.replace(self._options, passes=steps, average_passes=True))
 
-    def context(
-        self,
-        optimizer: Optimizer,
-        dense_for: str | None = RETURNED,
-        loss_scale: tf.Tensor | float | None = None,
-    ) -> Context:
+    def context(self, optimizer: Optimizer, loss_scale: tf.Tensor | float | None = None) -> Context:
         """The context of one step.
 
         Raises:
             ConfigError: options of the saved model are missing.
         """
         self.require_complete()
-        return Context(self.reducer, optimizer, dense_for, loss_scale)
+        return Context(self.reducer, optimizer, loss_scale)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients.
@@ -202,7 +196,6 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
         passes=given("backward_passes_per_step"),
         average_passes=given("average_aggregated_gradients"),
         predivide=given("gradient_predivide_factor"),
-        scale_local=given("scale_local_gradients"),
     )
     return Settings(compression, options)
 
@@ -211,22 +204,6 @@ class HasSettings:
     """Mixed into a distributed optimizer: its exchange."""
 
     _dgc_settings: Settings
-
-    _dgc_scales_loss = False
-
-    def register_local_var(self, var: Variable) -> None:
-        """Leave this variable's gradient on its rank.
-
-        Raises:
-            ConfigError: the loss is scaled: an overflow in this variable alone would have this rank skip a step that
-                the others apply.
-        """
-        if self._dgc_scales_loss:
-            raise ConfigError(
-                "register_local_var() and a loss scale do not go together: a rank whose local gradient overflows would "
-                "skip a step that the others apply; train without mixed_float16 (mixed_bfloat16 needs no scale)"
-            )
-        self._dgc_settings.reducer.add_local(var)
 
     @property
     def compression(self) -> DGCCompressor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -12,15 +12,11 @@ import tensorflow as tf
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, is_alone
-from dgc.tensorflow.engine.numpy_bridge import APPLY, Entries
 from dgc.tensorflow.engine.optimizers import Optimizer
-from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.tensorflow.engine.tensors import Variable
 from dgc.tensorflow.reduce.sums import Sums
 
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | Entries | None"
-
-RETURNED = "the reduced gradients are returned to the script"
-"""The usual reason for dense results."""
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class ReduceOptions:
         average_passes: divide the added gradients by ``passes``.
         predivide: ``gradient_predivide_factor`` of Horovod's dense exchange: this much of the average's division is
             done before the sum. Ours divides once, in float32.
-        scale_local: ``scale_local_gradients``: divide gradients that stay on their rank by the number of ranks.
     """
 
     op: ReduceOp | None = None
@@ -44,7 +39,6 @@ class ReduceOptions:
     passes: int = 1
     average_passes: bool = False
     predivide: float = 1.0
-    scale_local: bool = True
 
 
 DEFAULTS = ReduceOptions()
@@ -62,22 +56,13 @@ class GradientReducer(abc.ABC):
     compression: DGCCompressor | None = None
 
     def __init__(self, options: ReduceOptions) -> None:
-        """Begin without local variables."""
-        self._local: set[int] = set()
+        """Reduce by these options."""
         self.use(options)
 
     def use(self, options: ReduceOptions) -> None:
         """Reduce by these options from the next step on."""
         self.options = options
         self._sums = Sums(options.passes, options.average_passes)
-
-    def add_local(self, variable: Variable) -> None:
-        """Leave this variable's gradient on its rank."""
-        self._local.add(id(raw_variable(variable)))
-
-    def shared(self, variables: Sequence[Variable]) -> list[int]:
-        """Places of the variables whose gradients are exchanged."""
-        return [i for i, v in enumerate(variables) if id(raw_variable(v)) not in self._local]
 
     @property
     def members(self) -> ProcessSet:
@@ -94,7 +79,7 @@ class GradientReducer(abc.ABC):
     def reduce(
         self, gradients: list[Gradient], variables: list[Variable], context: Context
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """See :func:`reduce`; all variables are shared."""
+        """See :func:`reduce`."""
 
     def _require_dense_passes(self, gradients: Sequence[Gradient]) -> None:
         if self.options.passes > 1 and any(isinstance(g, tf.IndexedSlices) for g in gradients):
@@ -111,15 +96,12 @@ class Context:
     Attributes:
         reducer: exchanges the gradients.
         optimizer: whose momentum is adopted and whose learning rate counts; None where the compressor has it.
-        dense_for: why dense results are needed; None if the caller also updates variables by entries
-            (:func:`dgc.tensorflow.reduce.sparse_updates.update`).
         loss_scale: the factor of the gradients, divided out before anything else; None for none.
         generic_names: ``use_generic_names`` of Horovod's tape.
     """
 
     reducer: GradientReducer
     optimizer: Optimizer | None = None
-    dense_for: str | None = RETURNED
     loss_scale: tf.Tensor | float | None = None
     generic_names: bool = False
 
@@ -136,12 +118,11 @@ def reduce(
         context: who reduces them, and how.
 
     Returns:
-        The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY, REFUSED or ENTRIES (see
-        :mod:`dgc.tensorflow.engine.numpy_bridge`).
+        The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED
+        (:mod:`dgc.tensorflow.engine.numpy_bridge`).
 
     Raises:
-        ConfigError: the gradients are results of an exchange, or passes are added up beside local variables, or the
-            compressor applies a momentum, which would not act on those.
+        ConfigError: the gradients are results of an exchange.
         DGCError: ranks or steps differ, or a rank failed.
     """
     reducer, options = context.reducer, context.reducer.options
@@ -150,32 +131,7 @@ def reduce(
         gradients = scaled(gradients, 1.0 / context.loss_scale)
     if options.sparse_as_dense:
         gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    places = reducer.shared(variables)
-    if len(places) == len(variables):
-        return reducer.reduce(gradients, variables, context)
-    if options.passes > 1:
-        raise ConfigError(
-            "backward_passes_per_step > 1 (gradient accumulation) does not add up the gradients of local variables; "
-            "use 1, or another optimizer for them"
-        )
-    shared = [gradients[i] for i in places], [variables[i] for i in places]
-    if (compression := reducer.compression) is not None:
-        # Before anything is exchanged: an eager step could not be taken back.
-        if places:
-            compression.bind(shared[1], context.optimizer, options.process_set)
-        compression.stand_beside_local()
-    reduced: list[Gradient] = []
-    verdict = tf.constant(APPLY, tf.int32)
-    if places:
-        reason = context.dense_for or "some variables are local"
-        reduced, verdict = reducer.reduce(*shared, replace(context, dense_for=reason))
-    size = reducer.size if options.scale_local else 1
-    # A graph hands local gradients over after the exchange: not in a step that it refuses with an error.
-    ends = [verdict, *(getattr(g, "values", g) for g in reduced if g is not None)]
-    results = dict(zip(places, reduced, strict=True))
-    for i in set(range(len(variables))) - set(places):
-        results[i] = _after(ends, _changed(gradients[i], lambda values: values / tf.cast(size, values.dtype)))
-    return [results[i] for i in range(len(variables))], verdict
+    return reducer.reduce(gradients, variables, context)
 
 
 def scaled(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gradient]:
@@ -187,10 +143,3 @@ def _changed(gradient: Gradient, change: Callable[[tf.Tensor], tf.Tensor]) -> Gr
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
     return None if gradient is None else change(gradient)
-
-
-def _after(others: Sequence[tf.Tensor], gradient: Gradient) -> Gradient:
-    if gradient is None or tf.executing_eagerly():
-        return gradient
-    with tf.control_dependencies(list(others)):
-        return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

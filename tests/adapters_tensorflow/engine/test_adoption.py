@@ -4,7 +4,6 @@ import warnings
 
 import keras
 import pytest
-import tensorflow as tf
 import tf_keras
 
 from dgc.core.compressors import make_config
@@ -16,7 +15,6 @@ TWICE = {
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
     "tf_keras Adam": tf_keras.optimizers.Adam,
     "legacy Adam": tf_keras.optimizers.legacy.Adam,
-    "v1 Adam": tf.compat.v1.train.AdamOptimizer,
 }
 ONCE = {
     "keras Adam without": lambda: keras.optimizers.Adam(beta_1=0.0),

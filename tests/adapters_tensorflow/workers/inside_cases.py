@@ -218,7 +218,7 @@ def fit_with_several_steps_an_execution_has_the_same_bits():
 
 @case
 def fit_with_several_passes_a_step_has_the_same_bits():
-    same_fit(lambda: wrapped(passes=2, sparse_updates=False), 8, everybody=True)
+    same_fit(lambda: wrapped(passes=2), 8, everybody=True)
 
 
 @case

@@ -117,8 +117,7 @@ def stepper(model, inner, compression, library=dgc, graph=True, **options):
     def one(x, y):
         variables = raw(model.trainable_variables)
         gradients = reduced(lambda: loss_function(y, model(x)), variables, compression, library, **options)
-        own = variables if isinstance(inner, tf.compat.v1.train.Optimizer) else model.trainable_variables
-        inner.apply_gradients(zip(gradients, own, strict=True))
+        inner.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     run = tf.function(one) if graph else one
     return lambda step, rank=None: run(*map(tf.constant, batch(step, rank)))

@@ -99,7 +99,7 @@ def step_behind_a_tape(model, optimizer, graph=True):
 
 @case
 def no_update_is_left_in_slots_behind_a_tape():
-    kinds = [sgd(), tf.compat.v1.train.MomentumOptimizer(0.05, 0.9)]
+    kinds = [sgd()]
     if m.LEGACY:
         kinds.append(keras.optimizers.legacy.SGD(0.05, momentum=0.9))
     for optimizer in kinds:

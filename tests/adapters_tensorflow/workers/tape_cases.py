@@ -124,26 +124,6 @@ def op_sum_adds_the_ranks():
 
 
 @case
-def an_optimizer_of_tf_compat_v1_equals_dense():
-    def run(compression, nesterov):
-        model = m.make_model()
-        inner = tf.compat.v1.train.MomentumOptimizer(0.05, 0.9, use_nesterov=nesterov)
-        if compression is None:
-            distributed = hvd.DistributedOptimizer(inner)
-        else:
-            distributed = dgc.DistributedOptimizer(inner, compression=compression)
-        for step in range(20):
-            x, y = (tf.constant(t) for t in m.batch(step))
-            distributed.minimize(lambda: m.loss_function(y, model(x)), var_list=m.raw(model.trainable_variables))  # noqa: B023
-        return m.values(model)
-
-    for nesterov in (False, True):
-        dense = run(None, nesterov)
-        for key, options in (("before", m.BEFORE_RAMPUP), ("zero", m.SPARSITY_0)):
-            m.assert_close(run(dgc.Compression.dgc(**options), nesterov), dense, m.TOLERANCE[key])
-
-
-@case
 def sparse_gradients_travel_horovods_way_or_dense():
     def run(sparse_as_dense, momentum, compression_options):
         m.keras.utils.set_random_seed(3)

@@ -1,4 +1,4 @@
-"""What Horovod's wrappers offer beside the compressor: accumulation, local variables, loading; and what ours refuse."""
+"""What Horovod's wrappers offer beside the compressor: accumulation, loading; and what ours refuse."""
 
 import horovod.tensorflow as hvd
 import models as m
@@ -124,92 +124,6 @@ def a_dense_wrapper_takes_bfloat16_and_a_predivide_factor():
         )
 
 
-# -- local variables -----------------------------------------------------------------------------------------------
-
-
-def local_step(scale, compression, make):
-    shared, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
-    mine = hvd.rank() + 1.0
-    optimizer = make(keras.optimizers.SGD(1.0), compression, scale)
-    optimizer.register_local_var(own)
-    optimizer.apply_gradients([(tf.fill([64, 2], mine), shared), (tf.fill([3], mine), own)])
-    np.testing.assert_allclose(np.asarray(shared), -np.mean(np.arange(hvd.size()) + 1.0), rtol=1e-6)
-    np.testing.assert_allclose(np.asarray(own), -mine / (hvd.size() if scale else 1), rtol=1e-6)
-
-
-@case
-def gradients_of_local_variables_stay_on_their_rank():
-    def make(inner, compression, scale):
-        return dgck.DistributedOptimizer(inner, compression=compression, scale_local_gradients=scale)
-
-    for scale in (True, False):
-        for compression in (None, dgc.Compression.dgc(rampup_begin_step=9)):
-            local_step(scale, compression, make)
-
-
-@case
-def passes_are_not_added_up_beside_local_variables():
-    v, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
-    gradients = [(tf.ones([64, 2]), v), (tf.ones([3]), own)]
-    adding = dgck.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), compression=dgc.Compression.dgc(), backward_passes_per_step=2
-    )
-    adding.register_local_var(own)
-    m.assert_raises(lambda: adding.apply_gradients(gradients), "backward_passes_per_step", kinds=(ConfigError,))
-    assert not np.asarray(own).any()
-
-
-@case
-def a_momentum_that_is_assigned_later_is_refused_beside_local_variables():
-    """Also in a graph, which is not traced anew; without a local variable it is followed."""
-    for eager in (False, True):
-        v, own = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
-        compression = dgc.Compression.dgc(rampup_begin_step=99)
-        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-        optimizer.register_local_var(own)
-
-        def apply(optimizer=optimizer, v=v, own=own):
-            optimizer.apply_gradients([(tf.ones([64, 2]), v), (tf.ones([3]), own)])
-
-        step = apply if eager else tf.function(apply)
-        step()
-        step()
-        optimizer.momentum = 0.9
-        before = np.asarray(v), np.asarray(own)
-        for _ in range(2):
-            m.assert_raises(step, "local variables", "momentum=0")
-            np.testing.assert_array_equal(np.asarray(v), before[0])
-            np.testing.assert_array_equal(np.asarray(own), before[1])
-            compression.reset()
-        optimizer.momentum = 0.0
-        step()
-        np.testing.assert_allclose(np.asarray(v), -3.0)
-        np.testing.assert_allclose(np.asarray(own), -3.0 / hvd.size())
-
-
-@case
-def a_partial_tape_leaves_layers_on_their_rank():
-    model = m.make_model()
-    last = model.layers[-1]
-    for compression in (dgc.Compression.dgc(momentum=0.0, rampup_begin_step=9), None):
-        variables = m.raw(model.trainable_variables)
-        x, y = m.batch(0)
-        with tf.GradientTape(persistent=True) as tape:
-            loss = m.loss_function(y, model(x))
-        local = tape.gradient(loss, variables)
-        ours = dgc.PartialDistributedGradientTape(tape, compression=compression, local_layers=last)
-        found = ours.gradient(loss, variables)
-        mean = hvd.allreduce(local[0], op=hvd.Average, name="mean")
-        m.assert_close([np.asarray(found[0])], [np.asarray(mean)], 1e-5)
-        m.assert_close([np.asarray(found[-1])], [np.asarray(local[-1]) / hvd.size()], 1e-5)
-    own, shared = ours.get_local_and_global_gradients(loss, variables)
-    assert [v.ref() for v, _ in own] == [v.ref() for v in m.raw(last.trainable_variables)]
-    assert [v.ref() for v, _ in (*shared, *own)] == [v.ref() for v in variables]
-    m.assert_raises(
-        lambda: dgc.PartialDistributedGradientTape(tape, compression=compression, local_layers=[3]), "Keras layers"
-    )
-
-
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -233,12 +147,9 @@ class TellsOfItself(keras.optimizers.SGD):
     """A user's own optimizer, with methods and attributes that Horovod's or ours have, too."""
 
     compression = "zip"
-    _local_vars = local_vars = ("mine",)
 
-    def register_local_var(self, var):
+    def bind(self, variables):
         raise AssertionError("this is the script's own")
-
-    bind = register_local_var
 
 
 @case

@@ -27,21 +27,11 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     It also turns off XLA where Keras chose it by itself (with a GPU), since no exchange can be compiled.
     """
 
-    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
-        """Broadcast from ``root_rank``; ``local_variables`` (one or several) stay as they are on each rank.
-
-        Those are not trained together. ``device`` is accepted for Horovod's sake.
-        """
+    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+        """Broadcast from ``root_rank``; ``device`` is accepted for Horovod's sake."""
         super().__init__()
         self._root_rank = root_rank
-        single = local_variables is not None and not isinstance(local_variables, (list, tuple))
-        locals_ = [local_variables] if single else list(local_variables or ())
-        self._local = {id(raw_variable(v)) for v in locals_}
         self.broadcast_done = False
-
-    def register_local_var(self, var: Variable) -> None:
-        """Leave ``var`` as it is on each rank."""
-        self._local.add(id(raw_variable(var)))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast at once if the model is built, and again if a rank has loaded another one since the last ``fit``.
@@ -102,21 +92,22 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
             build(self.model.trainable_variables)
         # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
-        of_model = self._to_send(self.model.variables, {})
+        of_model = _by_identity(self.model.variables)
         _broadcast_in_order(list(of_model.values()), self._root_rank, None)
         members = _process_set_of(optimizer)
         if members is None or members.included():
             # Outside the process set an optimizer keeps its momentum, and its slots.
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
-            _broadcast_in_order(list(self._to_send(optimizer_variables(optimizer), of_model).values()), root, members)
+            others = _by_identity(optimizer_variables(optimizer))
+            _broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
         self.broadcast_done = True
         engine = _engine_of(optimizer)
         if engine is not None:
             engine.begin_anew(was_loaded)
 
-    def _to_send(self, variables: Sequence[Variable], known: dict[int, Any]) -> dict[int, Any]:
-        chosen = {id(raw_variable(v)): raw_variable(v) for v in variables}
-        return {k: v for k, v in chosen.items() if k not in self._local and k not in known}
+
+def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
+    return {id(raw_variable(v)): raw_variable(v) for v in variables}
 
 
 def _engine_of(optimizer: Optimizer) -> Any:

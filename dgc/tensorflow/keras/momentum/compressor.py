@@ -6,7 +6,6 @@ The optimizers in :mod:`dgc.tensorflow.keras` add how each Keras calls them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +23,6 @@ from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine
 from dgc.tensorflow.engine.horovod import is_alone
-from dgc.tensorflow.engine.numpy_bridge import Entries
 from dgc.tensorflow.engine.optimizers import clipping, get_momentum, is_sgd
 from dgc.tensorflow.engine.tensors import Variable, describe, raw_variable, unique_names
 from dgc.tensorflow.reduce.reducer import Reducer
@@ -34,11 +32,6 @@ from dgc.transport.agreement import agree_or_raise
 
 class FixedMomentum(Adoption):
     """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
-
-    _refusal_of_local = (
-        "DGCMomentum applies the momentum to the variables that it exchanges, and it would not act on local variables: "
-        "update those by an optimizer of their own"
-    )
 
     def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
         """Take Paddle's options, each variable's regularizer, and the optimizer whose learning rate counts."""
@@ -118,11 +111,6 @@ class MomentumCompressor(DGCCompressor):
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
         """Nothing is adopted: the momentum is this compressor's own argument."""
 
-    def stand_beside_local(self) -> None:  # noqa: D102
-        if self.adoption is None and self.options.momentum:
-            raise ConfigError(FixedMomentum._refusal_of_local)
-        super().stand_beside_local()
-
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         """Make the engine; with one process, too, where nothing else would apply the momentum.
 
@@ -175,7 +163,6 @@ class MomentumCompressor(DGCCompressor):
         scaled = []
         for result, name in zip(results, names, strict=True):
             factor = self._factor_of(name)
-            assert not isinstance(result, Entries), "they are not asked for where there are factors"
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
         return scaled
 
@@ -233,7 +220,5 @@ class MomentumReducer(Reducer):
         """See :func:`dgc.tensorflow.reduce.step.reduce`."""
         self.compression.bind(variables, context.optimizer, self.options.process_set)
         gradients = self.compression.densified(gradients, variables)
-        if self.compression.parameter_learning_rate:
-            context = replace(context, dense_for=context.dense_for or "parameter_learning_rate is given")
         reduced, verdict = super().reduce(gradients, variables, context)
         return self.compression.in_units_of_the_rate(reduced, variables), verdict

@@ -1,4 +1,4 @@
-"""Gradients that stay on their rank: when they are handed over, and what may not stand beside them."""
+"""Sparse gradients beside the exchange: when they travel; and Horovod's local variables, which are refused."""
 
 import adapters_tensorflow.workers.models as m
 import horovod.tensorflow as hvd
@@ -8,7 +8,6 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.errors import ConfigError
 
 keras = m.keras
 EXCHANGES = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "HorovodAllreduce", "HorovodGroupedAllreduce"}
@@ -20,13 +19,13 @@ def variables():
     return tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([3]))
 
 
-def gradients_beside_local(shared, own, compression, library=dgc):
-    """Gradients of the sum of all variables behind a tape that leaves the one of ``own`` on its rank."""
+def gradients_beside_local(shared, own, compression):
+    """Gradients behind Horovod's tape, which leaves the one of ``own`` on its rank."""
     with tf.GradientTape() as tape:
-        loss = tf.add_n([tf.reduce_sum(v) for v in (*shared, own)])
-    tape = library.DistributedGradientTape(tape, compression=compression)
+        loss = tf.reduce_sum(shared) + tf.reduce_sum(own)
+    tape = hvd.DistributedGradientTape(tape, compression=compression)
     tape.register_local_source(own)
-    return tape.gradient(loss, [*shared, own])
+    return tape.gradient(loss, [shared, own])
 
 
 # -- in graphs -----------------------------------------------------------------------------------------------------
@@ -68,22 +67,6 @@ class Graph:
                         called.add(name)
                         left += self.functions[name]
         return kinds
-
-
-@case
-def a_tape_hands_local_gradients_over_after_the_exchange():
-    for compression in (dgc.Compression.dgc(momentum=0, rampup_begin_step=99), None):
-        shared, own = variables()
-
-        @tf.function
-        def step(compression=compression, shared=shared, own=own):
-            own.assign_sub(gradients_beside_local([shared], own, compression)[1])
-
-        graph = Graph(step)
-        (update,) = graph.of_type("AssignSubVariableOp")
-        assert graph.before(update) & EXCHANGES, (compression, graph.before(update))
-        step()
-        np.testing.assert_allclose(np.asarray(own), -1.0 / hvd.size())
 
 
 @case
@@ -131,197 +114,67 @@ def sparse_gradients_of_bfloat16_travel():
 
 
 @case
-def what_is_refused_in_a_graph_moves_no_local_and_no_sparse_variable():
+def what_is_refused_in_a_graph_moves_no_sparse_variable():
     """A momentum that one rank alone assigns: an error on all ranks, from which a reset leads on."""
-    shared, own = variables()
-    table, inner = tf.Variable(tf.zeros([10, 4])), keras.optimizers.SGD(1.0)
+    shared, table = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([10, 4]))
+    inner = keras.optimizers.SGD(1.0)
     compression = dgc.Compression.dgc(optimizer=inner, rampup_begin_step=99)
 
     @tf.function
     def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(shared) + tf.reduce_sum(own) + tf.reduce_sum(tf.gather(table, [1, 2]))
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        tape.register_local_source(own)
-        first, second, third = tape.gradient(loss, [shared, own, table])
+        loss = lambda: tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1, 2]))  # noqa: E731
+        first, second = m.reduced(loss, [shared, table], compression)
         shared.assign_sub(first)
-        own.assign_sub(second)
-        table.scatter_sub(third)
+        table.scatter_sub(second)
 
     step()
     for _ in range(2):
         if hvd.rank() == 1:
             inner.momentum = 0.9
-        before = [np.asarray(v).copy() for v in (shared, own, table)]
+        before = [np.asarray(v).copy() for v in (shared, table)]
         m.assert_raises(step, "momentum=0")
-        for variable, values in zip((shared, own, table), before, strict=True):
+        for variable, values in zip((shared, table), before, strict=True):
             np.testing.assert_array_equal(np.asarray(variable), values)
         inner.momentum = 0.0
         compression.reset()
         step()
-        np.testing.assert_allclose(np.asarray(own), before[1] - 1.0 / hvd.size())
-
-
-# -- beside momentum -----------------------------------------------------------------------------------------------
-
-
-def ways():
-    """name -> (compressor, what makes an eager step of a shared and a local gradient)."""
-
-    def tape_step(compression, shared, own):
-        gradients_beside_local([shared], own, compression)
-
-    def optimizer_step(optimizer):
-        def step(compression, shared, own):
-            optimizer.register_local_var(own)
-            optimizer.apply_gradients([(tf.ones([64, 2]), shared), (tf.ones([3]), own)])
-
-        return step
-
-    adopted = dgc.Compression.dgc(optimizer=keras.optimizers.SGD(1.0, momentum=0.9))
-    given = dgc.Compression.dgc(momentum=0.9)
-    wrapped = dgc.Compression.dgc()
-    wrapper = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), compression=wrapped)
-    paddle = dgck.DGCMomentum(1.0, 0.9, 0)
-    return {
-        "tape, adopted": (adopted, tape_step),
-        "tape, its own": (given, tape_step),
-        "wrapper": (wrapped, optimizer_step(wrapper)),
-        "DGCMomentum": (paddle.compression, optimizer_step(paddle)),
-    }
+        np.testing.assert_allclose(np.asarray(shared), before[0] - 1.0)
 
 
 @case
-def beside_momentum_they_are_refused_before_anything_is_exchanged():
-    for name, (compression, step) in ways().items():
-        shared, own = variables()
-        text = m.assert_raises(lambda: step(compression, shared, own), "local variables", kinds=(ConfigError,))  # noqa: B023
-        assert ("DGCMomentum" in text) == (name == "DGCMomentum"), text
-        assert compression.stats.steps == 0, name
-        assert compression.residual_norm == 0, name
-        assert not np.asarray(own).any()
+def beside_a_decay_of_the_compressor_sparse_gradients_are_refused():
+    for graph in (False, True):
+        shared, table = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([10, 4]))
+        compression = dgc.Compression.dgc(momentum=0, weight_decay=0.1)
+
+        def step(shared=shared, table=table, compression=compression):
+            loss = lambda: tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1, 2]))  # noqa: E731
+            shared.assign_sub(m.reduced(loss, [shared, table], compression)[0])
+
+        words = "weight_decay=0.1 of the compressor would not act on", "sparse gradients"
+        m.assert_raises(tf.function(step) if graph else step, *words)
         assert not np.asarray(shared).any()
-
-
-@case
-def beside_a_decay_of_the_compressor_local_and_sparse_gradients_are_refused():
-    for others in ("local variables", "sparse gradients"):
-        for graph in (False, True):
-            shared, own = variables()
-            table = tf.Variable(tf.zeros([10, 4]))
-            compression = dgc.Compression.dgc(momentum=0, weight_decay=0.1)
-
-            def step(local=others == "local variables", shared=shared, own=own, table=table, compression=compression):
-                with tf.GradientTape() as tape:
-                    other = tf.reduce_sum(own) if local else tf.reduce_sum(tf.gather(table, [1, 2]))
-                    loss = tf.reduce_sum(shared) + other
-                tape = dgc.DistributedGradientTape(tape, compression=compression)
-                if local:
-                    tape.register_local_source(own)
-                first, _ = tape.gradient(loss, [shared, own if local else table])
-                shared.assign_sub(first)
-
-            words = "weight_decay=0.1 of the compressor would not act on", others
-            m.assert_raises(tf.function(step) if graph else step, *words)
-            assert not np.asarray(shared).any()
-            assert compression.stats.steps == 0
-
-
-@case
-def beside_momentum_one_rank_alone_is_an_error_on_all():
-    """Only rank 1 has a local variable."""
-    for eager in (True, False):
-        shared, own = variables()
-        compression = dgc.Compression.dgc(momentum=0.9)
-
-        def step(compression=compression, shared=shared, own=own):
-            if hvd.rank() == 1:
-                return gradients_beside_local([shared], own, compression)
-            return m.reduced(lambda: tf.reduce_sum(shared), [shared], compression)
-
-        m.assert_raises(step if eager else tf.function(step), "local variables", "momentum=0")
         assert compression.stats.steps == 0
-
-
-@case
-def alone_beside_momentum_they_are_refused_too():
-    """All variables are local: nothing is exchanged, and nobody would apply the momentum that was taken."""
-    own = variables()[1]
-    inner = keras.optimizers.SGD(1.0, momentum=0.9)
-    optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc())
-    optimizer.register_local_var(own)
-    m.assert_raises(lambda: optimizer.apply_gradients([(tf.ones([3]), own)]), "momentum=0", kinds=(ConfigError,))
-    paddle = dgck.DGCMomentum(1.0, 0.9, 0)
-    paddle.register_local_var(own)
-    m.assert_raises(lambda: paddle.apply_gradients([(tf.ones([3]), own)]), "DGCMomentum", kinds=(ConfigError,))
-    assert not np.asarray(own).any()
-
-
-@case
-def alone_they_are_scaled_like_horovods():
-    for compression in (dgc.Compression.dgc(momentum=0), None):
-        own = variables()[1]
-        (gradient,) = gradients_beside_local([], own, compression)
-        np.testing.assert_allclose(np.asarray(gradient), 1.0 / hvd.size())
 
 
 # -- behind Horovod's own classes ----------------------------------------------------------------------------------
 
 
-def stock_tape(compression, inner, steps=4, graph=False):
-    """Values of both variables after training with Horovod's tape; ``compression`` makes the compressor for one."""
-    shared, own = variables()
-    given = compression(shared)
-
-    def step():
-        gradients = gradients_beside_local([shared], own, given, hvd)
-        inner.apply_gradients(zip(gradients, [shared, own], strict=True))
-
-    run = tf.function(step) if graph else step
-    for _ in range(steps):
-        run()
-    return [np.asarray(v) for v in (shared, own)]
-
-
-def compressor_of(inner, **options):
-    return lambda shared: dgc.Compression.dgc([shared], optimizer=inner, **options)
-
-
 @case
-def horovods_tape_with_local_sources_equals_dense_or_is_refused():
-    def sgd():
-        return keras.optimizers.SGD(0.1, momentum=0.9)
-
-    dense = stock_tape(lambda _: hvd.Compression.none, sgd())
+def horovods_tape_with_local_sources_is_refused():
     for graph in (False, True):
-        inner = sgd()
-        left = stock_tape(compressor_of(inner, momentum=0.0, **m.SPARSITY_0), inner, graph=graph)
-        m.assert_close(left, dense, 1e-5)
-        inner = sgd()
-        m.assert_raises(
-            lambda: stock_tape(compressor_of(inner, **m.SPARSITY_0), inner, graph=graph),  # noqa: B023
-            "local variables",
-            "momentum=0",
-        )
+        shared, own = variables()
+        compression = dgc.Compression.dgc([shared], momentum=0)
 
+        def step(shared=shared, own=own, compression=compression):
+            return gradients_beside_local(shared, own, compression)
 
-@case
-def a_momentum_that_is_assigned_later_is_refused_behind_horovods_tape():
-    shared, own = variables()
-    inner = keras.optimizers.SGD(0.1)
-    compression = dgc.Compression.dgc([shared], optimizer=inner, rampup_begin_step=99)
-
-    @tf.function
-    def step():
-        return gradients_beside_local([shared], own, compression, hvd)
-
-    step()
-    inner.momentum = 0.9
-    m.assert_raises(step, "local variables", "momentum=0")
+        m.assert_raises(tf.function(step) if graph else step, "local variables")
+        assert compression.stats.steps == 0
 
 
 @case("legacy")
-def horovods_optimizer_with_local_variables_is_refused_beside_momentum():
+def horovods_optimizer_with_local_variables_is_refused():
     import horovod.tensorflow.keras as hvd_keras
 
     for passes in (1, 2):
@@ -337,7 +190,7 @@ def horovods_optimizer_with_local_variables_is_refused_beside_momentum():
             gradients = tape.gradient(loss, [shared, own])
             return distributed._allreduce(gradients, [shared, own])
 
-        m.assert_raises(lambda: [step() for _ in range(passes)], "momentum=0")  # noqa: B023
+        m.assert_raises(lambda: [step() for _ in range(passes)], "local variables")  # noqa: B023
 
 
 @case
