@@ -25,6 +25,35 @@ from dgc.core.kernels.threshold import ENOUGH
 
 
 @helper
+def _order_statistic(keys, place):
+    """The key that would stand at ``place`` if ``keys`` were sorted; reorders them (Hoare's selection).
+
+    Numba's own np.partition gives the same and takes a third of the whole compile time.
+    """
+    low, high = 0, keys.size - 1
+    while low < high:
+        a, b, c = keys[low], keys[(low + high) >> 1], keys[high]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = low, high
+        while i <= j:
+            while keys[i] < pivot:
+                i += 1
+            while keys[j] > pivot:
+                j -= 1
+            if i <= j:
+                keys[i], keys[j] = keys[j], keys[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            high = j
+        elif place >= i:
+            low = i
+        else:
+            break
+    return keys[place]
+
+
+@helper
 def kth_key(bits, starts, counts, first, last, total, k):
     """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
 
@@ -45,7 +74,7 @@ def kth_key(bits, starts, counts, first, last, total, k):
         for i in range(starts[c], starts[c] + counts[c]):
             keys[n] = bits[i] & mask
             n += 1
-    key = np.int64(np.partition(keys, total - k)[total - k])
+    key = np.int64(_order_statistic(keys, total - k))
     greater = 0
     for each in keys:
         greater += each > key
