@@ -40,8 +40,7 @@ loss_fn = torch.nn.functional.mse_loss
 exec(code)
 code_that_keeps_gradients = code.split("optimizer = dgc")[1].split("\\n", 1)[1]
 exec(code_that_keeps_gradients.replace("optimizer.zero_grad()", "model.zero_grad(set_to_none=False)"))
-record = optimizer._dgc_fuse
-report([record.fused_sets, record.fused_params])
+report(dgc.is_fused_optimizer(optimizer) and all(p.grad is not None for p in model.parameters()))
 """
 
 
@@ -88,7 +87,7 @@ def test_the_line_that_declares_an_optimizer():
     exec(code, names)
     model(torch.ones(2, 12)).sum().backward()
     names["optimizer"].fuse_step()
-    assert names["optimizer"]._dgc_fuse.fused_params == 4
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
 
 
 @pytest.mark.mpi
@@ -98,4 +97,4 @@ def test_paddles_lines(ranks):
 
 @pytest.mark.mpi
 def test_baguas_lines(ranks):
-    assert ranks.run(BAGUA, 2).values == [[1, 4]] * 2
+    assert ranks.run(BAGUA, 2).values == [True] * 2

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from dgc.core.transport import Collectives
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.fuse.elementwise import looks_at_all_parameters
 from dgc.torch.momentum.optimizer import DGCMomentum
 from dgc.torch.zero.memory import require_separate
 from dgc.transport.choice import CHOICES
@@ -168,11 +167,6 @@ def checked_class(optimizer_class: object) -> type[Optimizer]:
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it as it is")
-    if looks_at_all_parameters(optimizer_class):
-        raise ConfigError(
-            f"{optimizer_class.__name__} computes a step size, norm or mean over all parameters, and a rank that "
-            "updates a share of them would get another one; use it without ZeroRedundancyOptimizer"
-        )
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in optimizer_class.__mro__):
         raise ConfigError(
             "optimizer_class is a ZeroRedundancyOptimizer, and a shard cannot be sharded again; give the class that "

@@ -16,7 +16,6 @@ from dgc.core.exchange.records import Stats
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.fuse.seam import StepSeam
 from dgc.torch.zero.groups import (
     Group,
     checked_class,
@@ -244,10 +243,6 @@ class ZeroRedundancyOptimizer(ShardedState):
             "ranks: leave it out, and let every rank make the same number of steps (a rank without data steps with "
             "zero gradients)"
         )
-
-    def _fuse_seam(self) -> StepSeam:
-        """This optimizer's step taken apart, for ``fuse_step``."""
-        return StepSeam(self.optim, type(self.optim), self._around_update)
 
     @contextlib.contextmanager
     def _around_update(

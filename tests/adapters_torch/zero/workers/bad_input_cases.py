@@ -148,19 +148,6 @@ def classes_that_exchange_or_shard_themselves_are_refused():
     raises(ConfigError, "cannot be sharded again", lambda: Zero(own, TorchZero))
 
 
-@case
-def classes_that_look_at_all_parameters_are_refused():
-    """By their names: the packages that have them are not needed for that."""
-    own = parameters_of_sizes(20, 20)
-    for name in ("Prodigy", "DAdaptAdam", "Adai", "SAM"):
-        published = type(name, (torch.optim.Adam,), {})
-        for cls in (published, type("Mine", (published,), {})):
-            refused = f"{cls.__name__} computes .* over all parameters.*use it without"
-            raises(ConfigError, refused, lambda: Zero(own, cls))  # noqa: B023
-    for name in ("Lamb", "Lion", "ASGD"):
-        Zero(own, type(name, (torch.optim.Adam,), {}))
-
-
 class _Lamb(torch.optim.SGD):
     def __init__(self, params, max_grad_norm, pre_norm=None):
         super().__init__(params)
@@ -328,31 +315,6 @@ def a_failing_update_reaches_all_ranks():
     raises(KeyError if hvd.rank() == 1 else RemoteError, "no more data", lambda: zero.step(closure))
     set_mean_gradients(own, 1)
     raises(KeyError if hvd.rank() == 1 else RemoteError, "no more data", lambda: zero.step(closure))
-
-
-@case
-def a_failing_fused_update_reaches_all_ranks():
-    from dgc.torch.fuse import fuse_optimizer, fuse_step
-
-    own = list(make_model().parameters())
-    zero = Zero(own, torch.optim.SGD, lr=0.1)
-    fuse_optimizer(zero)
-
-    def closure():
-        if hvd.rank() == 1:
-            raise KeyError("no more data")
-        set_mean_gradients(own, 0)
-
-    error = KeyError if hvd.rank() == 1 else RemoteError
-    raises(error, "no more data", lambda: fuse_step(zero, closure))
-
-    def broken_update(*_):
-        if hvd.rank() == 1:
-            raise KeyError("no more memory")
-
-    zero.optim.register_step_pre_hook(broken_update)
-    set_mean_gradients(own, 1)
-    raises(error, "no more memory", lambda: fuse_step(zero))
 
 
 @case

@@ -13,7 +13,7 @@ import torch
 from adapters_torch.workers.models import loss_of, make_model, train, wrap
 from torch import nn
 from worker_tools import case, report, run_cases
-from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises, set_mean_gradients, twin
+from zero_tools import OPTIMIZERS, assert_bits_equal, assert_replicas_identical, raises
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError
@@ -192,10 +192,8 @@ def a_group_that_horovod_would_not_average_is_refused():
 
 @case
 def copies_of_a_wrapped_optimizer_are_refused():
-    from dgc.torch.fuse import fuse_optimizer
-
     model = make_model()
-    optimizer = fuse_optimizer(_horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1)))
+    optimizer = _horovod(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
     raises(TypeError, r"save state_dict\(\)", lambda: copy.deepcopy(optimizer))
 
 
@@ -275,29 +273,6 @@ def another_process_set_for_the_gradients_is_refused():
         with optimizer.skip_synchronize():
             raises(ConfigError, "give both the same process set", optimizer.step)
     hvd.barrier()
-
-
-@case
-def fused_steps_give_the_same_bits():
-    from dgc.torch.fuse import fuse_optimizer, fuse_step
-
-    for views in (False, True):
-        own = list(make_model().parameters())
-        other = twin(own)
-        zero = Zero(own, torch.optim.Adam, lr=0.01, parameters_as_bucket_view=views)
-        plain = torch.optim.Adam(other, lr=0.01)
-        fuse_optimizer(zero)
-        for step in range(6):
-            set_mean_gradients(own, step)
-            set_mean_gradients(other, step)
-            zero.step() if step == 2 else fuse_step(zero)
-            plain.step()
-            trained = sum(p.requires_grad for p in zero.optim.param_groups[0]["params"])
-            fused = zero._dgc_fuse.fused_params
-            assert fused == (trained if trained > 1 else 0)
-        assert hvd.allreduce(torch.tensor([float(fused)]), op=hvd.Sum, name=f"fused.{views}").item() > 1
-        assert_replicas_identical(own)
-        assert_bits_equal(own, other)
 
 
 @case

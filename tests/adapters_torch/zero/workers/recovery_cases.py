@@ -23,7 +23,6 @@ from zero_tools import (
 
 from dgc.errors import LayoutError, RemoteError
 from dgc.torch.engine.horovod import held, horovod, transport
-from dgc.torch.fuse import fuse_optimizer, fuse_step
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 from dgc.torch.zero import ranks
 
@@ -113,26 +112,6 @@ def what_was_frozen_after_a_failed_step_becomes_equal_too():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _good_step(zero, own, 2)
-
-
-@case
-def after_a_failed_fused_step_the_next_one_makes_replicas_equal():
-    for where in ("closure", "update"):
-        own, zero = _sharded(torch.optim.SGD)
-        fuse_optimizer(zero)
-        _good_step(zero, own, 0, lambda: fuse_step(zero))  # noqa: B023
-
-        def fail(*_):
-            if hvd.rank() == 1:
-                raise KeyError("no more")
-
-        set_mean_gradients(own, 1, density=0.002)
-        handle = zero.optim.register_step_pre_hook(fail) if where == "update" else None
-        error = KeyError if hvd.rank() == 1 else RemoteError
-        raises(error, "no more", lambda: fuse_step(zero, fail if where == "closure" else None))  # noqa: B023
-        if handle is not None:
-            handle.remove()
-        _assert_whole_and_then_entries_travel(zero, own, lambda: fuse_step(zero))  # noqa: B023
 
 
 @case
