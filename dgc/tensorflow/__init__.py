@@ -12,8 +12,8 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 from typing import TYPE_CHECKING, Any
 
 from dgc import errors
-from dgc.adapter.paddle import regularizers
-from dgc.adapter.paddle.regularizers import *  # noqa: F403
+from dgc.adapter import paddle
+from dgc.adapter.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join
@@ -32,7 +32,7 @@ __all__ = [
     "join",
 ]
 __all__ += errors.__all__
-__all__ += regularizers.__all__
+__all__ += paddle.__all__
 
 
 def __getattr__(name: str) -> Any:

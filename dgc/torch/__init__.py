@@ -7,8 +7,8 @@ optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compre
 """
 
 from dgc import errors
-from dgc.adapter.paddle import regularizers
-from dgc.adapter.paddle.regularizers import *  # noqa: F403
+from dgc.adapter import paddle
+from dgc.adapter.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch import ddp
 from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
@@ -37,4 +37,4 @@ __all__ = [
     "save_checkpoint",
 ]
 __all__ += errors.__all__
-__all__ += regularizers.__all__
+__all__ += paddle.__all__

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dgc.adapter.paddle.options import PaddleOptions, require_parameters
-from dgc.adapter.paddle.regularizers import ArgumentError, L1Decay, L2Decay, check_regularizer
+from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer, require_parameters
 from dgc.core.config import Schedule, entries_to_send
 from dgc.core.layout import Parameter, sent_dense
 from dgc.errors import ConfigError

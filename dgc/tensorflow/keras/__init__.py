@@ -12,8 +12,8 @@ Use::
 import tensorflow as tf
 
 from dgc import errors
-from dgc.adapter.paddle import regularizers
-from dgc.adapter.paddle.regularizers import *  # noqa: F403
+from dgc.adapter import paddle
+from dgc.adapter.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join
@@ -39,4 +39,4 @@ __all__ = [
     "load_model",
 ]
 __all__ += errors.__all__
-__all__ += regularizers.__all__
+__all__ += paddle.__all__

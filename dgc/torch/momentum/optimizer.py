@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dgc.adapter.paddle.methods import ExchangeMethods
-from dgc.adapter.paddle.options import (
+from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
+    ExchangeMethods,
     PaddleOptions,
+    Regularizer,
+    StateError,
+    as_state_error,
+    check_regularizer,
+    coefficients,
     config_for,
     require_parameters,
     sparse_refusal,
 )
-from dgc.adapter.paddle.regularizers import Regularizer, check_regularizer, coefficients
-from dgc.adapter.paddle.state import StateError, as_state_error
 from dgc.adapter.states import Uncopied, own_state
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError

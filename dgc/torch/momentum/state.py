@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.adapter.paddle.regularizers import check_regularizer
-from dgc.adapter.paddle.state import StateError, flat, require_keys, shaped
+from dgc.adapter.paddle import StateError, check_regularizer, flat, require_keys, shaped
 
 _EXTRAS = ("format", "op", "step", "rank", "size", "sparse_gradients")
 

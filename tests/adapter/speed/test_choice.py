@@ -10,7 +10,7 @@ from exchange_tools import gradient, parameters, run_step
 from fakes import FakeEngine
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.paddle.options import PaddleOptions
+from dgc.adapter.paddle import PaddleOptions
 from dgc.adapter.speed import choice
 from dgc.adapter.speed.network import Line, Network, measure_network
 from dgc.adapter.speed.work import Cost

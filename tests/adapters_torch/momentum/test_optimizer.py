@@ -24,7 +24,7 @@ import warnings
 import horovod.torch as hvd
 import torch
 from worker_tools import report
-from dgc.adapter.paddle.regularizers import L2Decay
+from dgc.adapter.paddle import L2Decay
 from dgc.torch.momentum.optimizer import DGCMomentum
 
 hvd.init()

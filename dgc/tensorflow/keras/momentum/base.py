@@ -8,9 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.paddle.methods import ExchangeMethods
-from dgc.adapter.paddle.options import PaddleOptions
-from dgc.adapter.paddle.regularizers import ArgumentError, L1Decay, L2Decay, Regularizer
+from dgc.adapter.paddle import ArgumentError, ExchangeMethods, L1Decay, L2Decay, PaddleOptions, Regularizer
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.horovod import import_horovod
 from dgc.tensorflow.keras.momentum.compressor import MomentumCompressor, MomentumReducer

@@ -12,9 +12,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.paddle.options import PaddleOptions, config_for, sparse_refusal
-from dgc.adapter.paddle.regularizers import L1Decay, Regularizer, check_regularizer, coefficients
-from dgc.adapter.paddle.state import StateError, as_state_error, flat, require_keys, shaped
+from dgc.adapter.paddle import (
+    L1Decay,
+    PaddleOptions,
+    Regularizer,
+    StateError,
+    as_state_error,
+    check_regularizer,
+    coefficients,
+    config_for,
+    flat,
+    require_keys,
+    shaped,
+    sparse_refusal,
+)
 from dgc.adapter.states import is_empty
 from dgc.core.config import require_number
 from dgc.core.transport import Transport

@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.paddle.options import COMPRESSED_TYPES, MIN_NUMEL
-from dgc.adapter.paddle.regularizers import Regularizer
+from dgc.adapter.paddle import COMPRESSED_TYPES, MIN_NUMEL, Regularizer
 from dgc.errors import ConfigError
 
 

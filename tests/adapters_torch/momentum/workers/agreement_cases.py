@@ -12,7 +12,7 @@ from torch import nn
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.adapter.paddle.regularizers import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L2Decay
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.momentum.optimizer import DGCMomentum
 

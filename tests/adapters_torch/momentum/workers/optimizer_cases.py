@@ -13,7 +13,7 @@ from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, run_cases
 
-from dgc.adapter.paddle.regularizers import L1Decay, L2Decay
+from dgc.adapter.paddle import L1Decay, L2Decay
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.momentum.optimizer import DGCMomentum
 

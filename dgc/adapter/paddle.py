@@ -1,0 +1,392 @@
+"""What ``DGCMomentum`` is in every framework: Paddle's arguments, its regularizers, its errors, its state.
+
+The names, defaults and errors are Paddle's, so that its users find theirs.
+
+Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.engine import EngineBase
+from dgc.adapter.metrics import Metrics
+from dgc.core.compressors import make_config
+from dgc.core.config import DGCConfig, plain, require_flag
+from dgc.core.exchange.records import Stats
+from dgc.core.layout import Parameter, sent_dense
+from dgc.errors import ConfigError, LayoutError
+
+__all__ = ["L1Decay", "L1DecayRegularizer", "L2Decay", "L2DecayRegularizer"]
+"""What the frameworks' packages export."""
+
+MIN_NUMEL = 16384
+"""Paddle compresses tensors of at least this many elements."""
+
+COMPRESSED_TYPES = ("float32",)
+"""Types that Paddle compresses."""
+
+CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
+"""Options of the core that Paddle does not have, and that its optimizer here takes as well."""
+
+_NEVER = 2**62
+"""A first compressed step that no run reaches."""
+
+_PARAMETERS = (
+    "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
+)
+PADDLE_NAMES = {
+    "parameter_list": _PARAMETERS,
+    "parameters": _PARAMETERS,
+    "grad_clip": "local_grad_clip_norm is its name here, a float",
+    "weight_decay": "regularization=L2Decay(coefficient) is its name here",
+}
+"""What other versions of Paddle call an argument, and what to do instead."""
+
+
+class ArgumentError(ConfigError, AssertionError):
+    """An argument that Paddle refuses with an ``AssertionError``."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise an ArgumentError unless ``condition`` holds."""
+    if not condition:
+        raise ArgumentError(message)
+
+
+# -- regularizers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class L1Decay:
+    """Adds ``regularization_coeff * sign(p)`` to each rank's gradient, after clipping and before momentum."""
+
+    regularization_coeff: float = 0.0
+
+
+@dataclass(frozen=True)
+class L2Decay:
+    """Adds ``regularization_coeff * p`` to each rank's gradient, after clipping and before momentum."""
+
+    regularization_coeff: float = 0.0
+
+
+L1DecayRegularizer = L1Decay
+L2DecayRegularizer = L2Decay
+
+Regularizer = L1Decay | L2Decay | None
+
+
+def check_regularizer(value: Any, what: str) -> Regularizer:
+    """Return ``value`` if it is a regulariser or None.
+
+    Raises:
+        ArgumentError: it is something else, or its coefficient is no finite number >= 0.
+    """
+    require(
+        value is None or isinstance(value, (L1Decay, L2Decay)),
+        f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
+    )
+    if value is not None:
+        coefficient = value.regularization_coeff
+        number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
+        require(
+            number and math.isfinite(coefficient) and coefficient >= 0,
+            f"{what} has the coefficient {coefficient!r}; allowed: a number >= 0",
+        )
+    checked: Regularizer = value
+    return checked
+
+
+def coefficients(regularizer: Regularizer) -> tuple[float, float]:
+    """(L1, L2) coefficients, of which one at most is not 0."""
+    coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
+    return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaddleOptions:
+    """Paddle's arguments, checked.
+
+    ``dtypes`` and ``exclude`` are ours: which types are compressed, and name patterns of tensors that never are.
+    """
+
+    learning_rate: Any
+    momentum: float
+    rampup_begin_step: int
+    rampup_step: int = 1
+    sparsity: Sequence[float] = (0.999,)
+    use_nesterov: bool = False
+    local_grad_clip_norm: float | None = None
+    num_trainers: int | None = None
+    regularization: Regularizer = None
+    name: str | None = None
+    min_numel: int = MIN_NUMEL
+    dtypes: Sequence[str] = COMPRESSED_TYPES
+    exclude: str | Sequence[str] = ()
+    codecs: Mapping[str, Any] = field(default_factory=dict)
+    """Some of :data:`CODEC_OPTIONS`."""
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no other rank.
+
+        Raises:
+            ArgumentError: (an AssertionError and a ValueError) what Paddle asserts.
+            ConfigError: (a ValueError) anything else that is out of range.
+            TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
+        """
+        for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        object.__setattr__(self, "exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
+        if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
+            object.__setattr__(self, "learning_rate", float(self.learning_rate))
+        if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
+            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes its truth
+        require_flag("use_nesterov", self.use_nesterov)
+        rate, begin, ranks = self.learning_rate, self.rampup_begin_step, self.num_trainers
+        require(rate is not None, "learning_rate is None; give the step size, such as 0.1")
+        if isinstance(rate, (bool, str)) or (isinstance(rate, float) and not (math.isfinite(rate) and rate >= 0)):
+            raise ConfigError(f"learning_rate is {rate!r}; allowed: a finite number >= 0, or a schedule in TensorFlow")
+        require(self.momentum is not None, "momentum is None; give the momentum factor, such as 0.9")
+        if begin is None:
+            raise TypeError("rampup_begin_step is missing: the first step that is compressed, such as 0")
+        require(isinstance(begin, int) and begin >= 0, f"rampup_begin_step is {begin!r}; allowed: a whole number >= 0")
+        if (clip := self.local_grad_clip_norm) is not None:
+            require(
+                isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 0,
+                f"num_trainers is {ranks!r}; with local_grad_clip_norm it must be the number of ranks, an int > 0",
+            )
+            require(
+                isinstance(clip, float) and math.isfinite(clip) and clip > 0,
+                f"local_grad_clip_norm is {clip!r}; allowed: a float > 0, such as 1.0",
+            )
+        check_regularizer(self.regularization, "regularization")
+        self.to_config([])
+
+    def core_options(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
+        """Options of ``Compression.dgc``, but for momentum and decay, that do what Paddle does to these parameters.
+
+        The core keeps 1-D tensors dense and knows no types; here both go by Paddle's rule, by name.
+        """
+        if unknown := [name for name in self.codecs if name not in CODEC_OPTIONS]:
+            known = ", ".join(CODEC_OPTIONS)
+            advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's it takes {known}")
+            raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; {advice}")
+        large = [p for p in parameters if p.numel >= max(1, self.min_numel)]
+        return dict(
+            rampup_begin_step=self.rampup_begin_step,
+            rampup_step=self.rampup_step,
+            sparsity=self.sparsity,
+            local_grad_clip_norm=self.local_grad_clip_norm,
+            min_numel=self.min_numel,
+            include=tuple(_literally(p.name) for p in large if self.eligible(p) and len(p.shape) <= 1),
+            exclude=(*self.exclude, *(_literally(p.name) for p in large if not self.eligible(p))),
+            # Paddle sends whole float32 values.
+            **{"values": "float32", "small": "float32", **self.codecs},
+        )
+
+    def to_config(self, parameters: Sequence[Parameter]) -> DGCConfig:
+        """The core's options that make it do what Paddle does to these parameters."""
+        own = dict(momentum=self.momentum, nesterov=self.use_nesterov, weight_decay=0.0)
+        return make_config({**own, **self.core_options(parameters)}, owner="DGCMomentum")
+
+    def eligible(self, parameter: Parameter) -> bool:
+        """Whether Paddle compresses a dense parameter like this one."""
+        return parameter.numel >= max(1, self.min_numel) and parameter.dtype in self.dtypes
+
+    def check_rate_is_number(self) -> None:
+        """For PyTorch, whose schedulers change a number.
+
+        Raises:
+            ConfigError: ``learning_rate`` is no finite number >= 0.
+        """
+        try:
+            number = float(self.learning_rate)  # a tensor, too
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number >= 0")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Compare ``num_trainers`` with the job.
+
+        Raises:
+            ArgumentError: it is given and wrong; the clipping threshold would be, too.
+        """
+        require(
+            self.num_trainers is None or self.num_trainers == ranks,
+            f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
+            "clipping needs it",
+        )
+
+
+def require_parameters(params: object) -> None:
+    """Say what is missing where Paddle's arguments stand without ``params`` before them.
+
+    Raises:
+        TypeError: ``params`` is None or a number.
+    """
+    if params is None or isinstance(params, (int, float)):
+        raise TypeError(
+            "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
+            "parameter_list); learning_rate, momentum and rampup_begin_step follow it"
+        )
+
+
+def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> tuple[DGCConfig, set[int]]:
+    """The core's options for these parameters in a job of ``ranks`` processes, and which of them it compresses.
+
+    One process compresses nothing, whatever the step. Paddle refuses to run then; here a script can be tried out
+    without a launcher.
+
+    Returns:
+        The options, and the places of the parameters that are compressed once the ramp-up has begun.
+
+    Warns:
+        RuntimeWarning: there is one process.
+    """
+    config = options.to_config(parameters)
+    compressed = {i for i, parameter in enumerate(parameters) if not sent_dense(parameter, config)}
+    if ranks == 1:
+        warn_of_one_process()
+        config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+    return config, compressed
+
+
+def warn_of_one_process() -> None:
+    """Where Paddle raises "DGC is not useful"."""
+    warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
+
+
+def sparse_refusal(name: str, advice: str = "") -> ConfigError:
+    """The error about a sparse gradient of a compressed parameter."""
+    return ConfigError(
+        f"{name!r} has sparse gradients, which are not compressed: add its name to exclude=, so that it is sent "
+        f"dense{advice}"
+    )
+
+
+def _literally(name: str) -> str:
+    """A name pattern that matches this name only."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+class ExchangeMethods:
+    """Mixed into an optimizer: methods that are its exchange's."""
+
+    @property
+    def _exchanges(self) -> EngineBase | CompressorBase[Any]:
+        raise NotImplementedError
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, densities and seconds of the exchange."""
+        return self._exchanges.stats
+
+    def describe(self) -> dict[str, Any]:
+        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
+        return self._exchanges.describe()
+
+    def log_to(self, writer: object, every: int = 100, prefix: str = "compression") -> None:
+        """Write what residuals hold back; see :meth:`dgc.adapter.metrics.CompressorMetrics.log_to`.
+
+        Raises:
+            ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
+        """
+        self._exchanges.log_to(writer, every, prefix)
+
+    @property
+    def inside(self) -> Metrics:
+        """The latest step that was looked at, by the tensors' names."""
+        return self._exchanges.inside
+
+    def reset(self) -> None:
+        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
+        self._exchanges.reset()
+
+    def close(self) -> None:
+        """End the communication thread."""
+        self._exchanges.close()
+
+
+# -- saved states ------------------------------------------------------------------------------------------------------
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_BUFFERS = ("u", "v")
+"""Entries of a parameter's state that have its shape."""
+
+
+class StateError(LayoutError, AssertionError):
+    """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
+
+
+@contextlib.contextmanager
+def as_state_error() -> Iterator[None]:
+    """Turn the core's refusal of a state (LayoutError) into Paddle's kind of error (StateError)."""
+    try:
+        yield
+    except StateError:
+        raise
+    except LayoutError as error:
+        raise StateError(str(error)) from error
+
+
+def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse a state in which something is missing.
+
+    Raises:
+        StateError: names the first missing key.
+    """
+    for key in keys:
+        if key not in saved:
+            raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")
+
+
+def shaped(parameters: Mapping[str, Mapping[str, Any]], shapes: Shapes) -> dict[str, dict[str, Any]]:
+    """The parameters of an engine's ``state_dict()``, u and v in the parameters' shapes."""
+    return {
+        name: {key: value.reshape(shapes[name]) if key in _BUFFERS else value for key, value in entry.items()}
+        for name, entry in parameters.items()
+    }
+
+
+def flat(
+    parameters: Mapping[str, Mapping[str, Any]],
+    shapes: Shapes,
+    dtypes: Mapping[str, np.dtype],
+    allowed: str = "an array",
+    flat_too: bool = False,
+) -> dict[str, dict[str, np.ndarray]]:
+    """The inverse of :func:`shaped`; ``flat_too``: buffers may be flat already. Unknown names are not compared.
+
+    Raises:
+        StateError: another shape or type.
+        RuntimeError: a value is no array.
+    """
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for name, entry in parameters.items():
+        result[name] = {}
+        for key, value in entry.items():
+            if not isinstance(value, np.ndarray):
+                raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: {allowed}")
+            if key in _BUFFERS and name in shapes:
+                if value.shape != shapes[name] and not (flat_too and value.shape == (math.prod(shapes[name]),)):
+                    raise StateError(f"{key} of {name!r} has shape {value.shape}, the parameter {shapes[name]}")
+                if value.dtype != dtypes[name]:
+                    raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {dtypes[name]}")
+            result[name][key] = value.reshape(-1)
+    return result
