@@ -82,13 +82,10 @@ def facts() -> list[tuple[str, str, str, str, str]]:
 
 def table() -> str:
     """The facts in aligned columns under their titles."""
-    from dgc.core.config import WRAPPERS
-
     rows = [_TITLES, *facts()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    wrappers = f"{', '.join(WRAPPERS)}: choose among them by tensor or step"
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:], "", wrappers])
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _yes(fact: bool) -> str:

@@ -14,7 +14,6 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.horovod import Horovod
 from dgc.core.compressors import compressor_class, compressor_names
 from dgc.core.config import (
-    WRAPPERS,
     DGCConfig,
     brief,
     no_compressor,
@@ -81,7 +80,7 @@ class CompressionBase(abc.ABC):
 
     @abc.abstractmethod
     def _make(self, *args: Any, **options: Any) -> Any:
-        """Make a compressor from (algorithm, tensors, optimizer), ``members=`` of a wrapper, and options."""
+        """Make a compressor from (algorithm, tensors, optimizer) and options."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """``Compression.<name>(...)`` of every other compressor, with the arguments of :meth:`dgc` and its own options.
@@ -92,7 +91,7 @@ class CompressionBase(abc.ABC):
         return constructor(name, self, self._make)
 
     def __dir__(self) -> list[str]:
-        return ["none", "fp16", *compressor_names(), *WRAPPERS]
+        return ["none", "fp16", *compressor_names()]
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,12 +105,10 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
     Raises:
         AttributeError: there is no such compressor; the message lists those there are.
     """
-    if name in WRAPPERS:
-        return _wrapper(name, make)
     try:
         row = compressor_class(name)
     except ConfigError:
-        known = ", ".join(("none", "fp16", *compressor_names(), *WRAPPERS))
+        known = ", ".join(("none", "fp16", *compressor_names()))
         raise AttributeError(f"Compression has no {name!r}; it has {known}", name=name, obj=owner) from None
 
     @functools.wraps(make)
@@ -121,23 +118,12 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
     own = "\n".join(f"    {f.name}={f.default!r}" for f in dataclasses.fields(row.Options))
     build.__name__ = build.__qualname__ = name
     # That of ``make`` without what the constructor's name says already.
-    shown = [p for p in inspect.signature(make).parameters.values() if p.name not in ("algorithm", "members")]
+    shown = [p for p in inspect.signature(make).parameters.values() if p.name != "algorithm"]
     vars(build)["__signature__"] = inspect.Signature(shown)
     build.__doc__ = (
         f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
         f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"
     )
-    return refused_uncalled(build)
-
-
-def _wrapper(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    """``Compression.by_size`` and the other wrappers: the members come first."""
-
-    def build(members: Any, *args: Any, **options: Any) -> Any:
-        return make(name, *args, members=members, **options)
-
-    build.__name__ = build.__qualname__ = name
-    build.__doc__ = _WRAPPER_TEXTS[name]
     return refused_uncalled(build)
 
 
@@ -263,34 +249,6 @@ def check_predivide(factor: object, op_name: str) -> None:
     require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
     if factor != 1.0 and op_name == "sum":
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
-
-
-_WRAPPER_TEXTS = {
-    "by_size": """Choose a compressor by the number of elements of a tensor.
-
-    ``Compression.by_size({0: None, 4096: Compression.onebit(), 1_000_000: Compression.topk()}, ...)``: each key is the
-    smallest number of elements that its compressor is for; None stands for no compression.
-
-    Options that concern all tensors (momentum, clipping, warm-up, transport, ...) belong to this wrapper, the others to
-    its members.
-    """,
-    "by_name": """Choose a compressor by the name of a tensor.
-
-    ``Compression.by_name({"*embedding*": Compression.topk(), "*": Compression.qsgd()}, ...)``: the first pattern that
-    fits (as in ``fnmatch``) counts; a tensor that none fits is sent dense.
-
-    Options that concern all tensors (momentum, clipping, warm-up, transport, ...) belong to this wrapper, the others to
-    its members.
-    """,
-    "by_step": """Choose a compressor by the step.
-
-    ``Compression.by_step({0: None, 500: Compression.qsgd(), 2000: Compression.topk()}, ...)``: each from its step on;
-    None, at 0 only, is a dense warm-up. What one has not sent is the next one's residual.
-
-    Options that concern all steps (momentum, clipping, transport, ...) belong to this wrapper, the others to its
-    members.
-    """,
-}
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None, remedy: str) -> None:

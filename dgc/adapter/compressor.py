@@ -22,8 +22,8 @@ from dgc.adapter.states import (
     require_states,
     warn_of_dropped,
 )
-from dgc.core.compressors import make_config, make_wrapper_config
-from dgc.core.config import WRAPPERS, DGCConfig, as_loss_scale
+from dgc.core.compressors import make_config
+from dgc.core.config import DGCConfig, as_loss_scale
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state import require_op
@@ -53,30 +53,25 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
 
     _horovod: Ranks | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
-    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: Any = None) -> None:
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
         """Check the options; what is compressed comes with ``bind``.
 
         Args:
             options: keyword options of ``Compression.dgc``, or of the compressor that ``algorithm`` names.
-            algorithm: the compressor's name in the registry, or that of a wrapper.
-            members: of a wrapper: key -> compressor or None.
+            algorithm: the compressor's name in the registry.
 
         Raises:
             TypeError: an option is unknown.
             ConfigError: an option is out of range.
         """
-        self.given_options = dict(options) if members is None else {**options, "members": members}
+        self.given_options = dict(options)
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
         self._op_was_given = "op" in options
         op = options.get("op", "average")
         options["op"] = str(op).lower() if self._horovod is None else self._horovod.op_name(op)
         try:
-            self.config: DGCConfig = (
-                make_wrapper_config(algorithm, members, options)
-                if algorithm in WRAPPERS
-                else make_config(options, algorithm=algorithm)
-            )
+            self.config: DGCConfig = make_config(options, algorithm=algorithm)
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
         self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -148,27 +147,6 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer that no float can hold
         return False
-
-
-WRAPPERS = ("by_size", "by_name", "by_step")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The members of a wrapper. ``configs[i]`` holds for what ``keys[i]`` says; None is sent dense.
-
-    Keys of ``by_size`` are the smallest number of elements, those of ``by_step`` the first step, both ascending from 0;
-    those of ``by_name`` are name patterns, of which the first that fits counts.
-    """
-
-    keys: tuple[Any, ...]
-    configs: tuple[DGCConfig | None, ...]
-
-    def place(self, kind: str, name: str, numel: int) -> int | None:
-        """Which member a tensor belongs to; None where no pattern fits. With ``by_step``, 0."""
-        if kind == "by_name":
-            return next((i for i, pattern in enumerate(self.keys) if fnmatchcase(name, pattern)), None)
-        return max(i for i, least in enumerate(self.keys) if numel >= least) if kind == "by_size" else 0
 
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dgc.core.config import DGCConfig, Parts
+from dgc.core.config import DGCConfig
 from dgc.errors import LayoutError
 
 ALIGNMENT = 16
@@ -69,8 +69,6 @@ class Bucket:
     dense: tuple[Segment, ...]
     sparse_size: int
     size: int
-    part: int = 0
-    """Which member of a wrapper (``by_size``, ``by_name``, ``by_step``) compresses the bucket."""
     small_size: int = 0
     """Elements from ``sparse_size`` on, padding included, of dense tensors that may be sent coded: those of float32
     that are dense because of their shape or size. The others, which a user named, come after them."""
@@ -175,15 +173,14 @@ def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
 
 
 def _is_named(parameter: Parameter, config: DGCConfig) -> bool:
-    """Whether a user asked for a parameter to be left as it is: by ``exclude``, or by None in a wrapper."""
-    return any(fnmatchcase(parameter.name, p) for p in config.exclude) or _part(parameter, config) is None
+    """Whether a user asked for a parameter to be left as it is, by ``exclude``."""
+    return any(fnmatchcase(parameter.name, p) for p in config.exclude)
 
 
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
 
-    float64 parameters get separate buckets, because their state is float64, and so do those that another member of
-    a wrapper compresses.
+    float64 parameters get separate buckets, because their state is float64.
 
     Raises:
         LayoutError: no parameters, two of one name, a type that is no float, or a tensor of 2**31 elements or more.
@@ -191,20 +188,19 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     parameters = tuple(parameters)
     _check(parameters)
     capacity = max(1, config.bucket_bytes // 4)
-    groups: list[tuple[str, int, list[int]]] = []
-    open_group: dict[tuple[str, int], tuple[list[int], int, int]] = {}
+    groups: list[tuple[str, list[int]]] = []
+    open_group: dict[str, tuple[list[int], int, int]] = {}
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         dtype = "float64" if parameter.dtype == "float64" else "float32"
-        kind = dtype, _part(parameter, config) or 0
-        members, filled, placed = open_group.get(kind, ([], 0, 0))
+        members, filled, placed = open_group.get(dtype, ([], 0, 0))
         room = _padded(parameter.numel)
         # What a user asks for counts elements, what fits at all their padding, too.
         if not members or filled + parameter.numel > capacity or placed + room > MAX_BUCKET_ELEMENTS:
             members, filled, placed = [], 0, 0
-            groups.append((*kind, members))
+            groups.append((dtype, members))
         members.append(index)
-        open_group[kind] = (members, filled + parameter.numel, placed + room)
+        open_group[dtype] = (members, filled + parameter.numel, placed + room)
     buckets = tuple(_bucket(i, *group, parameters, config) for i, group in enumerate(groups))
     places = {s.parameter: (b.index, s) for b in buckets for s in b.segments}
     return Layout(parameters, buckets, places)
@@ -214,18 +210,7 @@ def _padded(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _part(parameter: Parameter, config: DGCConfig) -> int | None:
-    """Which member of a wrapper compresses the parameter; None for none of them. Without a wrapper, 0."""
-    parts = config.own
-    if not isinstance(parts, Parts):
-        return 0
-    place = parts.place(config.algorithm, parameter.name, parameter.numel)
-    return None if place is None or parts.configs[place] is None else place
-
-
-def _bucket(
-    index: int, dtype: str, part: int, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig
-) -> Bucket:
+def _bucket(index: int, dtype: str, members: list[int], parameters: tuple[Parameter, ...], config: DGCConfig) -> Bucket:
     offset = 0
 
     def place(chosen: list[int]) -> tuple[Segment, ...]:
@@ -243,7 +228,7 @@ def _bucket(
     small = place([i for i in dense if i not in exact])
     small_size = offset - sparse_size
     rest = place([i for i in dense if i in exact])
-    return Bucket(index, dtype, sparse, small + rest, sparse_size, offset, part, small_size)
+    return Bucket(index, dtype, sparse, small + rest, sparse_size, offset, small_size)
 
 
 def _check(parameters: tuple[Parameter, ...]) -> None:

@@ -151,8 +151,6 @@ class TensorFlowCompression(CompressionBase):
         algorithm: str,
         variables: Sequence[Variable] | None = None,
         optimizer: Optimizer | None = None,
-        *,
-        members: Any = None,
         **options: Any,
     ) -> DGCCompressor:
         given = None
@@ -161,7 +159,7 @@ class TensorFlowCompression(CompressionBase):
             given = checked_tensors(variables, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
             raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
-        compressor = DGCCompressor(options, algorithm, members)
+        compressor = DGCCompressor(options, algorithm)
         if given is not None:
             require_momentum_source(optimizer, compressor.config, "variables")
             compressor.bind(given, optimizer)

@@ -139,14 +139,12 @@ class TorchCompression(CompressionBase):
         algorithm: str,
         named_parameters: NamedParameters | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        *,
-        members: Any = None,
         **options: Any,
     ) -> DGCCompressor:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
         named = None if named_parameters is None else _checked_names(named_parameters, algorithm)
-        compressor = DGCCompressor(options, algorithm, members)
+        compressor = DGCCompressor(options, algorithm)
         if named is None:
             if optimizer is not None:
                 raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs named_parameters={_ADVICE}")

@@ -64,7 +64,7 @@ class CompressionState(Joinable):
         Args:
             compression: of ``dgc.Compression``, used nowhere else.
             optimizer: that steps the model; without it call :meth:`bind` before the first backward pass.
-            named_parameters: ``model.named_parameters()``, for names in messages, logs and ``Compression.by_name``.
+            named_parameters: ``model.named_parameters()``, for names in messages, logs and ``exclude=``.
             process_group: the one that DDP was given, if any.
 
         Raises:

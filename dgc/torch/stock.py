@@ -129,8 +129,8 @@ class HorovodCompressor(CompressorBase[Engine]):
     _giving_up = False  # placeholders of a failed step are sent for the other ranks, and nothing else
     _last_found = 0
 
-    def __init__(self, options: dict[str, Any], algorithm: str = "dgc", members: object = None) -> None:
-        super().__init__(options, algorithm, members)
+    def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
+        super().__init__(options, algorithm)
         self._placeholders = Placeholders()
         self._steps: HorovodSteps | None = None
 

@@ -85,7 +85,7 @@ def test_constructors_show_what_they_take(faces):
     for name, face in faces.items():
         first = "named_parameters" if name == "torch" else "variables"
         for kind, shown in face["constructors"].items():
-            expected = ["members"] if kind.startswith("by_") else [first, "optimizer", "options"]
+            expected = [first, "optimizer", "options"]
             assert [a[0] for a in shown][: len(expected)] == expected, (name, kind, shown)
 
 

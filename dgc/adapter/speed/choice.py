@@ -18,7 +18,7 @@ import numpy as np
 
 from dgc.adapter.speed.network import Network, measure_network
 from dgc.adapter.speed.work import Cost, Echo, last_level, measure_cost
-from dgc.core.config import WRAPPERS, DGCConfig, Parts
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.kernels.choose import choose_kernels
 from dgc.core.layout import Bucket, Layout
@@ -70,9 +70,8 @@ class Choice:
         own: list[float] = []
 
         def work() -> dict[str, Any]:
-            for config in _last_members(self._config):
-                found = Cost(0.0, 0.0) if config is None else measure_cost(config, transport.size, entries_alone)
-                own.extend((found.sparse, found.dense))
+            found = measure_cost(self._config, transport.size, entries_alone)
+            own.extend((found.sparse, found.dense))
             return {}
 
         agree_or_raise(transport, work, "measurements")
@@ -175,26 +174,15 @@ class Choice:
 
     def _predict(self, bucket: Bucket, layout: Layout) -> tuple[float, float]:
         """Seconds of a step of this bucket past the ramp-up: dense, sparse."""
-        config = _last_members(self._config)[bucket.part]
-        assert config is not None, "tensors without a compressor are not sparsified"
-        work, wide = self._works[bucket.part], 2 if bucket.dtype == "float64" else 1
+        config, work, wide = self._config, self._works[0], 2 if bucket.dtype == "float64" else 1
         alone = dataclasses.replace(layout, buckets=(bucket,))
-        ((members, _),) = make_encoders(alone, last_level(config), choose_kernels("cpu"), Echo(self._ranks))
+        ((encoder, _),) = make_encoders(alone, last_level(config), choose_kernels("cpu"), Echo(self._ranks))
         rest = bucket.size - bucket.sparse_size
-        dense = self._on_the_way(members[0].encoder.plan_at(None)) + wide * work.dense * bucket.size
-        sparse = self._on_the_way(members[0].encoder.plan_at(1.0 - config.sparsity[-1]))
+        dense = self._on_the_way(encoder.plan_at(None)) + wide * work.dense * bucket.size
+        sparse = self._on_the_way(encoder.plan_at(1.0 - config.sparsity[-1]))
         return dense, sparse + wide * (work.sparse * bucket.sparse_size + work.dense * rest)
 
     def _on_the_way(self, plan: BucketPlan) -> float:
         assert self.network is not None
         summed = self.network.reduce.seconds(plan.vector_size * plan.itemsize) if plan.allreduces else 0.0
         return self.network.gather.seconds(plan.message_bytes) + summed
-
-
-def _last_members(config: DGCConfig) -> list[DGCConfig | None]:
-    """The compressors that buckets have in the end, by their part; None for those of tensors without one."""
-    if config.algorithm not in WRAPPERS:
-        return [config]
-    parts: Parts = config.own
-    members = parts.configs[-1:] if config.algorithm == "by_step" else parts.configs
-    return [None if member is None else dataclasses.replace(member, op=config.op) for member in members]

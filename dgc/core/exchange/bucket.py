@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc.core.exchange.encoders.base import BucketStep, Member
+from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
@@ -26,11 +26,11 @@ from dgc.errors import DGCError
 
 
 class BucketExchange:
-    """Message, dense vector, counters and the error path of one bucket, around its encoders.
+    """Message, dense vector, counters and the error path of one bucket, around its encoder.
 
     Attributes:
         bucket: its layout.
-        encoder: the one in turn in the current step.
+        encoder: its encoder.
         vector: what is summed densely.
         at: the current step.
         has_run: whether it was exchanged.
@@ -42,7 +42,7 @@ class BucketExchange:
     def __init__(
         self,
         bucket: Bucket,
-        members: Sequence[Member],
+        encoder: Encoder,
         vector: DenseVector,
         state: State,
         kernels: Kernels,
@@ -54,17 +54,16 @@ class BucketExchange:
 
         Args:
             bucket: the bucket.
-            members: its encoders, ascending by their first step.
+            encoder: its encoder.
             vector: of the bucket.
-            state: of all buckets. Residual and momentum are the bucket's: the next member sends what one has not sent.
+            state: of all buckets.
             kernels: that work on the state.
             transport: connects the ranks.
             op: "average" or "sum".
         """
         self.bucket = bucket
-        self.encoder = members[0].encoder
+        self.encoder = encoder
         self.vector = vector
-        self._members = members
         self._states = state
         self._kernels = kernels
         self._memory = kernels.memory
@@ -78,17 +77,9 @@ class BucketExchange:
 
     def start(self, step: StepContext) -> None:
         """Begin a step, to which all that follows belongs."""
-        member = self._members[0]
-        for later in self._members[1:]:
-            if step.step >= later.first:
-                member = later
-        self.encoder = member.encoder
-        density = None if step.density is None else member.schedule.density(step.step)
         state = self._states.buckets[self.bucket.index]
-        if member is not self._members[0] and step.step == member.first:
-            state.thresholds[...] = np.nan  # each compressor remembers something else there
         self.has_run = False
-        self.at = BucketStep(step, self.encoder.plan_at(density), state, self._sender, self.vector)
+        self.at = BucketStep(step, self.encoder.plan_at(step.density), state, self._sender, self.vector)
 
     def run(self) -> None:
         """Exchange the bucket; all its gradients are in.

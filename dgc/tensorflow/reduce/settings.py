@@ -168,8 +168,7 @@ class Settings:
         options, lost = config["options"], config["lost"]
         compression = None
         if options is not None:
-            # In place of a wrapper stands a compressor that refuses to train until it is compiled anew.
-            compression = DGCCompressor(options, "dgc" if "members" in lost else config["algorithm"])
+            compression = DGCCompressor(options, config["algorithm"])
             compression._lacks_residuals = config["lacks_residuals"]
         return cls(compression, ReduceOptions(config["op"], **{name: config[name] for name in _SAVED}), lost=lost)
 

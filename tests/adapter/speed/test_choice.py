@@ -9,7 +9,6 @@ import pytest
 from exchange_tools import gradient, parameters, run_step
 from fakes import FakeEngine
 
-from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.paddle import PaddleOptions
 from dgc.adapter.speed import choice
 from dgc.adapter.speed.network import Line, Network, measure_network
@@ -175,23 +174,6 @@ def test_every_compressor_has_the_option(predicted, name, exchange):
         np.testing.assert_array_equal(steps(engine, 0, 3), steps(plain, 0, 3))
 
     run_ranks(2, one_rank)
-
-
-@pytest.mark.parametrize("kind", ["by_size", "by_name", "by_step"])
-def test_wrappers_have_the_option_and_their_members_have_not(predicted, kind):
-    predicted(FAST)
-    keys = {"by_size": (0, 100), "by_name": ("a", "*"), "by_step": (0, 5)}[kind]
-    members = dict(zip(keys, (CompressorBase({}, "qsgd"), CompressorBase({"sparsity": 0.9}, "topk")), strict=True))
-    wrapper = CompressorBase({"exchange": "auto", "min_numel": 64}, kind, members)
-
-    def one_rank(transport):
-        engine = FakeEngine(transport, wrapper.config)
-        engine.step()
-        return kinds(engine)
-
-    assert run_ranks(2, one_rank) == [["dense", "dense"]] * 2
-    with pytest.raises(ConfigError, match="'exchange' concerns all tensors"):
-        CompressorBase({}, kind, {keys[0]: CompressorBase({"exchange": "auto"}, "topk")})
 
 
 def test_paddles_optimizer_has_no_such_option():

@@ -72,16 +72,6 @@ def frameworks_agree_on_options_too():
 
 
 @case
-def wrappers_that_are_compressors():
-    members = {0: None, 3: dgc.Compression.qsgd(), 6: dgc.Compression.topk(sparsity=0.9)}
-    compression = dgck.Compression.by_step(members, min_numel=64)
-    model = m.compiled(m.keras.optimizers.SGD(0.05, momentum=0.5), compression=compression)
-    m.fit(model, 10)
-    m.assert_replicas(m.values(model))
-    assert compression.stats.last.density < 0.2
-
-
-@case
 def a_saved_model_remembers_its_compressor():
     from dgc.tensorflow.reduce.settings import Settings
 

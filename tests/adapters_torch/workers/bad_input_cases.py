@@ -312,7 +312,7 @@ def one_rank_failing_inside_compress():
 @case
 def what_is_no_compressor():
     model = make_model()
-    uncalled = dgc.DGCCompressor, dgc.Compression.dgc, dgc.Compression.topk, dgc.Compression.by_size
+    uncalled = dgc.DGCCompressor, dgc.Compression.dgc, dgc.Compression.topk
     for place, wrong in enumerate((*uncalled, "dgc", dgc.Compression, 3)):
         on_every_rank(
             dgc.ConfigError,

@@ -84,52 +84,6 @@ def the_documented_compressor_of_ones_own():
 
 
 @case
-def wrappers_that_are_compressors():
-    members = {
-        "by_name": {"left*": dgc.Compression.qsgd(bits=8), "*": dgc.Compression.topk(sparsity=0.9)},
-        "by_size": {0: None, 1000: dgc.Compression.terngrad(), 1024: dgc.Compression.onebit()},
-        "by_step": {0: None, 3: dgc.Compression.qsgd(), 6: dgc.Compression.dgc(sparsity=0.9)},
-    }
-    for kind, parts in members.items():
-        finals = []
-        for way in "ab":
-            model = make_model(width=32)
-            optimizer = sgd(model, momentum=0.5)
-            before, make = losses(model), getattr(dgc.Compression, kind)
-            if way == "a":
-                compression = make(parts, model.named_parameters(), optimizer=optimizer, min_numel=64)
-                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-            else:
-                compression = make(parts, min_numel=64)
-                optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-            train(optimizer, model, STEPS)
-            assert_replicas_identical(model, f"{kind} {way}")
-            assert losses(model) < before, kind
-            finals.append(flat(model))
-        assert torch.equal(*finals), kind
-    raises(dgc.ConfigError, "concerns all tensors", _misplaced_member)
-
-
-def _misplaced_member():
-    dgc.Compression.by_size({0: dgc.Compression.topk(momentum=0.9)})
-
-
-@case
-def wrappers_sum_when_the_optimizer_does():
-    C = dgc.Compression
-    for make, member in ((C.by_size, None), (C.by_size, C.onebit()), (C.by_step, C.onebit())):
-        model = torch.nn.Linear(8, 8, bias=False)
-        compression = make({0: member}, min_numel=0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, op=hvd.Sum)
-        before = model.weight.detach().clone()
-        model.weight.sum().backward()
-        optimizer.step()
-        torch.testing.assert_close(before - model.weight.detach(), torch.full((8, 8), float(hvd.size())))
-        compression.close()
-
-
-@case
 def half_precision_gradients():
     for name in own_names():
         model = make_model(width=32).half()

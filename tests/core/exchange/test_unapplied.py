@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.core.compressors import make_config
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 
@@ -37,16 +35,6 @@ OPTIONS = {
 COUNT = len(SHAPES)
 DISCARDED = 1000
 """Added to the step of a gradient that is going to be discarded: another gradient than those that count."""
-
-
-def of_wrapper(kind, members, **options):
-    """A maker of exchanges with a compressor made of compressors."""
-    config = CompressorBase({"min_numel": 64, **options}, kind, members).config
-
-    def make(transport):
-        return Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
-
-    return make
 
 
 def member(name, **options):
@@ -113,14 +101,6 @@ def test_discarded_steps_of_every_compressor_leave_no_trace(case):
         lambda t: make_compressor_exchange(t, case, discardable=True),
         contract_specs(),
     )
-
-
-def test_discarded_steps_of_compressors_made_of_compressors_leave_no_trace():
-    pattern = [True, False, True, False, True, True, False, True]
-    by_step = {0: None, 1: member("qsgd"), 2: member("topk", sparsity=0.9)}
-    assert_discards_leave_no_trace(pattern, of_wrapper("by_step", by_step, momentum=0.9, discardable=True))
-    by_name = {"conv*": member("onebit"), "*": member("topk", sparsity=0.9)}
-    assert_discards_leave_no_trace(pattern, of_wrapper("by_name", by_name, discardable=True))
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
@@ -210,11 +190,6 @@ FEEDBACK = [case for case in COMPRESSORS if case.row.error_feedback]
 def test_nothing_is_lost_by_any_compressor_with_a_residual(case):
     specs = contract_specs()
     assert_conserved(conserving(lambda t: make_compressor_exchange(t, case), specs), specs)
-
-
-def test_nothing_is_lost_by_compressors_made_of_compressors():
-    by_step = {0: member("onebit"), 2: member("topk", sparsity=0.9)}
-    assert_conserved(conserving(of_wrapper("by_step", by_step), parameters()), parameters())
 
 
 @pytest.mark.parametrize("name", ["momentum", "no masking", "several buckets", "float16"])

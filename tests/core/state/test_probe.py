@@ -8,11 +8,8 @@ from exchange_tools import gradient, parameters, run_step
 from exchange_tools import make_exchange as make_plain
 from host_runtime import HostRuntime, compiler
 
-from dgc.adapter.compressor import CompressorBase
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import make_layout
 from dgc.core.probe import FIGURES, Probe, TensorFigures
 from dgc.transport.local import run_ranks
 
@@ -204,30 +201,6 @@ def test_who_cannot_look_goes_on_alone():
 
     first, second = run_ranks(2, one_rank)
     assert first == second
-
-
-def test_compressors_made_of_compressors():
-    def member(name, **options):
-        return CompressorBase(options, name)
-
-    def one_rank(transport, kind, members):
-        config = CompressorBase({"min_numel": 64}, kind, members).config
-        exchange = Exchange(make_layout(parameters(), config), config, transport, ReferenceKernels())
-        seen = Seen()
-        exchange.probe = Probe(exchange.layout, seen)
-        for step in range(5):
-            run_step(exchange, grads_of(step, transport.rank))
-        exchange.close()
-        assert seen.error is None
-        return seen
-
-    by_name = {"conv*": member("qsgd"), "*": member("topk", sparsity=0.9)}
-    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_name", by_name))
-    assert all(list(taken) == ["fc.weight"] for taken in seen.taken.values())
-    assert "qsgd" in seen.left_out[0]["conv.weight"]
-    by_step = {0: None, 1: member("qsgd"), 3: member("topk", sparsity=0.9)}
-    seen, _ = run_ranks(2, lambda t: one_rank(t, "by_step", by_step))
-    assert [len(seen.taken[step]) for step in range(5)] == [0, 0, 0, 2, 2]
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")

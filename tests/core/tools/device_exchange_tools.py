@@ -5,11 +5,7 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from host_runtime import HostRuntime
 
-from dgc.core.compressors import make_wrapper_config
-from dgc.core.exchange.encoders.choose import runs_on_devices
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels
-from dgc.core.layout import make_layout
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
@@ -62,25 +58,6 @@ def run(kernels_of_rank, ranks, steps, *, dtype="float32", limit=None, spoil=Non
         return refusals, results, state, norm
 
     return run_ranks(ranks, one_rank)
-
-
-def run_combined(kernels_of_rank, kind, members, steps=6):
-    """As :func:`run`, of a combinator on two ranks; all members run on devices."""
-    config = make_wrapper_config(kind, members, {"min_numel": 64})
-    assert runs_on_devices(config)
-    layout = make_layout(parameters(SHAPES), config)
-
-    def one_rank(transport):
-        kernels = kernels_of_rank()
-        exchange = Exchange(layout, config, transport, kernels)
-        done = [one_step(exchange, step, transport.rank, [None] * len(SHAPES)) for step in range(steps)]
-        if isinstance(kernels, DeviceKernels):
-            kernels.wait()
-        state, norm = exchange.state_dict(), exchange.state.residual_norm()
-        exchange.close()
-        return [refused for refused, *_ in done], [results for _, results, _ in done], state, norm
-
-    return run_ranks(2, one_rank)
 
 
 def assert_equal(got, wanted):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.compressors import compressor_class
-from dgc.core.config import DGCConfig, Schedule
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels, SegmentWork
@@ -217,12 +217,3 @@ class Encoder(ABC):
     def _small(self, density: float | None) -> str:
         """The value codec of small tensors."""
         return "float32" if self._is_exact(density) else self._config.small
-
-
-@dataclass(frozen=True)
-class Member:
-    """An encoder of a bucket, the step from which on it is in turn, and its schedule."""
-
-    first: int
-    encoder: Encoder
-    schedule: Schedule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +9,9 @@ import numpy as np
 from dgc.core.codecs import padded
 from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
 from dgc.core.compressors.base import Algorithm, BucketSpec, StepInfo, Tensor
-from dgc.core.config import WRAPPERS, DGCConfig, Parts, Schedule
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.base import Encoder, Member
+from dgc.core.exchange.encoders.base import Encoder
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
@@ -25,8 +24,8 @@ _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl
 
 def make_encoders(
     layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
-) -> list[tuple[list[Member], DenseVector]]:
-    """The encoders of each bucket of the layout in their turn, at least one, and its dense vector.
+) -> list[tuple[Encoder, DenseVector]]:
+    """The encoder and the dense vector of each bucket of the layout.
 
     Raises:
         ConfigError: the compressor works on host memory and the kernels do not.
@@ -34,29 +33,15 @@ def make_encoders(
     """
     own_share = config.own_share(transport.size)
     vectors = [_vector(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
-    parts = config.own if config.algorithm in WRAPPERS else Parts((0,), (config,))
-    members: dict[int, list[Member]] = {b.index: [] for b in layout.buckets}
-    for place, (key, member) in enumerate(zip(parts.keys, parts.configs, strict=True)):
-        by_step = config.algorithm == "by_step"
-        # Buckets of tensors that no member compresses stand with the first one, which only sums them.
-        mine = [b for b in layout.buckets if by_step or len(parts.keys) == 1 or b.part == place]
-        first = max(config.rampup_begin_step, key) if by_step else config.rampup_begin_step
-        member = member or next((c for c in parts.configs if c is not None), None) or DGCConfig()
-        member = dataclasses.replace(member, op=config.op)  # the optimizer's, which the members were made without
-        schedule = Schedule(member.sparsity, first, member.rampup_step)
-        encoders = _encoders(mine, member, vectors, layout, kernels, transport)
-        for bucket, encoder in zip(mine, encoders, strict=True):
-            for sparsity in schedule.sparsity:
-                encoder.plan_at(1.0 - sparsity)
-            members[bucket.index].append(Member(first, encoder, schedule))
-    return [(members[b.index], vector) for b, vector in zip(layout.buckets, vectors, strict=True)]
+    encoders = _encoders(config, vectors, layout, kernels, transport)
+    for encoder in encoders:
+        for sparsity in config.sparsity:
+            encoder.plan_at(1.0 - sparsity)
+    return list(zip(encoders, vectors, strict=True))
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
-    """Whether the compressor, or every member of one, works on a GPU's own memory; others get copies in host memory."""
-    if config.algorithm in WRAPPERS:
-        parts: Parts = config.own
-        return all(member is None or runs_on_devices(member) for member in parts.configs)
+    """Whether the compressor works on a GPU's own memory; others get copies in host memory."""
     row = compressor_class(config.algorithm)
     return is_unchanged(row) and row.runs_on_device(config)
 
@@ -81,15 +66,13 @@ def compressors_on_devices() -> list[str]:
 
 
 def _encoders(
-    buckets: Sequence[Bucket],
     config: DGCConfig,
     vectors: Sequence[DenseVector],
     layout: Layout,
     kernels: Kernels,
     transport: Transport,
 ) -> list[Encoder]:
-    """Those of some buckets of the layout, whose buckets have these vectors, by one compressor."""
-    row = compressor_class(config.algorithm)
+    row, buckets = compressor_class(config.algorithm), layout.buckets
     if not (is_unchanged(row) and row.is_plain_selection(config)):
         for dtype in sorted({b.dtype for b in buckets}):
             _warm_up(row(config), dtype, kernels)

@@ -6,7 +6,7 @@ import pytest
 from exchange_tools import parameters
 
 from dgc.core import compressors
-from dgc.core.compressors import compressor_class, compressor_names, make_config, make_wrapper_config
+from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
@@ -19,10 +19,6 @@ from dgc.errors import ConfigError, LayoutError
 TRANSPORT = SimpleNamespace(rank=0, size=2, name="none")
 
 
-def member(algorithm, **options):
-    return SimpleNamespace(config=make_config(options, algorithm=algorithm), given_options=options)
-
-
 def encoders(config, specs=None, kernels=None):
     layout = make_layout(specs or parameters(), config)
     return layout, [m for m, _ in make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)]
@@ -33,7 +29,7 @@ def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm
     config = make_config({"min_numel": 64}, algorithm=name)
     _, found = encoders(config)
     plain = compressor_class(name).is_plain_selection(config)
-    assert {type(m.encoder) for (m,) in found} == {TopKEncoder if plain else AlgorithmEncoder}
+    assert {type(encoder) for encoder in found} == {TopKEncoder if plain else AlgorithmEncoder}
 
 
 @pytest.mark.parametrize(
@@ -55,8 +51,6 @@ def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm
 )
 def test_what_runs_on_devices(name, options, there):
     assert runs_on_devices(make_config(options, algorithm=name)) is there
-    both = {0: member("topk"), 100: member(name, **options)}
-    assert runs_on_devices(make_wrapper_config("by_size", both, {})) is there
 
 
 def test_an_algorithm_refuses_the_kernels_of_a_device():
@@ -66,26 +60,6 @@ def test_an_algorithm_refuses_the_kernels_of_a_device():
     layout = make_layout(parameters(), config := make_config({"min_numel": 64}, algorithm="qsgd"))
     with pytest.raises(ConfigError, match="'qsgd' works on host memory; give it the kernels of the CPU"):
         AlgorithmEncoder(layout.buckets[0], SimpleNamespace(name="qsgd", config=config), OnDevice(), TRANSPORT, layout)
-
-
-def test_by_step_every_bucket_has_all_members_each_from_its_step():
-    config = make_wrapper_config(
-        "by_step", {0: None, 5: member("topk"), 9: member("qsgd")}, {"min_numel": 64, "bucket_bytes": 2048, "op": "sum"}
-    )
-    layout, found = encoders(config)
-    assert len(found) == len(layout.buckets) > 1
-    for members in found:
-        assert [m.first for m in members] == [5, 9]
-        assert [type(m.encoder) for m in members] == [TopKEncoder, AlgorithmEncoder]
-        assert [m.encoder._config.op for m in members] == ["sum", "sum"]
-
-
-def test_by_size_a_bucket_has_the_member_of_its_tensors():
-    config = make_wrapper_config("by_size", {0: member("qsgd"), 1000: member("topk")}, {"min_numel": 64})
-    layout, found = encoders(config)
-    for bucket, (only,) in zip(layout.buckets, found, strict=True):
-        assert type(only.encoder) is (AlgorithmEncoder if bucket.part == 0 else TopKEncoder)
-    assert {bucket.part for bucket in layout.buckets} == {0, 1}
 
 
 def test_a_message_of_2_gib_is_refused_before_training():
@@ -116,4 +90,4 @@ def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
         config = make_config({"min_numel": 64}, algorithm=row.name)
         assert runs_on_devices(config) is not changed
         expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder
-        assert {type(m.encoder) for (m,) in encoders(config)[1]} == {expected}
+        assert {type(encoder) for encoder in encoders(config)[1]} == {expected}

@@ -1,15 +1,12 @@
 """Compressors of few bits on a device against the same on a CPU: the device's own kernels, run by a processor."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from device_exchange_tools import assert_equal, device_kernels, one_step, run, run_combined
+from device_exchange_tools import assert_equal, device_kernels, one_step, run
 from exchange_tools import make_exchange
 from host_runtime import compiler
 from rank_jobs import once
 
-from dgc.core.compressors import make_config
 from dgc.core.compressors import quantizers as codes
 from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
@@ -71,22 +68,6 @@ def test_a_refused_step_is_taken_back(algorithm):
 
 def test_the_order_of_sums_is_the_same_in_both():
     assert (codes.TILE, codes.ROWS) == (source.TILE, source.ROWS)
-
-
-def member(algorithm, **options):
-    return SimpleNamespace(config=make_config(options, algorithm=algorithm), given_options=options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "members"),
-    [
-        ("by_size", {0: None, 64: member("onebit"), 5000: member("dgc", sparsity=0.9)}),
-        ("by_step", {0: member("qsgd"), 2: member("topk", sparsity=0.9), 3: member("onebit")}),
-    ],
-    ids=str,
-)
-def test_combinators_of_codes_and_entries_equal_the_cpu(kind, members):
-    assert_equal(run_combined(device_kernels, kind, members), run_combined(numba, kind, members))
 
 
 @pytest.mark.parametrize("discardable", [False, True])

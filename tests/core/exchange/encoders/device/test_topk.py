@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from device_exchange_tools import SHAPES, assert_equal, device_kernels, one_step, run, run_combined
+from device_exchange_tools import SHAPES, assert_equal, device_kernels, one_step, run
 from exchange_tools import gradient, make_exchange
 from host_runtime import compiler
 from rank_jobs import once
 
-from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders.device.topk import DeviceEncoder
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
@@ -83,24 +82,6 @@ def test_devices_that_add_up_within_a_node_equal_the_cpu(case, nodes, op):
     ranks = len(nodes)
     got = run(lambda: device_kernels(groups=True), ranks, 5, **options)
     assert_equal(got, run(lambda: NumbaKernels(1), ranks, 5, **options))
-
-
-def topk(**options):
-    options = {"sparsity": 0.99, **options}
-    return SimpleNamespace(config=make_config(options, algorithm="topk"), given_options=options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "members"),
-    [
-        ("by_size", {0: None, 1000: topk(), 5000: topk(sparsity=0.9, values="int8")}),
-        ("by_name", {"a.*": topk(values="bfloat16", indices="int32")}),
-        ("by_step", {0: topk(sparsity=0.9), 3: topk(values="int8")}),
-    ],
-    ids=str,
-)
-def test_combinators_whose_members_run_on_devices_equal_the_cpu(kind, members):
-    assert_equal(run_combined(device_kernels, kind, members), run_combined(lambda: NumbaKernels(1), kind, members))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", None), ("float16", 65504.0), ("float16", 0.001)])
