@@ -61,12 +61,11 @@ class CompressionBase(abc.ABC):
                 ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="elias_fano"``, ``values="int2"``,
                 ``small="int3"`` (the value codec of tensors that are 1-D or small; "float32": exact),
                 ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
-                framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``, ``discardable=False``
-                (True: a step that was exchanged and not applied can be taken back wholly; costs the memory of
-                residuals and momentum once more), ``sparse_updates=True`` (False: always make dense results; see
-                ``describe()["updates"]``), ``exchange="sparse"`` ("dense": compress nothing; "auto": each bucket
-                compressed or dense for the whole run, by what is predicted to be faster on this job's network; see
-                ``describe()["exchange"]``), ``hierarchical=False`` (True: ranks of one node add their gradients up
+                framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``,
+                ``sparse_updates=True`` (False: always make dense results; see ``describe()["updates"]``),
+                ``exchange="sparse"`` ("dense": compress nothing; "auto": each bucket compressed or dense for the whole
+                run, by what is predicted to be faster on this job's network; see ``describe()["exchange"]``),
+                ``hierarchical=False`` (True: ranks of one node add their gradients up
                 first and send as one; "auto": where that saves traffic; a number: groups of so many neighbouring
                 ranks. Needs MPI).
 

@@ -333,28 +333,6 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         self.engine.require_loadable(own)
         return own
 
-    def discard_step(self) -> bool:
-        """Take back the latest step, which was exchanged and shall not be applied; call it on all ranks.
-
-        Residuals, momentum, the selection's thresholds, the step and so the schedule are then what they were before it,
-        bit for bit. Call it between the exchange and the update: what TensorFlow's optimizer has applied is not known
-        here. A rank that discards alone is an error on all ranks in the next step.
-
-        Returns:
-            False when there is nothing to take back: no step so far, a refused, applied or discarded one, or a job of
-            one process.
-
-        Raises:
-            ConfigError: the compressor was made without ``discardable=True``.
-            LayoutError: called in the middle of a step.
-        """
-        if not self.config.discardable:
-            raise ConfigError(
-                "discard_step() needs copies of momentum and residuals, which are not kept unasked: give "
-                f"Compression.{self.config.algorithm}(..., discardable=True)"
-            )
-        return self.engine.discard_step() if self.engine is not None else False
-
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
         self._pending = None

@@ -79,10 +79,6 @@ class EngineBase(EngineMetrics, abc.ABC):
         """
 
     @abc.abstractmethod
-    def discard_step(self) -> bool:
-        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-
-    @abc.abstractmethod
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What this framework saves beside the exchanges' states."""
 
@@ -207,7 +203,6 @@ class EngineBase(EngineMetrics, abc.ABC):
                 "transport": self.transport.name,
                 "ranks": self.transport.size,
                 "kernels": each[0]["kernels"] if each else None,
-                "discardable": config.discardable,
             }
         nodes = self.between.rank_info().get("nodes")
         return {**whole, "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
@@ -267,9 +262,9 @@ class EngineBase(EngineMetrics, abc.ABC):
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
-        # Tensors whose gradients are sent otherwise have no state; which ones is part of it.
-        others = {*self.names, *saved.get("sparse_gradients", ())} - set(self.layout.lengths())
-        without = self.names if "groups" in saved else saved.get("sparse_gradients", ())
+        # Tensors whose gradients are sent otherwise have no state.
+        others = set(self.names) - set(self.layout.lengths())
+        without = self.names if "groups" in saved else ()
         layout = self.layout
         sparsified, small = self._choice.kinds(layout, saved["parameters"])
         require_fit(saved, sparsified, layout.lengths(), {*others, *without}, small=small)
@@ -313,7 +308,7 @@ def _require_extras(saved: Mapping[str, Any]) -> None:
     Raises:
         LayoutError: it is not.
     """
-    for key in ("names", "kinds", "sparse_gradients"):
+    for key in ("names", "kinds"):
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
             raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")

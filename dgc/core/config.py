@@ -198,8 +198,6 @@ class DGCConfig:
     # Add gradients up within a node first, whose ranks then send as one: False, True, "auto" (where it saves traffic),
     # or how many neighbouring ranks form a group.
     hierarchical: bool | int | str = False
-    # Keep copies of u and v, so that a step that was exchanged can be taken back wholly instead of being applied.
-    discardable: bool = False
     # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
     sparse_updates: bool = True
     # False drops what is not sent (a control experiment: accuracy collapses).
@@ -230,7 +228,6 @@ class DGCConfig:
         require_integer("seed", self.seed, 0)
         require_flag("momentum_masking", self.momentum_masking)
         require_flag("error_feedback", self.error_feedback)
-        require_flag("discardable", self.discardable)
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))

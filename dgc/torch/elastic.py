@@ -28,7 +28,7 @@ from dgc.torch.optimizer import DistributedOptimizer
 State = dict[str, Any]
 
 _WRAPPING = (
-    *("compression", "discard_step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"),
+    *("compression", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"),
     "__reduce_ex__",
 )
 """What ``dgc.torch.DistributedOptimizer`` sets on an optimizer."""

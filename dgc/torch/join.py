@@ -73,8 +73,6 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
         engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
     if not hasattr(optimizer, "skip_synchronize"):
         engine.fail(ConfigError("join() steps the optimizer: wrap it with dgc.torch.DistributedOptimizer"))
-    if divide_by == "training" and engine.sparse.found:
-        engine.fail(ConfigError('join() divides sparse gradients by all ranks: leave out divide_by="training"'))
     if engine.between.inside is not None:
         engine.fail(ConfigError("join() needs a message of each rank: leave out hierarchical=True"))
     if any(is_sharded(p) for p in engine.parameters):

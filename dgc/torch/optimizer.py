@@ -56,8 +56,7 @@ def DistributedOptimizer(
 
     Returns:
         The optimizer itself, with Horovod's ``synchronize()``, ``skip_synchronize()``, ``zero_grad()`` and
-        ``set_backward_passes_per_step()``, the compressor as its attribute ``compression`` and that one's
-        ``discard_step()``.
+        ``set_backward_passes_per_step()``, and the compressor as its attribute ``compression``.
 
     Raises:
         ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
@@ -95,7 +94,6 @@ def DistributedOptimizer(
     compression.bind(named, optimizer, members)
     attributes: dict[str, object] = {
         "compression": compression,
-        "discard_step": compression.discard_step,
         "op": op,
         "process_set": members,
         "sparse_as_dense": sparse_as_dense,
@@ -163,9 +161,10 @@ class Steps(StepWatch):
             scaler: the compressor's ``loss_scale``, a GradScaler perhaps.
         """
         super().__init__(engine)
-        self._engine, self._scaler, self._sparse_as_dense = engine, scaler, sparse_as_dense
+        self._engine, self._scaler = engine, scaler
+        self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
         self._parameters = engine.parameters
-        self._exchanged: dict[int, _Exchanged | None] = {}  # by index; None: sparse, and exchanged beside
+        self._exchanged: dict[int, _Exchanged] = {}  # by index
         self._passes = 1
         self._left = [1] * len(self._parameters)  # passes until a gradient is handed over
         self.drive(optimizer, self._arrived)
@@ -204,10 +203,8 @@ class Steps(StepWatch):
         self._require_unchanged(optimizer)
         engine.finish()
         for i, exchanged in self._exchanged.items():
-            if exchanged is not None and exchanged.result is not self._parameters[i].grad:
+            if exchanged.result is not self._parameters[i].grad:
                 _deliver(self._parameters[i], exchanged.result)
-        if engine.sparse.found:
-            engine.sparse.join(engine.transport)
         self.begin_anew()
         self.averaged = True
 
@@ -321,11 +318,7 @@ class Steps(StepWatch):
         if p.grad is None:
             p.grad = torch.zeros_like(p)  # unused on this rank in this step; the others may have used it
         gradient = p.grad
-        if gradient.is_sparse:
-            if not self._sparse_as_dense:
-                self._engine.require_own_momentum(index)
-                self._exchanged[index] = None
-                return
+        if gradient.is_sparse and index in self._dense:
             gradient = gradient.to_dense()
         result = self._engine.submit(index, gradient)
         values = scattered_values(p.grad) if is_sharded(p.grad) else None
@@ -333,10 +326,7 @@ class Steps(StepWatch):
 
     def _first_exchanging(self) -> int | None:
         """The index of a gradient that must not change now."""
-        for i, exchanged in self._exchanged.items():
-            if exchanged is not None:
-                return i
-        return None
+        return next(iter(self._exchanged), None)
 
     def _require_unchanged(self, optimizer: torch.optim.Optimizer | None) -> None:
         first = self._first_exchanging()
@@ -348,8 +338,6 @@ class Steps(StepWatch):
             if gradient is None:
                 name = self._engine.names[index]
                 self._engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
-            if before is None:
-                continue
             changed = gradient._version != before.version
             if changed and not gradient.is_sparse:  # parts of a buffer have one version
                 changed = gradient.untyped_storage().nbytes() <= gradient.nbytes

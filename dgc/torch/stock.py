@@ -180,6 +180,9 @@ class HorovodCompressor(CompressorBase[Engine]):
             DGCError: this or another rank failed.
         """
         if ctx is None:
+            if tensor.is_sparse and self.engine is not None:
+                gradients = (p.grad for p in self.engine.parameters)
+                self.engine.refuse_sparse(next(i for i, g in enumerate(gradients) if g is not None and g.is_sparse))
             return tensor
         assert self.engine is not None
         reduced = float(tensor)

@@ -98,9 +98,6 @@ class FakeEngine(EngineBase):
     def fail(self, error):
         self._exchanges[0].fail(error)
 
-    def discard_step(self):
-        return False
-
     def _extra_state(self, states):
         return {"count": len(states)}
 

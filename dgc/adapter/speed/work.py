@@ -106,7 +106,6 @@ def last_level(config: DGCConfig) -> DGCConfig:
         include=(),
         exclude=(),
         bucket_bytes=2**30,
-        discardable=False,
         exchange="sparse",
     )
 

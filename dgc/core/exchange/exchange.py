@@ -87,7 +87,7 @@ class Exchange:
             BucketExchange(bucket, *each, self.state, kernels, transport, op=config.op)
             for bucket, each in zip(layout.buckets, made, strict=True)
         ]
-        self.latest = Step(self.state, self._buckets, transport, exact=config.discardable)
+        self.latest = Step(self.state, self._buckets)
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
         self._pipeline = Pipeline(self._buckets, clipping, kernels, self.latest, transport, nodes)
@@ -212,11 +212,16 @@ class Exchange:
             self.probe.measure(context, self._buckets)
         self.joined = context.joined
         step.finish(refused=refused)
-        if not (self.awaits_update or step.exact):
+        if not self.awaits_update:
             step.applied()
         context.stats.lap("apply", since)
         self.stats.record(context.stats, refused=refused)
         return refused
+
+    def missing(self) -> list[int]:
+        """Parameters whose gradients of the step under way were not given."""
+        given = () if self.latest.context is None else self.latest.context.submissions
+        return [i for i in range(len(self.layout.parameters)) if i not in given]
 
     def require_complete(self) -> None:
         """Raise on all ranks unless every gradient of this step was given.
@@ -225,13 +230,11 @@ class Exchange:
             LayoutError: names a missing one.
         """
         step = self.latest
-        given = {} if step.context is None else step.context.submissions
-        if len(given) < len(self.layout.parameters) and step.announced is None and step.error is None:
-            missing = [p.name for i, p in enumerate(self.layout.parameters) if i not in given]
+        if (missing := self.missing()) and step.announced is None and step.error is None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             error = LayoutError(
-                f"no gradient of {missing[0]!r}{more} was given in this step; every parameter of the compressor needs "
-                "one (a zero gradient for an unused parameter)"
+                f"no gradient of {self.layout.parameters[missing[0]].name!r}{more} was given in this step; every "
+                "parameter of the compressor needs one (a zero gradient for an unused parameter)"
             )
             self.fail(error)
 
@@ -269,7 +272,6 @@ class Exchange:
             "transport": self.transport.name,
             "ranks": self.transport.rank_info()["size"],
             "kernels": self._kernels.name,
-            "discardable": self.latest.exact,
         }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
@@ -289,20 +291,19 @@ class Exchange:
     def require_whole(self, what: str) -> None:
         """Refuse what would save the state, where it is not that of a moment between two steps.
 
-        A step that failed is half in it, unless a copy from before it was put back (``discardable=True``).
+        A step that failed is half in it.
 
         Raises:
             LayoutError: a step is under way on this rank, or one has failed, where ``what`` is called.
         """
         self.require_between_steps(what)
         step = self.latest
-        if step.failure_pending or (step.stage is Stage.FAILED and not step.exact):
+        if step.failure_pending or step.stage is Stage.FAILED:
             cause = step.error or (step.announced or ["?"])[0]
             raise LayoutError(
                 f"{what} was called after a step that failed ({cause}), whose gradients are half in this rank's "
                 "momentum and residuals; go on from the last checkpoint, or call reset() on all ranks, which drops "
-                "momentum and residuals, and save then. With discardable=True the state from before the failed step "
-                "is kept, and can be saved"
+                "momentum and residuals, and save then"
             )
 
     def residual_norm(self) -> float:

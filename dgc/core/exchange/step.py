@@ -1,4 +1,4 @@
-"""The training step of an exchange: its stages, its error, and the way back to the state before it.
+"""The training step of an exchange: its stages and its error.
 
 A step changes u and v in two parts. Gradients are accumulated while it runs; what was sent is subtracted by
 :meth:`Step.applied`, once the step counts. A refused, failed or dropped step therefore has nothing to put back.
@@ -11,13 +11,10 @@ import os
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.records import StepContext, StepStats
+from dgc.core.exchange.records import StepContext
 from dgc.core.state import State
-from dgc.core.transport import Transport
-from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
+from dgc.errors import DGCError, RemoteError, TransportError
 
 _forks = 0
 """How often this process was forked; reading its number before every gradient would cost more."""
@@ -57,7 +54,6 @@ class Event(enum.Enum):
     RAISE = "`finish()` or `fail()` raises the error"
     APPLY = "`applied()`: the optimizer updates the parameters, or updates are not reported"
     DROP = "`drop()`: the results are not used"
-    TAKE_OVER = "`remember()`: another exchange finished the step"
     RESET = "`reset()`, `load_state_dict()`"
 
 
@@ -74,7 +70,6 @@ TABLE: dict[tuple[Stage, Event], Stage] = {
     (Stage.BROKEN, Event.RAISE): Stage.FAILED,
     (Stage.EXCHANGED, Event.APPLY): Stage.APPLIED,
     (Stage.EXCHANGED, Event.DROP): Stage.DROPPED,
-    (Stage.NONE, Event.TAKE_OVER): Stage.EXCHANGED,
     **{(stage, Event.RESET): Stage.NONE for stage in (*_BETWEEN, Stage.FAILED)},
 }
 """(stage, event) -> the next stage."""
@@ -96,13 +91,12 @@ class Step:
         error: what ended it, in the stages BROKEN and FAILED.
         announced: an error of this rank, and the parameter it concerns, which its next message carries.
         closed: whether the exchange was closed.
-        exact: whether a dropped step goes back to copies from before it (``discardable=True``). That is the state as if
-            the step had never been, and takes the memory of u and v once more. Otherwise the gradient stays in u and v,
-            the step counts in the schedule, and dense tensors' momentum and the codec's errors keep what they took in.
-        discarded: steps that were taken back exactly; equal on all ranks.
+
+    A dropped or failed step keeps its gradient in u and v and counts in the schedule, and dense tensors' momentum keeps
+    what it took in. A rank that has joined goes back to a copy of the state instead: its last step was none.
     """
 
-    def __init__(self, state: State, buckets: Sequence[BucketExchange], transport: Transport, *, exact: bool) -> None:
+    def __init__(self, state: State, buckets: Sequence[BucketExchange]) -> None:
         """Begin without a step, of an exchange with this state and these buckets."""
         self.lock = threading.Condition()
         self.stage = Stage.NONE
@@ -110,13 +104,9 @@ class Step:
         self.error: DGCError | None = None
         self.announced: tuple[DGCError, int | None] | None = None
         self.closed = False
-        self.exact = exact
-        self.discarded = 0
         self._state = state
         self._buckets = buckets
-        self._transport = transport.whole
-        self._before = state.copy() if exact else None
-        self._captured = False
+        self._before: State | None = None
         self._process = _forks
 
     @property
@@ -158,27 +148,6 @@ class Step:
                 f"an earlier step failed ({self.error}); call reset() or load_state_dict() on all ranks, or restart"
             )
 
-    def require_agreement(self, stats: StepStats) -> None:
-        """Compare the number of discarded steps among the ranks, whose messages may else differ in size; collective.
-
-        Raises:
-            ConfigError: the ranks differ. All ranks get it.
-        """
-        counts = np.empty((self._transport.size, 8), np.uint8)
-        self._transport.allgather(np.array([self.discarded], np.int64).view(np.uint8), counts)
-        stats.bytes_sent += 8
-        stats.bytes_received += 8 * (self._transport.size - 1)
-        found = counts.view(np.int64)[:, 0]
-        if (found == found[0]).all():
-            return
-        other = int(np.flatnonzero(found != found[0])[0])
-        raise ConfigError(
-            f"rank 0 has discarded {found[0]} steps and rank {other} {found[other]}: a step was discarded on one rank "
-            "and applied on another, so their models differ now. Call discard_step(), or zero_grad() without step(), "
-            "on all ranks or on none (decide from values that are averaged over the ranks), and go on from a "
-            "checkpoint on all ranks"
-        )
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no bucket runs; returns False when ``timeout`` seconds did not suffice."""
         with self.lock:
@@ -214,8 +183,7 @@ class Step:
     def begin(self, context: StepContext) -> None:
         """Open a step; the one before it counts if that is undecided. The caller holds the lock."""
         self.applied()
-        if not self.exact:
-            self._before = None
+        self._before = None
         for bucket in self._buckets:
             bucket.start(context)
         self.enter(Event.BEGIN)
@@ -237,18 +205,12 @@ class Step:
     def finish(self, *, refused: bool) -> None:
         """End a step whose buckets have finished."""
         self.enter(Event.REFUSE if refused else Event.FINISH)
-        if refused:
-            self._captured = False
-        elif self._captured:  # a drop goes back to the copies
-            for bucket in self._buckets:
-                bucket.commit()
 
     def applied(self) -> None:
         """Let the step count: what was sent leaves the residual."""
         if self.stage is Stage.EXCHANGED:
             for bucket in self._buckets:
                 bucket.commit()
-            self._captured = False
             self.enter(Event.APPLY)
 
     def drop(self) -> bool:
@@ -259,16 +221,13 @@ class Step:
         """
         if not self.enter(Event.DROP):
             return False
-        self.discarded += self.exact
         self._go_back()
         return True
 
     def recover(self) -> None:
         """Forget the step and its error: the state was reset or loaded."""
         with self.lock:
-            self.error = self.announced = None
-            self.discarded = 0
-            self._captured = False
+            self.error = self.announced = self._before = None
             self.enter(Event.RESET)
 
     def close(self) -> None:
@@ -280,16 +239,9 @@ class Step:
     # -- copies of the state ---------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Copy the state from before a step, if it may be taken back; only the first call before a step does."""
-        if self.exact or (self.context is not None and self.context.joins):
-            self.applied()
-            if not self._captured:
-                self._copy()
-
-    def remember(self) -> None:
-        """Let a drop go back to what the state holds now: another exchange finished the latest step."""
-        self._copy()
-        self.enter(Event.TAKE_OVER)
+        """Copy the state from before the step, on a rank that has joined."""
+        if self.context is not None and self.context.joins:
+            self._before = self._state.copy()
 
     def counted(self) -> State:
         """The state with the step applied: a copy of it while that is undecided."""
@@ -300,14 +252,7 @@ class Step:
             bucket.commit(copy)
         return counted
 
-    def _copy(self) -> None:
-        if self._before is None:
-            self._before = self._state.copy()
-        else:
-            self._before.assign(self._state)
-        self._captured = True
-
     def _go_back(self) -> None:
-        if self._captured and self._before is not None:
+        if self._before is not None:
             self._state.assign(self._before)
-        self._captured = False
+            self._before = None

@@ -259,10 +259,6 @@ class Engine(EngineBase):
         self._watch()
         self.layout = self._layout_of(range(len(self.variables)))
 
-    def discard_step(self) -> bool:
-        """Take the latest step back; see :meth:`dgc.adapter.compressor.CompressorBase.discard_step`."""
-        return any([group.discard_step() for group in self.groups])
-
     def remember(self) -> None:
         """Note a few values of every variable, for :meth:`was_changed`."""
         self._seen = [samples(v) for v in self.variables]

@@ -55,7 +55,6 @@ class Group:
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
         self._runs = 0
-        self._rate_before: float | None = None
         self.rate: float | None = None
         """The learning rate that u is in units of, where the adopted velocity contains one."""
 
@@ -88,15 +87,12 @@ class Group:
             self._compare_replicas()
         self._runs += 1
         self.exchange.hyper = hyper.chosen(self.indices, () if learning_rate is None else (learning_rate,))
-        self.exchange.latest.capture()
-        self._rate_before = self.rate
         if learning_rate is not None and follows:
             self.follow(learning_rate)
         # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
         # moves then, so what is sent stays.
         still = learning_rate == 0.0 and follows
-        returns = still and not self.exchange.config.discardable
-        self.exchange.awaits_update = returns or bool(self.exchange.joins)  # without data it may be no step at all
+        self.exchange.awaits_update = still or bool(self.exchange.joins)  # without data it may be no step at all
         if still:
             self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
             gradients = [np.zeros_like(gradient) for gradient in gradients]
@@ -116,21 +112,9 @@ class Group:
             self.exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, self._limits[place])
             results.append(result)
         refused = self.exchange.finish()
-        if returns and not refused:
+        if still and not refused:
             self.exchange.drop()
         return results, REFUSED if refused else APPLY
-
-    def discard_step(self) -> bool:
-        """Take the latest step back; False when there is nothing to take back.
-
-        Raises:
-            LayoutError: in the middle of a step.
-        """
-        self.exchange.require_between_steps("discard_step()")
-        taken = self.exchange.drop()
-        if taken:
-            self.rate = self._rate_before
-        return taken
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it.

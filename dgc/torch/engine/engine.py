@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,6 @@ from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
 from dgc.torch.engine.horovod.device_sums import use_devices
-from dgc.torch.engine.sparse_gradients import SparseGradients, carry_over
 from dgc.torch.engine.step.replicas import require_same_parameters, require_same_results, share_options
 from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
@@ -45,9 +45,9 @@ class Engine(EngineBase):
         watch: the front end, which follows the steps of that optimizer.
         results: of the latest step.
         updates: whether they are applied as entries.
+        excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
         on_stepped: called when an optimizer has stepped the parameters, as the last thing; it may raise.
-        sparse: parameters with sparse gradients.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
         check_peers: called while waiting for other ranks, if set, with True once they came; raises if one never will.
@@ -97,7 +97,6 @@ class Engine(EngineBase):
             pairs = named() if callable(named) else named
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
-            self.sparse = SparseGradients(self.names, self.parameters, config.op)
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
             self._open_exchange()
@@ -108,6 +107,7 @@ class Engine(EngineBase):
         self._agree_on_tensors(build)
         use_devices(transport, self._tensors.device)
         self.results = Results(self.parameters, self._exchanges)
+        self.excluded = {i for i, n in enumerate(self.names) if any(fnmatchcase(n, p) for p in config.exclude)}
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
         self.watch = StepWatch(self)
 
@@ -142,10 +142,8 @@ class Engine(EngineBase):
             ready = self._tensors.ready()
         except ConfigError as refused:
             self.fail(refused)
-        if index not in self._places:
-            if gradient.any():
-                self.fail(self.sparse.dense_refusal(index))
-            return gradient.zero_()
+        if gradient.is_sparse:
+            self.refuse_sparse(index)
         result = self._memory.place(index, gradient := local(gradient))
         if isinstance(result, LayoutError):
             self.fail(result, index)
@@ -155,7 +153,7 @@ class Engine(EngineBase):
         decayed = self.parameters[index] if decayed is None else decayed
         try:
             decay = self._tensors.array(local(decayed)) if self.adoption.hyper.weight_decay[index] else None
-            self.exchange.submit(self._places[index], values, place.array, decay, place.limit, ready)
+            self.exchange.submit(index, values, place.array, decay, place.limit, ready)
         except DGCError as error:
             self._fail_with(error)
             raise
@@ -169,17 +167,19 @@ class Engine(EngineBase):
         """
         if self.error is not None:
             raise self.error
-        zeros = self._fill_in_sparse() if self.exchange.in_step or not self.sparse.agreed else []
         if not self.exchange.in_step:
             self._opened = False
             return
         try:
+            for index in self.exchange.missing():  # Horovod keeps a sparse gradient to itself
+                if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
+                    self.refuse_sparse(index)
             self.exchange.require_complete()
             while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
                 self.check_peers(False)
             self.exchange.finish()
             if self.updates.concluded(self.watch.owner, self.watch.in_step):
-                self.updates.take(self.exchange.deferred(), self._members)
+                self.updates.take(self.exchange.deferred(), self.parameters)
             else:
                 self.exchange.write_deferred()
             if self.check_peers is not None:
@@ -191,7 +191,6 @@ class Engine(EngineBase):
             self.watch.plain_step = False
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
-            del zeros
         self._conclude()
 
     @property
@@ -207,7 +206,7 @@ class Engine(EngineBase):
         """
         error = self._open_step(index) or error
         try:
-            self.exchange.fail(error, None if index is None else self._places.get(index))
+            self.exchange.fail(error, index)
         except DGCError as raised:
             self._fail_with(raised)
             raise
@@ -237,22 +236,17 @@ class Engine(EngineBase):
         return True
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"sparse_gradients": self.sparse.names}
+        return {}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
-        sparse = {i for i, name in enumerate(self.names) if name in saved.get("sparse_gradients", ())}
-        if self._choice.follow(saved["parameters"]) or sparse != self.sparse.found:
-            self._rebuild(sparse)
-        self.sparse.agreed = bool(sparse)
+        if self._choice.follow(saved["parameters"]):
+            self._rebuild()
         self.exchange.load_state_dict(saved)
         self._clear()
         self.watch.saved.compressor_loaded()
 
     def _decide(self) -> None:
         self.results.drop_if_cleared()
-
-    def discard_step(self) -> bool:  # noqa: D102
-        return self.results.discard()
 
     def abandon(self) -> None:  # noqa: D102
         super().abandon()
@@ -265,11 +259,8 @@ class Engine(EngineBase):
         super().close(keep_transport)
 
     def _open_exchange(self) -> None:
-        members = [i for i in range(len(self.names)) if i not in self.sparse.found]
         kernels = self._tensors.kernels
-        self._places = {i: place for place, i in enumerate(members)}
-        self._members = [self.parameters[i] for i in members]
-        layout = self._place([describe(self.names[i], self.parameters[i]) for i in members], kernels)
+        layout = self._place([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], kernels)
         self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
         itself = weakref.ref(self)  # the exchange does not keep this engine alive
 
@@ -278,7 +269,7 @@ class Engine(EngineBase):
                 watch, adoption = engine.watch, engine.adoption
                 assert watch.owner is not None, "it has begun the step"
                 at_once = watch.drives and watch.in_step
-                engine.follows = share_options(engine.between, context, adoption, members, watch.owner, at_once)
+                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once)
 
         self.exchange.on_joined = meet_joined
         self._exchanges[:] = [self.exchange]
@@ -316,7 +307,7 @@ class Engine(EngineBase):
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.defers = updates.begin(owner, results.kept) and self.sparse.agreed
+        self.exchange.defers = updates.begin(owner, results.kept)
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
         change = watch.saved.change(self.transport)
@@ -330,7 +321,7 @@ class Engine(EngineBase):
         except ConfigError as refused:
             error = error or refused
         rates = self.learning_rates or learning_rates_of(owner)
-        self.exchange.hyper = self.adoption.hyper.chosen(self._places, rates, change.restored)
+        self.exchange.hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
@@ -351,10 +342,7 @@ class Engine(EngineBase):
         self._opened = False
         for result in filter(None, self._pending.values()):
             result.deliver()
-        submitted = set(self._pending)
         self._pending.clear()
-        if not self.sparse.agreed and (found := self.sparse.agree(self.transport, submitted)):
-            carry_over(self._rebuild(found), self.exchange, {self.names[i] for i in self._places})
         if not self._replicas_compared:
             self._replicas_compared = True
             require_same_parameters(self.transport, self.names, self.parameters)
@@ -363,36 +351,26 @@ class Engine(EngineBase):
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
-        if index in self._places:
-            share = self._config.own_share(self.between.size)
-            self.exchange.state.absorb_momentum(self._places[index], as_array(local(buffer)), share)
+        share = self._config.own_share(self.between.size)
+        self.exchange.state.absorb_momentum(index, as_array(local(buffer)), share)
 
-    def _fill_in_sparse(self) -> list[torch.Tensor]:
-        """Submit zeros for parameters that got a sparse gradient; they must live until the step is over."""
-        zeros = []
-        for index, place in self._places.items():
-            p = self.parameters[index]
-            if p.grad is None or not p.grad.is_sparse or index in self._pending:
-                continue
-            late = self.sparse.late_refusal(index) if self.sparse.agreed else None
-            if (failed := self._open_step(index) or late) is not None:
-                self.fail(failed, index)
-            self.require_own_momentum(index)
-            zeros.append(zero := torch.zeros(p.shape, dtype=p.dtype, device=p.device))
-            result, array = self._tensors.result(zero), self._tensors.array(zero)
-            self.exchange.submit(place, array, result.array, array, result.limit, self._tensors.ready())
-        return zeros
+    def refuse_sparse(self, index: int) -> NoReturn:
+        """Refuse a sparse gradient, on every rank.
 
-    def require_own_momentum(self, index: int) -> None:
-        """Refuse a sparse gradient whose momentum was adopted, with a ConfigError on every rank."""
-        if self.adoption.took_from(index):
-            self.fail(self.sparse.momentum_refusal(index), index)
+        Raises:
+            ConfigError: always.
+        """
+        wrong = (
+            f"{self.names[index]!r} has sparse gradients, which are not compressed: give sparse_as_dense=True to "
+            "dgc.torch.DistributedOptimizer, name the parameter in exclude= of the compressor (it is then sent dense), "
+            "or build the embedding with sparse=False"
+        )
+        self.fail(ConfigError(wrong), index)
 
-    def _rebuild(self, sparse: set[int]) -> Exchange:
-        """Open an exchange without sparse gradients and without state; returns the one before it."""
-        before, self.sparse.found = self.exchange, sparse
+    def _rebuild(self) -> None:
+        """Open an exchange for the loaded state's choice of what is sent dense."""
+        before = self.exchange
         before.close()
         self._open_exchange()
         self._watch()
         self.layout, self.exchange.stats = self.exchange.layout, before.stats
-        return before

@@ -10,7 +10,7 @@ import torch
 
 from dgc.adapter.paddle import StateError, check_regularizer, flat, require_keys, shaped
 
-_EXTRAS = ("format", "op", "step", "rank", "size", "sparse_gradients")
+_EXTRAS = ("format", "op", "step", "rank", "size")
 
 Named = Sequence[tuple[str, torch.Tensor]]
 """(name, parameter) by parameter number."""

@@ -30,7 +30,6 @@ OPTIONS = {
     "sparsity 0": {"sparsity": 0.0},
     "later": {"rampup_begin_step": 3},
     "clipped": {"local_grad_clip_norm": 0.5, "clip_scope": "global"},
-    "discardable": {"discardable": True},
     "no feedback": {"error_feedback": False},
 }
 FAST = Network(Line(((256, 1e-9), (1024, 2e-9))), Line(((256, 1e-9), (1024, 2e-9))))

@@ -6,7 +6,7 @@ import os
 
 import horovod.torch as hvd
 import torch
-from models import each_way, loss_of, make_model, on_every_rank, sgd, train, wrap
+from models import each_way, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -108,18 +108,23 @@ def dampening_and_maximize():
 
 
 @case
-def sparse_gradients_with_adopted_momentum():
+def sparse_gradients():
+    """Beside dense ones, and alone; before anything has moved."""
     for way in "ab":
-        model = torch.nn.Sequential(
-            torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
-        )
-        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
+        for whole in (True, False):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(
+                torch.nn.Embedding(50, 40, sparse=True), torch.nn.Flatten(), torch.nn.Linear(160, 64)
+            )
+            before = flat(model).clone()
+            optimizer, _ = wrap(way, model, sgd(model if whole else model[0]), sparsity=0.9)
 
-        def one_step(model=model, optimizer=optimizer):
-            model(torch.randint(0, 50, (8, 4))).square().mean().backward()
-            optimizer.step()
+            def one_step(model=model, optimizer=optimizer):
+                model(torch.randint(0, 50, (8, 4))).square().mean().backward()
+                optimizer.step()
 
-        on_every_rank(dgc.ConfigError, "0.weight.*group of its own", one_step, way)
+            on_every_rank(dgc.ConfigError, "'0.weight' has sparse.*sparse_as_dense=True.*exclude=", one_step, way)
+            assert torch.equal(flat(model), before)
 
 
 @case

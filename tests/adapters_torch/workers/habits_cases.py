@@ -218,30 +218,6 @@ def gradients_that_are_taken_out_after_synchronize():
         assert worst_difference(models[1], models[0]) <= 1e-5, (way, passes, worst_difference(models[1], models[0]))
 
 
-@case
-def gradients_of_ones_own_after_zero_grad():
-    """They are averaged, although synchronize() has run: its results are gone."""
-    for way in "ab":
-        models = []
-        for kind in ("dense", way):
-            model = make_model()
-            options = {} if kind == "dense" else {**EXACT, "discardable": True}
-            optimizer, compression = distribute(kind, model, plain_sgd(model), **options)
-            parameters = [p for p in model.parameters() if p.requires_grad]
-            for step in range(4):
-                loss_of(model, 100 + step).backward()
-                optimizer.synchronize()
-                optimizer.zero_grad()
-                for p, g in zip(parameters, torch.autograd.grad(loss_of(model, step), parameters), strict=True):
-                    p.grad = g
-                quiet(optimizer.step)
-                optimizer.zero_grad()
-            models.append(model)
-            close(compression)
-        assert_replicas_identical(models[1], f"assigned {way}")
-        assert worst_difference(models[1], models[0]) <= 1e-5, (way, worst_difference(models[1], models[0]))
-
-
 @case("mpirun", "gloo")
 def changing_averaged_gradients_on_one_rank_alone_is_an_error():
     """Dense training averages them again in step(); here the replicas would drift apart."""
@@ -291,34 +267,6 @@ def a_closure_that_synchronizes():
             models.append(model)
             close(compression)
         assert worst_difference(models[1], models[0]) <= 1e-5, way
-
-
-@case
-def sparse_gradients_and_a_second_synchronize():
-    """Without compression of the embedding, and as dense gradients."""
-    for way, as_dense in (("a", False), ("b", False), ("b", True)):
-        results = []
-        for update in (clip_then_skip, clip_then_step):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=True), torch.nn.Linear(30, 60))
-            optimizer, _ = wrap(
-                way,
-                model,
-                torch.optim.SGD(model.parameters(), lr=0.1),
-                hvd_options={"sparse_as_dense": as_dense},
-                sparsity=0.9,
-            )
-            for step in range(5):
-                optimizer.zero_grad()
-                model(torch.arange(5) + step + hvd.rank()).square().mean().backward()
-                quiet(optimizer.synchronize)
-                if update is clip_then_skip:
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
-                    quiet(optimizer.step)
-            results.append(flat(model))
-        assert torch.allclose(*results, atol=1e-6), (way, as_dense, (results[0] - results[1]).abs().max())
 
 
 # -- checkpoints of the optimizer alone ------------------------------------------------------------------------------

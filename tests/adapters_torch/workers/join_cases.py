@@ -250,31 +250,23 @@ def adam_has_the_same_state_everywhere():
 
 @case
 def nothing_changes_where_all_join_together():
-    for discardable in (False, True):
-        model = make_model()
-        optimizer, compression = wrap(
-            model,
-            torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]),
-            sparsity=0.99,
-            discardable=discardable,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]), sparsity=0.99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dgc.join(compression) == size() - 1
+        for epoch in range(3):
+            train(optimizer, model, 4, start=10 * epoch)
+            before, parameters = compression.state_dict(), flat(model)
             assert dgc.join(compression) == size() - 1
-            for epoch in range(3):
-                train(optimizer, model, 4, start=10 * epoch)
-                before, parameters = compression.state_dict(), flat(model)
-                assert dgc.join(compression) == size() - 1
-                after = compression.state_dict()
-                assert after["step"] == before["step"] == 4 * (epoch + 1)
-                assert torch.equal(flat(model), parameters)
-                for name, entry in before["parameters"].items():
-                    for key, value in entry.items():
-                        torch.testing.assert_close(
-                            after["parameters"][name][key], value, rtol=0, atol=0, equal_nan=True
-                        )
-        assert_identical(model)
-        compression.close()
+            after = compression.state_dict()
+            assert after["step"] == before["step"] == 4 * (epoch + 1)
+            assert torch.equal(flat(model), parameters)
+            for name, entry in before["parameters"].items():
+                for key, value in entry.items():
+                    torch.testing.assert_close(after["parameters"][name][key], value, rtol=0, atol=0, equal_nan=True)
+    assert_identical(model)
+    compression.close()
 
 
 @case

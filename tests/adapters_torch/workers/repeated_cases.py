@@ -127,7 +127,7 @@ def a_velocity_is_never_taken_for_a_gradient():
 @case
 def gradients_added_to_a_velocity_are_told_once_they_are_applied():
     for way in "ab":
-        model, optimizer, _ = wrapped(way, discardable=True, **EXACT)
+        model, optimizer, _ = wrapped(way, **EXACT)
         plain(model, optimizer, 0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

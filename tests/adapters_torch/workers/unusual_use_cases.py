@@ -247,50 +247,6 @@ def names_that_are_missing_on_one_rank():
 
 
 @case
-def a_sparse_embedding_that_goes_unused_later():
-    for way in "ab":
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict(
-            {"table": torch.nn.Embedding(50, 40, sparse=True), "linear": torch.nn.Linear(40, 64)}
-        )
-        groups = [{"params": model["table"].parameters()}, {"params": model["linear"].parameters(), "momentum": 0.9}]
-        optimizer, _ = wrap(way, model, torch.optim.SGD(groups, lr=0.1), sparsity=0.9)
-        for step in range(4):
-            optimizer.zero_grad()
-            x = model["table"](torch.arange(8) + hvd.rank()) if step < 2 else torch.ones(8, 40)
-            model["linear"](x).square().mean().backward()
-            optimizer.step()
-        assert_replicas_identical(model, f"unused {way}")
-
-
-def embedding_model():
-    torch.manual_seed(0)
-    return torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 40, sparse=True), "linear": torch.nn.Linear(40, 64)})
-
-
-@case
-def an_embedding_that_is_first_used_in_the_second_step():
-    for way in "ab":
-        model = embedding_model()
-        optimizer, _ = wrap(way, model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
-        model["linear"](torch.ones(8, 40)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
-        on_every_rank(dgc.LayoutError, "'table.weight' has a sparse gradient, but", optimizer.step, way)
-
-
-@case
-def an_optimizer_of_sparse_gradients_alone():
-    model = embedding_model()
-    before = flat(model).clone()
-    optimizer, _ = wrap("b", model, torch.optim.SparseAdam(model["table"].parameters()), sparsity=0.9)
-    model["linear"](model["table"](torch.arange(8) + hvd.rank())).square().mean().backward()
-    on_every_rank(dgc.LayoutError, "all gradients of this optimizer are sparse", optimizer.step)
-    assert torch.equal(flat(model), before)
-
-
-@case
 def gradients_that_are_changed_while_they_are_exchanged():
     """What was read of them before and after is a matter of chance."""
 

@@ -237,8 +237,6 @@ def send_on(exchange, stage, event):
         exchange.applied()
     elif event is Event.DROP:
         assert exchange.drop() == (stage is Stage.EXCHANGED)
-    elif event is Event.TAKE_OVER:
-        exchange.latest.remember()
     else:
         exchange.reset()
 

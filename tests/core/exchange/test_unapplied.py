@@ -1,4 +1,4 @@
-"""A step that was exchanged and not applied: taken back wholly, or what was sent in it returns."""
+"""A step that was exchanged and not applied: what was sent in it returns."""
 
 import numpy as np
 import pytest
@@ -7,15 +7,10 @@ from contract_tools import make_exchange as make_compressor_exchange
 from contract_tools import specs as contract_specs
 from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
 from host_runtime import HostRuntime, compiler
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dgc.adapter.compressor import CompressorBase
-from dgc.core.compressors import make_config
 from dgc.core.kernels.cpu.backend import NumbaKernels
 from dgc.core.kernels.gpu.backend import DeviceKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 
 OPTIONS = {
@@ -33,12 +28,6 @@ OPTIONS = {
     "coded": {"sparsity": 0.9, "momentum": 0.9, "small": "int8", "bucket_bytes": 2048},
 }
 COUNT = len(SHAPES)
-DISCARDED = 1000
-"""Added to the step of a gradient that is going to be discarded: another gradient than those that count."""
-
-
-def member(name, **options):
-    return CompressorBase(options, name)
 
 
 def grads_of(step, rank, specs):
@@ -50,89 +39,6 @@ def everything(exchange):
     saved = exchange.state_dict()
     arrays = {f"{n}.{k}": a.tobytes() for n, e in saved["parameters"].items() for k, a in e.items()}
     return {**arrays, "step": saved["step"]}
-
-
-def with_discards(pattern, make, specs=None):
-    """Steps of which those with True are discarded, on two ranks; the others' results and the state, by rank."""
-    specs = specs or parameters()
-
-    def one_rank(transport):
-        exchange = make(transport)
-        results, values = [], [np.linspace(-1, 1, p.numel).astype(p.dtype) for p in specs]
-        counted = 0
-        for discarded in pattern:
-            step = DISCARDED + counted if discarded else counted
-            before = everything(exchange)
-            refused, got = run_step(exchange, grads_of(step, transport.rank, specs), values)
-            assert not refused
-            if discarded:
-                assert exchange.drop()
-                assert not exchange.drop()
-                assert everything(exchange) == before
-                continue
-            results.append(b"".join(r.tobytes() for r in got))
-            counted += 1
-        state = everything(exchange)
-        exchange.close()
-        return results, state
-
-    return run_ranks(2, one_rank)
-
-
-def assert_discards_leave_no_trace(pattern, make, specs=None):
-    straight = [kept for kept in pattern if not kept]
-    assert with_discards(pattern, make, specs) == with_discards(straight, make, specs)
-
-
-@pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels])
-@pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=6, deadline=None)
-@given(pattern=st.lists(st.booleans(), min_size=3, max_size=9))
-def test_discarded_steps_leave_no_trace(pattern, name, kernels):
-    assert_discards_leave_no_trace(
-        [True, *pattern], lambda t: make_exchange(t, kernels=kernels(), discardable=True, **OPTIONS[name])
-    )
-
-
-@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
-def test_discarded_steps_of_every_compressor_leave_no_trace(case):
-    assert_discards_leave_no_trace(
-        [True, False, True, False, True, True, False],
-        lambda t: make_compressor_exchange(t, case, discardable=True),
-        contract_specs(),
-    )
-
-
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) for the kernels' text")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_discarded_steps_on_a_device_leave_no_trace(name):
-    specs = parameters()
-
-    def states(pattern):
-        def one_rank(transport):
-            kernels = DeviceKernels(HostRuntime(seed=7, deferred=True))
-            exchange = make_exchange(transport, kernels=kernels, discardable=True, **OPTIONS[name])
-            params = [np.linspace(-1, 1, p.numel).astype(p.dtype) for p in specs]
-            counted, alive = 0, []
-            for discarded in pattern:
-                grads = grads_of(DISCARDED + counted if discarded else counted, transport.rank, specs)
-                before = everything(exchange)
-                # The device reads and writes them later.
-                alive += [grads, run_step(exchange, grads, params)]
-                if discarded:
-                    assert exchange.drop()
-                    assert everything(exchange) == before
-                counted += not discarded
-            after = everything(exchange)
-            exchange.close()
-            return after
-
-        return run_ranks(2, one_rank)
-
-    assert states([True, False, True, False, True, True, False]) == states([False] * 3)
-
-
-# -- without the option ------------------------------------------------------------------------------------------
 
 
 def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, False, True, True, False)):
@@ -216,13 +122,12 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
     run_ranks(2, one_rank)
 
 
-def test_nothing_is_kept_unasked():
+def test_a_step_counts_at_once_where_updates_are_not_reported():
     def one_rank(transport):
         exchange = make_exchange(transport, **OPTIONS["momentum"])
         run_step(exchange, grads_of(0, transport.rank, parameters()))
         assert not exchange.latest.undecided
         assert not exchange.drop()
-        assert exchange.latest._before is None
         exchange.close()
 
     run_ranks(2, one_rank)
@@ -245,57 +150,13 @@ def test_what_was_kept_goes_when_the_next_step_begins():
     run_ranks(2, one_rank)
 
 
-# -- ranks that disagree, refused and failed steps -----------------------------------------------------------------
+# -- refused steps; reset and load -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begin", [0, 2, 3])
-def test_a_step_discarded_on_one_rank_alone_is_an_error_on_all(begin):
-    """Also where the messages of the two steps differ in size."""
-
+def test_a_refused_step_is_not_dropped_as_well():
     def one_rank(transport):
         specs = parameters()
-        options = {"sparsity": [0.5, 0.9], "rampup_step": 2, "rampup_begin_step": begin, "momentum": 0.9}
-        exchange = make_exchange(transport, discardable=True, **options)
-        for step in range(3):
-            run_step(exchange, grads_of(step, transport.rank, specs))
-        if transport.rank == 1:
-            exchange.drop()
-        with pytest.raises(ConfigError, match="rank 0 has discarded 0 steps and rank 1 1") as raised:
-            run_step(exchange, grads_of(3, transport.rank, specs))
-        assert "checkpoint" in str(raised.value)
-        with pytest.raises(RemoteError, match="reset"):
-            run_step(exchange, grads_of(3, transport.rank, specs))
-        exchange.reset()
-        for step in range(2):
-            _, results = run_step(exchange, grads_of(step, transport.rank, specs))
-        exchange.close()
-        return [r.tobytes() for r in results]
-
-    first, second = run_ranks(2, one_rank)
-    assert first == second
-
-
-def test_a_rank_that_fails_in_its_first_gradient_is_heard_of():
-    """The ranks' first collective of a step comes before anything can have failed."""
-
-    def one_rank(transport):
-        specs = parameters()
-        exchange = make_exchange(transport, discardable=True, **OPTIONS["momentum"])
-        run_step(exchange, grads_of(0, transport.rank, specs))
-        gradients = grads_of(1, transport.rank, specs)
-        act = (lambda: exchange.fail(LayoutError("out of order"))) if transport.rank else None
-        with pytest.raises(DGCError, match="out of order"):
-            (act or (lambda: run_step(exchange, gradients)))()
-        exchange.close()
-
-    run_ranks(2, one_rank)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_refused_step_is_not_taken_back_twice(exact):
-    def one_rank(transport):
-        specs = parameters()
-        exchange = make_exchange(transport, discardable=exact, **OPTIONS["momentum"])
+        exchange = make_exchange(transport, **OPTIONS["momentum"])
         exchange.awaits_update = True
         run_step(exchange, grads_of(0, transport.rank, specs))
         exchange.applied()
@@ -311,9 +172,10 @@ def test_a_refused_step_is_not_taken_back_twice(exact):
 
 
 @pytest.mark.parametrize("what", ["reset", "load"])
-def test_after_a_reset_or_a_load_there_is_nothing_to_take_back(what):
+def test_after_a_reset_or_a_load_there_is_nothing_to_drop(what):
     def one_rank(transport):
-        exchange = make_exchange(transport, discardable=True, **OPTIONS["momentum"])
+        exchange = make_exchange(transport, **OPTIONS["momentum"])
+        exchange.awaits_update = True
         run_step(exchange, grads_of(0, transport.rank, parameters()))
         if what == "reset":
             exchange.reset()
@@ -323,38 +185,6 @@ def test_after_a_reset_or_a_load_there_is_nothing_to_take_back(what):
         exchange.close()
 
     run_ranks(2, one_rank)
-
-
-# -- the option ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_a_bad_option_is_refused(value):
-    with pytest.raises(ConfigError, match=r"discardable is .*; allowed: True or False"):
-        make_config({"discardable": value})
-
-
-@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
-def test_every_compressor_has_the_option(case):
-    assert make_config({**case.options, "discardable": True}, algorithm=case.name).discardable
-    assert make_config(case.options, algorithm=case.name).describe()["discardable"] is False
-
-
-def test_describe_says_it():
-    def one_rank(transport):
-        exchanges = [make_exchange(transport, discardable=flag) for flag in (True, False)]
-        told = [exchange.describe()["discardable"] for exchange in exchanges]
-        for exchange in exchanges:
-            exchange.close()
-        return told
-
-    assert run_ranks(1, one_rank) == [[True, False]]
-
-
-def test_discard_step_without_the_option_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"Compression.topk\(..., discardable=True\)"):
-        member("topk").discard_step()
-    assert member("topk", discardable=True).discard_step() is False
 
 
 # -- between the exchange and the update ---------------------------------------------------------------------------
@@ -401,30 +231,6 @@ def test_an_undecided_step_on_a_device_is_saved_as_an_applied_one(algorithm):
             saved = everything(exchange)
         exchange.applied()
         assert everything(exchange) == saved
-        exchange.close()
-
-    run_ranks(2, one_rank)
-
-
-def test_what_another_exchange_finished_goes_back_to_the_remembered_state():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **OPTIONS["momentum"])
-        run_step(exchange, grads_of(0, transport.rank, parameters()))
-        dropped = exchange.state_dict()
-        run_step(exchange, grads_of(1, transport.rank, parameters()))
-        applied = exchange.state_dict()
-        for drops in (True, False):
-            exchange.load_state_dict(dropped)
-            wanted = everything(exchange)
-            exchange.latest.remember()
-            exchange.state.load(applied, 1.0)
-            if drops:
-                assert exchange.drop()
-            else:
-                wanted = everything(exchange)
-                exchange.applied()
-            assert not exchange.latest.undecided
-            assert everything(exchange) == wanted
         exchange.close()
 
     run_ranks(2, one_rank)

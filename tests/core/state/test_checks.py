@@ -105,19 +105,3 @@ def test_a_state_with_half_a_failed_step_is_not_saved():
         exchange.close()
 
     run_ranks(2, rank)
-
-
-@pytest.mark.parametrize("bucket_bytes", [2**25, 1024])
-def test_with_copies_the_state_from_before_a_failed_step_is_saved(bucket_bytes):
-    def rank(transport):
-        exchange, before = failed(transport, discardable=True, bucket_bytes=bucket_bytes)
-        after = exchange.state_dict()
-        assert after["step"] == before["step"] == 2
-        for name, entry in before["parameters"].items():
-            for key, values in entry.items():
-                np.testing.assert_array_equal(after["parameters"][name][key], values, err_msg=f"{name} {key}")
-        exchange.load_state_dict(after)
-        run_step(exchange, first_gradients(transport.rank))
-        exchange.close()
-
-    run_ranks(2, rank)

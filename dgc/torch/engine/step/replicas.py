@@ -53,7 +53,6 @@ def share_options(
     transport: Transport,
     context: StepContext,
     adoption: Adoption,
-    members: Sequence[int],
     optimizer: torch.optim.Optimizer,
     updates: bool,
 ) -> bool:
@@ -63,7 +62,6 @@ def share_options(
         transport: connects the ranks.
         context: of the step, whose messages are in.
         adoption: of the optimizer's options.
-        members: indices of the parameters that are exchanged.
         optimizer: steps the parameters.
         updates: whether the update follows, and nothing of the script's comes before it.
 
@@ -79,7 +77,7 @@ def share_options(
     if transport.rank in context.joined:
         set_option_values(optimizer, came[1:])
         adoption.read(optimizer)
-        context.hyper = adoption.hyper.chosen(members)
+        context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     if hidden:
         adoption.hide(optimizer)
     return bool(came[0])

@@ -147,19 +147,6 @@ class Results:
         if self.undecided and not self.stand:
             self._conclude()
 
-    def discard(self) -> bool:
-        """Take the step back because the user says so.
-
-        Returns:
-            False when there is nothing to take back.
-
-        Raises:
-            LayoutError: in the middle of a step.
-        """
-        self._exchanges[0].require_between_steps("discard_step()")
-        self.drop_if_cleared()
-        return self._exchanges[0].drop()
-
     def next_begins(self, index: int | None = None, first_pass: bool = False) -> Carried:
         """The first gradient of the next step is there.
 
@@ -208,12 +195,11 @@ class Results:
         exchange = self._exchanges[0]
         if self.in_closure or self._were_updated():
             exchange.applied()
-        elif exchange.drop() and not exchange.config.discardable and not self._warned_of_drop:
+        elif exchange.drop() and not self._warned_of_drop:
             self._warned_of_drop = True
             warnings.warn(
                 "a step was exchanged by synchronize() but not applied by step(); its gradient stays in the "
-                "compressor's residuals and is applied later, where dense training drops it: give the compressor "
-                "discardable=True to have it dropped",
+                "compressor's residuals and is applied later, where dense training drops it",
                 RuntimeWarning,
                 stacklevel=4,
             )

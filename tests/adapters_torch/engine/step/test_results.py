@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dgc.core.compressors import make_config
-from dgc.errors import ConfigError
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.step.results import Carried, Results
 from dgc.transport.local import run_ranks
@@ -66,62 +65,7 @@ def on_two_ranks(function):
     return run_ranks(2, function)
 
 
-def optimizer_clears(t):
-    t.optimizer.zero_grad()
-    t.engine.results.cleared()
-
-
-def optimizer_clears_in_place(t):
-    t.optimizer.zero_grad(set_to_none=False)
-    t.engine.results.cleared()
-
-
-def grads_are_removed(t):
-    for p in t.parameters:
-        p.grad = None
-
-
-def discards(t):
-    assert t.engine.discard_step()
-    assert not t.engine.discard_step()
-    grads_are_removed(t)
-
-
-@pytest.mark.parametrize("drop", [optimizer_clears, optimizer_clears_in_place, grads_are_removed, discards])
-@pytest.mark.parametrize("first", [0, 3], ids=["first step", "later"])
-@pytest.mark.parametrize("sparsity", [{"sparsity": 0.99}, {"sparsity": [0.5, 0.99], "rampup_step": 3}, EXACT])
-def test_a_dropped_step_leaves_no_trace(drop, first, sparsity):
-    def one_rank(transport):
-        # Both stay until the end: an engine that is collected closes its transport.
-        trainings = [Training(transport, discardable=True, **sparsity) for _ in range(2)]
-        ends = []
-        for t, dropping in zip(trainings, (True, False), strict=True):
-            t.train(range(first))
-            if dropping:
-                t.exchange(99, scale=50.0)
-                drop(t)
-            t.train(range(first, first + 4))
-            ends.append((t.values(), t.state()))
-        assert all(torch.equal(a, b) for a, b in zip(ends[0][0], ends[1][0], strict=True))
-        assert ends[0][1] == ends[1][1]
-
-    on_two_ranks(one_rank)
-
-
-def test_zero_grad_restores_the_state_at_once():
-    def one_rank(transport):
-        t = Training(transport, discardable=True, sparsity=0.9)
-        t.train(range(2))
-        before = t.state()
-        t.exchange(2)
-        assert t.state() != before
-        t.optimizer.zero_grad()
-        assert t.state() == before
-
-    on_two_ranks(one_rank)
-
-
-def test_without_the_option_what_was_sent_returns_and_a_warning_says_so_once():
+def test_what_was_sent_returns_and_a_warning_says_so_once():
     def one_rank(transport):
         t = Training(transport, momentum=0.0, sparsity=0.99, values="float32")
         start, given = t.values()[0], torch.zeros(SHAPES["weight"])
@@ -138,7 +82,7 @@ def test_without_the_option_what_was_sent_returns_and_a_warning_says_so_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (given_0, rest_0, moved_0), (given_1, rest_1, moved_1) = on_two_ranks(one_rank)
-    assert len([w for w in caught if "discardable=True" in str(w.message)]) == 2  # one on each rank
+    assert len([w for w in caught if "not applied by step()" in str(w.message)]) == 2  # one on each rank
     np.testing.assert_array_equal(moved_0, moved_1)
     np.testing.assert_allclose(2 * moved_0 + rest_0 + rest_1, given_0 + given_1, atol=2e-4)
 
@@ -174,10 +118,9 @@ def keeps_what_is_applied(t, apply):
 
 
 @pytest.mark.parametrize("apply", [step_of_the_owner, step_of_another, by_hand, by_hand_through_data])
-@pytest.mark.parametrize("discardable", [True, False])
-def test_what_was_applied_is_never_taken_back(apply, discardable):
+def test_what_was_applied_is_never_taken_back(apply):
     def one_rank(transport):
-        t = Training(transport, sparsity=0.9, discardable=discardable)
+        t = Training(transport, sparsity=0.9)
         keeps_what_is_applied(t, apply)
 
     with warnings.catch_warnings():
@@ -189,7 +132,7 @@ def test_an_update_by_hand_of_a_few_entries_is_seen():
     """Nearly all of a sparse result is 0, and so is what it changes; writing to ``.data`` raises no version."""
 
     def one_rank(transport):
-        t = Training(transport, sparsity=0.999, discardable=True, shapes={"weight": (48, 40)})
+        t = Training(transport, sparsity=0.999, shapes={"weight": (48, 40)})
         keeps_what_is_applied(t, by_hand_through_data)
 
     on_two_ranks(one_rank)
@@ -198,7 +141,7 @@ def test_an_update_by_hand_of_a_few_entries_is_seen():
 def test_unused_parameters_do_not_make_a_step_one_that_was_dropped():
     def one_rank(transport):
         shapes = {"unused first": (30,), "weight": (48, 40), "unused last": (30,)}
-        t = Training(transport, momentum=0.0, discardable=True, shapes=shapes, **EXACT)
+        t = Training(transport, momentum=0.0, shapes=shapes, **EXACT)
         for call in range(3):
             t.exchange(call)  # without step() or zero_grad(): each adds to the results of the one before
         assert t.step == 3
@@ -206,12 +149,11 @@ def test_unused_parameters_do_not_make_a_step_one_that_was_dropped():
     on_two_ranks(one_rank)
 
 
-@pytest.mark.parametrize("discardable", [True, False])
-def test_what_a_closure_exchanged_is_applied(discardable):
+def test_what_a_closure_exchanged_is_applied():
     """The step begins before its gradients are exchanged; a line search may evaluate its closure several times."""
 
     def one_rank(transport):
-        t = Training(transport, sparsity=0.9, discardable=discardable)
+        t = Training(transport, sparsity=0.9)
 
         def closure():
             for call in range(2):
@@ -224,32 +166,18 @@ def test_what_a_closure_exchanged_is_applied(discardable):
         assert t.step == 2
         t.exchange(2)
         t.optimizer.zero_grad()
-        assert t.step == (2 if discardable else 3)
+        assert t.step == 3
 
     on_two_ranks(one_rank)
 
 
 def test_gradients_that_stay_are_not_taken_back():
     def one_rank(transport):
-        t = Training(transport, momentum=0.0, discardable=True, **EXACT)
+        t = Training(transport, momentum=0.0, **EXACT)
         for call in range(3):
             t.exchange(call)
         assert t.step == 3
         assert t.engine.residual_norm() < 1e-5
-
-    on_two_ranks(one_rank)
-
-
-def test_a_rank_that_drops_alone_is_an_error_on_all():
-    def one_rank(transport):
-        t = Training(transport, discardable=True, sparsity=[0.0, 0.9], rampup_begin_step=3, rampup_step=2)
-        t.train(range(2))
-        t.exchange(2)
-        if t.rank == 0:
-            t.optimizer.step()
-        t.optimizer.zero_grad()
-        with pytest.raises(ConfigError, match="discarded on one rank and applied on another"):
-            t.exchange(3)
 
     on_two_ranks(one_rank)
 

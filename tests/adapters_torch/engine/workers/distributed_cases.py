@@ -255,23 +255,6 @@ def models_are_broadcast_or_refused():
 
 
 @case
-def sparse_gradients_are_joined():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 20, sparse=True), nn.Linear(20, 60))
-    optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters(), "momentum": 0.0}, {"params": model[1].parameters(), "momentum": 0.9}], lr=0.1
-    )
-    optimizer, compression = wrap(model, optimizer, sparsity=0.9)
-    for step in range(4):
-        optimizer.zero_grad()
-        words = torch.arange(5) + step + 3 * dist.get_rank()
-        model(words).square().mean().backward()
-        optimizer.step()
-    assert_identical(model)
-    compression.close()
-
-
-@case
 def groups_of_ranks():
     both, alone = dist.new_group([0, 1]), dist.new_group([0])
     model = make_model()

@@ -62,9 +62,8 @@ def same_bits(found, expected):
         {"momentum": 0.9, "sparsity": 0.9, "local_grad_clip_norm": 0.1, "clip_scope": "global"},
         {"momentum": 0.9, "sparsity": [0.5, 0.9], "rampup_begin_step": 2, "rampup_step": 4},
         {"momentum": 0.9, "sparsity": 0.0},
-        {"momentum": 0.9, "sparsity": 0.9, "discardable": True},
     ],
-    ids="plain nesterov clipped clipped_globally warm_up dense discardable".split(),
+    ids="plain nesterov clipped clipped_globally warm_up dense".split(),
 )
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_nodes_of_two_are_ranks_with_the_sums_of_two(options, op):
@@ -205,19 +204,6 @@ def test_a_rank_that_cannot_collect_its_gradients_leaves_nobody_in_the_sum(faili
     errors = errors_of(4, rank)
     assert all(isinstance(e, DGCError) and "MemoryError: no room" in str(e) for e in errors), errors
     assert errors[3 - failing].args[0].startswith(f"node 0 failed in step 0: rank {failing}: ")
-
-
-def test_a_step_that_is_discarded_on_one_rank_of_a_node_is_told_by_its_number():
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, discardable=True)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
-        run_step(exchange, grads)
-        if transport.rank == 3:
-            exchange.drop()
-        run_step(exchange, grads)
-
-    errors = errors_of(4, rank)
-    assert all("rank 0 has discarded 0 steps and rank 3 1" in str(e) for e in errors), errors
 
 
 def test_a_gradient_that_is_not_finite_refuses_the_step_of_all_and_is_told_once_a_node(recwarn):

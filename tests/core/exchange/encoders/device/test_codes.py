@@ -70,14 +70,11 @@ def test_the_order_of_sums_is_the_same_in_both():
     assert (codes.TILE, codes.ROWS) == (source.TILE, source.ROWS)
 
 
-@pytest.mark.parametrize("discardable", [False, True])
-def test_what_nobody_applied_returns_as_on_the_cpu(discardable):
+def test_what_nobody_applied_returns_as_on_the_cpu():
     def states(kernels_of_rank):
         def one_rank(transport):
             kernels, alive = kernels_of_rank(), []
-            exchange = make_exchange(
-                transport, SHAPES, algorithm="onebit", kernels=kernels, momentum=0.9, discardable=discardable
-            )
+            exchange = make_exchange(transport, SHAPES, algorithm="onebit", kernels=kernels, momentum=0.9)
             exchange.awaits_update = True
             for step in range(4):
                 alive.append(one_step(exchange, step, transport.rank, [None] * len(SHAPES)))
