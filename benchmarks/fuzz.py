@@ -29,7 +29,7 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
-from dgc.adapter.speed.work import Echo  # noqa: E402
+from dgc.adapter.bench import Echo  # noqa: E402
 from dgc.core.codecs import index_codec_names, padded, value_codec_names  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.header import HEADER_BYTES  # noqa: E402

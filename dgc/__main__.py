@@ -43,9 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_job(arguments: argparse.Namespace) -> int:
     """Predict a step's exchange in the launch that runs this."""
-    from dgc.adapter.speed import bench
+    from dgc.adapter import bench
 
     return bench.run(arguments, _connect)
+
+
+_LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")
+"""Variables that the launchers of a Horovod job set."""
 
 
 def _connect() -> Transport:
@@ -53,16 +57,19 @@ def _connect() -> Transport:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed as dist
 
-        from dgc.torch.engine.distributed import DistributedTransport
+        from dgc.torch.distributed import DistributedTransport
 
         dist.init_process_group("gloo")
         return DistributedTransport()
-    import horovod.torch as hvd
+    if not any(name in os.environ for name in _LAUNCHED):
+        from dgc.adapter.bench import LAUNCH
+        from dgc.errors import ConfigError
 
-    from dgc.torch.engine.horovod.choice import make_transport
+        raise ConfigError(f"no launcher has started this process; {LAUNCH}")
+    from dgc.torch.horovod import HOROVOD
 
-    hvd.init()
-    return make_transport()
+    HOROVOD.module(initialized=False).init()
+    return HOROVOD.make_transport()
 
 
 def list_compressors(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Every error this package raises on purpose. A message says what was given, what is allowed and what to do."""
 
-__all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "TransportError", "WireError"]
+__all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "StallError", "TransportError", "WireError"]
 
 
 class DGCError(Exception):

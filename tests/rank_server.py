@@ -100,7 +100,7 @@ def order_exit_handlers() -> None:
     for framework in ("tensorflow", "torch"):
         if f"horovod.{framework}.mpi_ops" in sys.modules:
             _move_to_front(sys.modules[f"horovod.{framework}.mpi_ops"]._basics.shutdown)
-    package = sys.modules.get("dgc.transport.waits.mpi_exit")
+    package = sys.modules.get("dgc.transport.mpi")
     if package is not None and package._farewells:
         _move_to_front(package.leave)
 

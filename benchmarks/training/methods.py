@@ -18,15 +18,13 @@ ALONE = ("none", "none-fused")
 MEETING = "none-meeting"
 """Plain SGD whose ranks wait for each other before each update, and send nothing: what any exchange costs at least."""
 FAMILY = ("topk", "qsgd", "onebit")
-CHOSEN = {"dgc-auto": "auto", "dgc-dense": "dense", "qsgd-auto": "auto"}
-"""Options ``exchange``: whichever is predicted to be faster; our own dense way, without compression."""
 RESULTS = "dgc-b-results"
 """Our wrapper with dense results, ``sparse_updates=False``."""
 HALVES = "dgc-b-halves"
 """Our wrapper with positions and values of 16 bits, and small tensors in 8."""
 BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
 """Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
-METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *CHOSEN, *FAMILY, "powersgd")
+METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *FAMILY, "powersgd")
 DENSITY = 0.001
 
 
@@ -70,8 +68,6 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
         return Trained(model, hvd.DistributedOptimizer(optimizer, named, compression=compression), compression)
     name = method.partition("-")[0]
     options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
-    if method in CHOSEN:
-        options["exchange"] = CHOSEN[method]
     if method in BUCKETS:
         options["bucket_bytes"] = BUCKETS[method] * 2**20
     if method == HALVES:

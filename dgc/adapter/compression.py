@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.horovod import Horovod
+from dgc.adapter.job import Horovod
 from dgc.core.compressors import compressor_class, compressor_names
 from dgc.core.config import (
     DGCConfig,
@@ -63,8 +63,6 @@ class CompressionBase(abc.ABC):
                 ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
                 framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``,
                 ``sparse_updates=True`` (False: always make dense results; see ``describe()["updates"]``),
-                ``exchange="sparse"`` ("dense": compress nothing; "auto": each bucket compressed or dense for the whole
-                run, by what is predicted to be faster on this job's network; see ``describe()["exchange"]``),
                 ``hierarchical=False`` (True: ranks of one node add their gradients up
                 first and send as one; "auto": where that saves traffic; a number: groups of so many neighbouring
                 ranks. Needs MPI).

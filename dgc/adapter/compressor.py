@@ -7,27 +7,26 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from dgc.adapter.engine import EngineBase
-from dgc.adapter.horovod import Ranks, same_set
-from dgc.adapter.metrics import CompressorMetrics
-from dgc.adapter.states import (
+from dgc.adapter.engine import (
     CONNECTED,
     EMPTY,
     INACTIVE,
     NO_EXCHANGE,
-    dense_by_choice,
+    EngineBase,
+    Observer,
     holds_nothing,
     is_empty,
     own_state,
     require_states,
     warn_of_dropped,
 )
+from dgc.adapter.job import Job, same_set
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, as_loss_scale
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state import require_op
-from dgc.core.transport import Collectives, Transport
+from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import agree_or_raise
 from dgc.transport.choice import ProcessSet
@@ -38,7 +37,7 @@ ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
-class CompressorBase(CompressorMetrics, Generic[EngineT]):
+class CompressorBase(Generic[EngineT]):
     """Options, binding and state of one compressor; an adapter adds how it meets its framework.
 
     Attributes:
@@ -51,7 +50,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
     works_alone: ClassVar[bool] = False
     """Whether it has an engine in a job of one process too, because otherwise its momentum would not be applied."""
 
-    _horovod: Ranks | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
+    _job: Job | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
         """Check the options; what is compressed comes with ``bind``.
@@ -69,14 +68,14 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
         self._op_was_given = "op" in options
         op = options.get("op", "average")
-        options["op"] = str(op).lower() if self._horovod is None else self._horovod.op_name(op)
+        options["op"] = str(op).lower() if self._job is None else self._job.op_name(op)
         try:
             self.config: DGCConfig = make_config(options, algorithm=algorithm)
         except TypeError as error:
             raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
         self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))
         self.engine: EngineT | None = None
-        self._members: Any = None
+        self._observers: list[Observer] = []
         self.is_bound, self.generation = False, 0
         self._pending: tuple[Any, bool] | None = None
 
@@ -104,15 +103,15 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             ConfigError: it is neither Average nor Sum.
         """
-        assert self._horovod is not None, "a wrapper binds it"
-        return self.config.op if op is None else self._horovod.op_name(op)
+        assert self._job is not None, "a wrapper binds it"
+        return self.config.op if op is None else self._job.op_name(op)
 
     # -- binding -------------------------------------------------------------------------------------------------
 
     @property
     def takes_part(self) -> bool:
         """Whether this process is in the process set; also in a job of one process, and before ``bind``."""
-        return self._members is None or bool(self._members.included())
+        return not self.is_bound or (self._job is not None and self._job.included)
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
         """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
@@ -120,41 +119,44 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             ConfigError: they are two different ones.
         """
-        assert self._horovod is not None
-        return self._horovod.chosen_set(self._adapter.get("process_set"), other)
+        return self.job(other).members
 
-    def _make_transport(self, choice: str | Collectives, members: ProcessSet) -> Transport:
-        """The adapter's: a transport among the ranks of ``members``. Collective."""
-        raise NotImplementedError
+    def job(self, process_set: ProcessSet | None = None) -> Job:
+        """The ranks that exchange, as :meth:`process_set` chooses them.
+
+        Raises:
+            ConfigError: two different sets are named.
+        """
+        assert self._job is not None
+        return self._job.of(self._adapter.get("process_set"), process_set)
 
     def _bind(
         self,
         process_set: ProcessSet | None,
-        open_engine: Callable[[Transport, Any], EngineT],
+        open_engine: Callable[[Transport], EngineT],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         """The part of ``bind`` that all frameworks share; collective over the process set.
 
         Args:
             process_set: of the wrapper; None if it names none.
-            open_engine: makes the engine from a transport and the process set; where it raises, it has closed whatever
-                it opened but the transport.
+            open_engine: makes the engine from a transport; where it raises, it has closed whatever it opened but that.
             undo: gives back what was taken from the optimizer.
 
         Raises:
             DGCError: nothing of the attempt remains then, so that a second one is like a first one.
         """
         assert not self.is_bound
-        assert self._horovod is not None
+        assert self._job is not None
         transport: Transport | None = None
         choice = self._adapter.get("transport", "auto")
         try:
-            self._horovod.require_ready()
-            members = self.process_set(process_set)
-            if self.works_alone or (members.included() and members.size() > 1):
-                transport = self._make_transport(choice, self._horovod.member_set(members))
-                self.engine = open_engine(transport, members)
-                self.engine.use_log(self._guest or self._log)
+            self._job.require_ready()
+            job = self.job(process_set)
+            if self.works_alone or (job.included and job.size > 1):
+                transport = job.make_transport(choice)
+                self.engine = open_engine(transport)
+                self.engine.observers = self._observers
                 # All ranks learn whether they were given a state before alike.
                 advice = "Call load_state_dict() on every rank or on none."
                 given = {"step": "none loaded" if self._pending is None else "one loaded"}
@@ -173,7 +175,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
                 transport.close()
             undo()
             raise
-        self._members = members
+        self._job = job
         self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
@@ -195,7 +197,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         Raises:
             ConfigError: they differ. On this rank alone: the ranks outside the wrapper's set will never exchange.
         """
-        if not same_set(theirs, self._members):
+        if not same_set(theirs, self.process_set()):
             raise ConfigError(
                 "Horovod's wrapper was given another process set than the compressor; pass the same one to both: "
                 "Compression.dgc(..., process_set=...)"
@@ -208,16 +210,31 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         """Bytes sent and received, dense bytes, ratio, density and seconds, of the last step and in total."""
         return self.engine.stats if self.engine is not None else Stats()
 
+    def on_step(self, observer: Observer) -> Observer:
+        """Call a function with the figures of each step, on this rank; also as a decorator.
+
+        Args:
+            observer: is given a dictionary: "step" (the number of the step, from 0), "refused", "bytes_sent",
+                "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds", by phase. The figures
+                are this rank's. It is called when the results are there, before the optimizer updates; where it raises,
+                that is logged and it is called no more.
+
+        Returns:
+            ``observer``.
+        """
+        self._observers.append(observer)
+        return observer
+
     @property
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         return self.engine.residual_norm() if self.engine is not None else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle, while it is bound to no model: a log stays behind."""
+        """For a copy or a pickle, while it is bound to no model: what was given to :meth:`on_step` stays behind."""
         if self.engine is not None:
             raise TypeError(CONNECTED)
-        return {**self.__dict__, "_log": None}
+        return {**self.__dict__, "_observers": []}
 
     def describe(self) -> dict[str, Any]:
         """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.
@@ -300,7 +317,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
 
         def look() -> dict[str, Any]:
             found["own"] = own = self.fitting_state(state, resize)
-            return {"step": own.get("step", 0), "empty": is_empty(own), "dense": dense_by_choice(own)}
+            return {"step": own.get("step", 0), "empty": is_empty(own)}
 
         def change() -> dict[str, Any]:
             engine.load_state_dict(found["own"])
@@ -310,7 +327,7 @@ class CompressorBase(CompressorMetrics, Generic[EngineT]):
         agree_or_raise(engine.transport, change, "results of loading the states", LayoutError)
 
     def _require_states(self, state: object, resize: bool) -> list[Any]:
-        """What was given, as a list; see :func:`dgc.adapter.states.require_states`."""
+        """What was given, as a list; see :func:`dgc.adapter.engine.require_states`."""
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Final, NoReturn, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from dgc.adapter.metrics import EngineMetrics
-from dgc.adapter.speed.choice import Choice
-from dgc.adapter.states import EMPTY, is_empty
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper, Stats
-from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Layout, Parameter, make_layout
-from dgc.core.state import require_fit, require_place, require_sound
+from dgc.core.layout import Layout
+from dgc.core.state import FORMAT, old_ranks_of, require_fit, require_place, require_sound, resized
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.agreement import agree_or_raise
 from dgc.transport.hierarchical import between_nodes
+
+logger = logging.getLogger("dgc")
+
+Observer: TypeAlias = Callable[[dict[str, Any]], Any]
+
+EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
+"""The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step."""
+
+INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
+"""The state of a compressor in a job of one process, which exchanges nothing."""
+
+NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "transport": "none", "ranks": 1}
+"""What a compressor says of itself there."""
 
 
 class Adopted(Protocol):
@@ -32,7 +43,7 @@ class Adopted(Protocol):
     active: bool
 
 
-class EngineBase(EngineMetrics, abc.ABC):
+class EngineBase(abc.ABC):
     """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
 
     Attributes:
@@ -42,6 +53,7 @@ class EngineBase(EngineMetrics, abc.ABC):
         adoption: what was taken over from the optimizer.
         layout: of all tensors that may be exchanged, or of those that are.
         joins: see :class:`~dgc.core.exchange.exchange.Exchange`.
+        observers: are called with the figures of each step.
         follows: whether ranks without data make the same update as the others after the latest step.
     """
 
@@ -49,8 +61,6 @@ class EngineBase(EngineMetrics, abc.ABC):
     """What the tensors are called, for errors."""
     advice: ClassVar[str]
     """What to do when the ranks' tensors differ."""
-    updates_entries: ClassVar[bool] = False
-    """Whether parameters may be updated by the entries that came alone."""
 
     names: list[str]
     adoption: Adopted
@@ -61,10 +71,11 @@ class EngineBase(EngineMetrics, abc.ABC):
         self.transport = transport
         self.between = transport
         self._config = config
-        self._choice = Choice(config)
         # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
         self._exchanges: list[Exchange] = []
         self._is_closed = self.follows = False
+        self.observers: list[Observer] = []
+        self._told = self._refused = 0
         self.joins = 0
         self._nodes: list[Transport] = []  # what construction opens beside the caller's transport
 
@@ -94,10 +105,10 @@ class EngineBase(EngineMetrics, abc.ABC):
         """The state under this model's names, where they may differ from those it was saved under."""
         return saved
 
-    def _decide(self) -> None:
+    def _decide(self) -> None:  # noqa: B027
         """Before the state is looked at: find out what became of the latest step, if that was not reported."""
 
-    def _clear(self) -> None:
+    def _clear(self) -> None:  # noqa: B027
         """Forget, after a reset, what outlives a step."""
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -107,18 +118,6 @@ class EngineBase(EngineMetrics, abc.ABC):
         self.between = between_nodes(self.transport, self._config.hierarchical)
         if self.between is not self.transport:
             self._nodes = [self.between]
-        with self._closed_if_it_fails():
-            self._choice.measure(self.between, self.updates_entries)
-
-    def _place(self, parameters: Sequence[Parameter], kernels: Kernels | None = None) -> Layout:
-        """Lay out all tensors of an exchange, with the buckets that are sent dense. Local: no communication.
-
-        Args:
-            parameters: the tensors.
-            kernels: that work on them; None for those of the CPU.
-        """
-        on_device = kernels is not None and kernels.on_device
-        return self._choice.placed(make_layout(parameters, self._config), on_device)
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
         """Run this rank's part of the construction on all ranks, and compare what came of it.
@@ -134,10 +133,9 @@ class EngineBase(EngineMetrics, abc.ABC):
             self.layout = build()
             hyper = self.adoption.hyper
             options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
-            ways = (" sent dense" * (i in self.layout.chosen) for i in range(len(self.layout.parameters)))
             return {
-                name: f"{text} momentum={m} nesterov={n} weight_decay={w}{way}"
-                for (name, text), (m, n, w), way in zip(self.layout.describe().items(), options, ways, strict=True)
+                name: f"{text} momentum={m} nesterov={n} weight_decay={w}"
+                for (name, text), (m, n, w) in zip(self.layout.describe().items(), options, strict=True)
             }
 
         with self._closed_if_it_fails():
@@ -172,6 +170,28 @@ class EngineBase(EngineMetrics, abc.ABC):
             joined.total.add(exchange.stats.total)
         return joined
 
+    def on_step(self, observer: Observer) -> Observer:
+        """See :meth:`dgc.adapter.compressor.CompressorBase.on_step`."""
+        self.observers.append(observer)
+        return observer
+
+    def _tell_observers(self) -> None:
+        """At the end of a step; with several exchanges, of one that all of them have finished."""
+        done = min((exchange.stats.steps for exchange in self._exchanges), default=0)
+        if not self.observers or done == self._told:
+            return
+        stats = self.stats
+        refused, self._told, self._refused = stats.refused_steps > self._refused, done, stats.refused_steps
+        step = max(exchange.state.step for exchange in self._exchanges) - (not refused)
+        for observer in list(self.observers):
+            try:
+                observer({"step": step, "refused": refused, **stats.last.as_dict()})
+            except Exception:  # a full disk, say: nothing that the other ranks should wait for
+                logger.warning(
+                    "%r of on_step() failed in step %d, and is called no more", observer, step, exc_info=True
+                )
+                self.observers.remove(observer)
+
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         self._decide()
@@ -205,7 +225,7 @@ class EngineBase(EngineMetrics, abc.ABC):
                 "kernels": each[0]["kernels"] if each else None,
             }
         nodes = self.between.rank_info().get("nodes")
-        return {**whole, "nodes": nodes, "exchange": self._choice.describe(layouts), "updates": updated}
+        return {**whole, "nodes": nodes, "updates": updated}
 
     @property
     def how_updated(self) -> str:
@@ -266,8 +286,7 @@ class EngineBase(EngineMetrics, abc.ABC):
         others = set(self.names) - set(self.layout.lengths())
         without = self.names if "groups" in saved else ()
         layout = self.layout
-        sparsified, small = self._choice.kinds(layout, saved["parameters"])
-        require_fit(saved, sparsified, layout.lengths(), {*others, *without}, small=small)
+        require_fit(saved, layout.sparsified(), layout.lengths(), {*others, *without}, small=layout.small())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks.
@@ -285,6 +304,7 @@ class EngineBase(EngineMetrics, abc.ABC):
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
+        self._told = self._refused = 0
         for exchange in self._exchanges:
             exchange.reset()
         self._clear()
@@ -297,7 +317,6 @@ class EngineBase(EngineMetrics, abc.ABC):
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and, unless it shall be kept, the transport."""
         self._is_closed = True
-        self.use_log(None)
         self._at_end.detach()
         close_all(self._exchanges, *self._nodes, *([] if keep_transport else [self.transport]))
 
@@ -324,3 +343,131 @@ def close_all(exchanges: list[Exchange], *transports: Transport) -> None:
     if all([exchange.close() for exchange in exchanges]):
         for transport in transports:
             transport.close()
+
+
+# -- states as users hand them over ------------------------------------------------------------------------------
+
+
+def is_empty(state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of a compressor that has exchanged nothing, though it had others to exchange with."""
+    return not state or ("parameters" in state and not state["parameters"])
+
+
+def holds_nothing(state: Mapping[str, Any]) -> bool:
+    """Whether there is nothing in a state that could be lost: it is empty, or of a single process."""
+    return is_empty(state) or bool(state.get("inactive"))
+
+
+def require_states(state: object, resize: bool) -> list[Any]:
+    """What was given to ``load_state_dict`` as a list of states, of which some may be None.
+
+    Args:
+        state: one state; with ``resize`` also the list of all old ranks'.
+        resize: as in ``load_state_dict``.
+
+    Raises:
+        LayoutError: it is something else, or a list without ``resize``.
+    """
+    if isinstance(state, Mapping):
+        return [state]
+    if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
+        shown = "None" if state is None else f"a {type(state).__name__}"
+        raise LayoutError(
+            f"load_state_dict got {shown}; give it what state_dict() returned on this rank, or {{}} to begin with "
+            "empty residuals"
+        )
+    if not resize or not len(state):
+        raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
+    for rank, each in enumerate(state):
+        if not isinstance(each, Mapping) and (each is not None or rank == 0):
+            raise LayoutError(
+                f"load_state_dict got {each if each is None else 'a ' + type(each).__name__} as the state of old rank "
+                f"{rank}; give it what state_dict() returned there"
+            )
+    return list(state)
+
+
+def own_state(
+    states: Sequence[Any], transport: Transport, rampup_begin_step: int, *, op: str = "average"
+) -> dict[str, Any]:
+    """This rank's share of the states of all ranks of a job of another size.
+
+    Args:
+        states: in rank order; None for those that this rank does not need.
+        transport: of this job.
+        rampup_begin_step: as in :func:`dgc.core.state.resized`.
+        op: as in :func:`dgc.core.state.resized`.
+
+    Raises:
+        LayoutError: they are not those of all its ranks, of one step and one model.
+    """
+    first, size = states[0], states[0].get("size")
+    if first.get("nodes") is not None:
+        raise LayoutError(
+            f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
+            f"cannot hand to other ranks: load them on {size} ranks of as many nodes, or go on from the model alone"
+        )
+    if len(states) != size:
+        raise LayoutError(f"resize=True needs the states of all {size} old ranks in rank order, got {len(states)}")
+    for rank in {0, *old_ranks_of(transport.rank, len(states), transport.size)}:
+        _require_alike(first, states[rank], rank)
+    own = resized(states, transport.rank, transport.size, rampup_begin_step, op=op)
+    return {**own, "rank": transport.rank, "size": transport.size}
+
+
+def warn_of_dropped(state: Any) -> None:
+    """Say what a job of one process does not take over."""
+    states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
+    if not all(holds_nothing(s) for s in states):
+        warnings.warn(
+            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
+    """Refuse a list of states that were not saved together, which would be added up to nonsense."""
+    if state is None:
+        raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
+    if state.get("rank") != rank or state.get("size") != first["size"]:
+        raise LayoutError(
+            f"the state in place {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
+            f"those of all {first['size']} old ranks in rank order"
+        )
+    if state.get("step") != first.get("step"):
+        raise LayoutError(
+            f"the state of old rank {rank} is of step {state.get('step')}, that of rank 0 of step {first.get('step')}; "
+            "resize=True needs states that were saved together"
+        )
+    if _shapes(state) != _shapes(first):
+        raise LayoutError(f"the state of old rank {rank} belongs to another model than that of rank 0")
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = state.get("parameters")
+    if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
+        raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
+    return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
+
+
+CONNECTED: Final = (
+    "a compressor that is bound to a model cannot be copied or pickled, as it holds this rank's residuals and a "
+    "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
+    "one's state with load_state_dict(compression.state_dict())"
+)
+
+
+class Uncopied:
+    """Mixed into an optimizer, before the framework's own class: it is neither copied nor pickled."""
+
+    uncopied: str
+    """What cannot be done, why, and what to do instead."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Neither ``copy`` nor ``pickle``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(self.uncopied)

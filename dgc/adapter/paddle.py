@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.engine import EngineBase
-from dgc.adapter.metrics import Metrics
+from dgc.adapter.engine import EngineBase, Observer
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, plain, require_flag
 from dgc.core.exchange.records import Stats
@@ -300,18 +299,9 @@ class ExchangeMethods:
         """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
         return self._exchanges.describe()
 
-    def log_to(self, writer: object, every: int = 100, prefix: str = "compression") -> None:
-        """Write what residuals hold back; see :meth:`dgc.adapter.metrics.CompressorMetrics.log_to`.
-
-        Raises:
-            ConfigError: the writer has no ``add_scalar``, or ``every`` is no number of steps.
-        """
-        self._exchanges.log_to(writer, every, prefix)
-
-    @property
-    def inside(self) -> Metrics:
-        """The latest step that was looked at, by the tensors' names."""
-        return self._exchanges.inside
+    def on_step(self, observer: Observer) -> Observer:
+        """Call a function with the figures of each step: :meth:`dgc.adapter.compressor.CompressorBase.on_step`."""
+        return self._exchanges.on_step(observer)
 
     def reset(self) -> None:
         """Forget momentum, residuals, the step and the statistics; call it on all ranks."""

@@ -193,8 +193,6 @@ class DGCConfig:
     op: str = "average"
     # Seed of the counter-based random numbers of stochastic compressors.
     seed: int = 0
-    # "sparse": as the compressor says. "dense": nothing is compressed. "auto": whichever is predicted to be faster.
-    exchange: str = "sparse"
     # Add gradients up within a node first, whose ranks then send as one: False, True, "auto" (where it saves traffic),
     # or how many neighbouring ranks form a group.
     hierarchical: bool | int | str = False
@@ -231,26 +229,16 @@ class DGCConfig:
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
-        require_choice("exchange", self.exchange, ("sparse", "dense", "auto"))
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
             if isinstance(self.hierarchical, str):
                 raise ConfigError(
                     f"hierarchical is {self.hierarchical!r}; give True, False, 'auto' or a number of ranks"
                 )
             require_integer("hierarchical", self.hierarchical, 2)
-        if self.exchange == "dense" and self.clips_tensors:
-            raise ConfigError(
-                "exchange='dense' clips no single tensors: give clip_scope='global' or leave local_grad_clip_norm out"
-            )
         if self.nesterov is not None and not isinstance(self.nesterov, bool):
             raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
-
-    @property
-    def clips_tensors(self) -> bool:
-        """Whether each sparsified tensor is clipped by its own norm, which dense ones are not."""
-        return self.local_grad_clip_norm is not None and self.clip_scope == "tensor"
 
     def own_share(self, ranks: int) -> float:
         """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""

@@ -5,11 +5,10 @@ Letters: n elements of a bucket's flat space, S segments.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -102,23 +101,6 @@ class Layout:
     buckets: tuple[Bucket, ...]
     places: dict[int, tuple[int, Segment]] = field(repr=False)
     """parameter index -> (bucket index, segment)"""
-    chosen: frozenset[int] = frozenset()
-    """Parameters that the options sparsify or code, and that are sent dense by :meth:`with_dense`."""
-
-    def with_dense(self, buckets: Collection[int]) -> Layout:
-        """This layout with nothing sparsified or coded in some buckets. Every tensor keeps its place.
-
-        Args:
-            buckets: their indices.
-        """
-        changed = tuple(
-            dataclasses.replace(b, sparse=(), dense=b.segments, sparse_size=0, small_size=0)
-            if b.index in buckets
-            else b
-            for b in self.buckets
-        )
-        moved = {s.parameter for b in self.buckets if b.index in buckets for s in b.sparse + b.small}
-        return dataclasses.replace(self, buckets=changed, chosen=self.chosen | moved)
 
     @cached_property
     def fingerprint(self) -> int:

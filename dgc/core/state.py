@@ -135,17 +135,13 @@ class State:
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(self.residual(i))
                 entry["threshold"] = self._control_row(i).copy()
-            elif i in self._layout.chosen:
-                entry["exchange"] = "dense"
             elif self.buckets[self._layout.places[i][0]].residual_pending and self.error(i).size:
                 entry["error"] = self.error(i).copy()
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
 
-    def load(self, saved: dict[str, Any], own_share: float) -> None:
+    def load(self, saved: dict[str, Any]) -> None:
         """Take over what :meth:`to_dict` returned.
-
-        A tensor that was sent dense by choice and is sparsified here begins as after a dense warm-up.
 
         Raises:
             LayoutError: another format, other parameters, other lengths, or values that are not finite; nothing is
@@ -157,11 +153,6 @@ class State:
             bucket.clear_error()
         for i, p in enumerate(self._layout.parameters):
             entry = saved["parameters"][p.name]
-            if self._layout.is_sparsified(i) and "v" not in entry:
-                self.absorb_momentum(i, np.asarray(entry["u"]), own_share)
-                self._memory.fill(self.residual(i), 0)
-                self._control_row(i)[...] = np.nan
-                continue
             self.set_momentum_buffer(i, entry["u"])
             if self._layout.is_sparsified(i):
                 self._memory.copy_in(self.residual(i), entry["v"])
@@ -341,18 +332,16 @@ def require_fit(
         if name not in found:
             continue
         entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
-        if sparsified[name] and entry.get("exchange") == "dense" and "v" not in entry:
-            wanted = {"u"}
         if {"u", "v"} & set(entry) != wanted:
             now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
             raise LayoutError(
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
-                "use the same min_numel, include, exclude and exchange"
+                "use the same min_numel, include and exclude"
             )
         if "error" in entry and name not in small:
             raise LayoutError(
                 f"parameter {name!r} is sent exactly here, and was coded when the state was saved; what the codec had "
-                "lost would be dropped: use the same exclude and exchange"
+                "lost would be dropped: use the same exclude"
             )
         for key in sorted(wanted | ({"error"} & set(entry))):
             if np.shape(entry[key]) != (length,):

@@ -15,11 +15,10 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import Adoption
 from dgc.tensorflow.engine.engine import Engine, foreign_variable
-from dgc.tensorflow.engine.horovod import HOROVOD, HorovodTransport, ProcessSet, is_alone
+from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, is_alone
 from dgc.tensorflow.engine.horovod_shim import HorovodCompressor
 from dgc.tensorflow.engine.optimizers import KERAS3, Optimizer, clipping, family
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
-from dgc.tensorflow.summary import as_writer
 
 _LEFT = (
     "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
@@ -50,9 +49,6 @@ class DGCCompressor(HorovodCompressor):
             if hasattr(value, name):
                 return lambda: float(getattr(value, name))
         return as_loss_scale(value, "LossScaleOptimizer")
-
-    def _writer_of(self, writer: Any) -> Any:
-        return as_writer(writer)
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class DGCCompressor(HorovodCompressor):
         HOROVOD.require_ready()
         _refuse_sessions()
 
-        def open_engine(transport: Transport, members: Any) -> Engine:
+        def open_engine(transport: Transport) -> Engine:
             return self._open_engine(list(variables), optimizer, transport, process_set)
 
         self._bind(process_set, open_engine, self._give_back)
@@ -115,9 +111,6 @@ class DGCCompressor(HorovodCompressor):
         self.adopt(optimizer, process_set)
         assert self.adoption is not None
         return Engine(variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals)
-
-    def _make_transport(self, choice: Any, members: Any) -> Transport:
-        return HOROVOD.make_transport(choice, members, HorovodTransport)
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None

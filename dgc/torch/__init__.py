@@ -13,7 +13,7 @@ from dgc.errors import *  # noqa: F403
 from dgc.torch import ddp
 from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
-from dgc.torch.engine.distributed import broadcast_parameters
+from dgc.torch.distributed import broadcast_parameters
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.join import join
 from dgc.torch.momentum.optimizer import DGCMomentum

@@ -12,20 +12,19 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
-from dgc.adapter.horovod import Ranks
+from dgc.adapter.job import Job
 from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.engine.distributed import ProcessGroup, make_transport, require_own_shards
+from dgc.torch.distributed import require_own_shards
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.heartbeat import Heartbeat
-from dgc.torch.engine.horovod.horovod import HOROVOD
-from dgc.torch.engine.horovod.owner import announce_owner
+from dgc.torch.engine.owner import announce_owner
 from dgc.torch.engine.step.scaler import read_scale
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 from dgc.torch.engine.step.untraced import leave_hooks_untraced
 from dgc.torch.engine.step.watch import require_free
+from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod
 from dgc.torch.stock import HorovodCompressor
 
 _ADVICE = "model.named_parameters()"
@@ -41,11 +40,11 @@ class DGCCompressor(HorovodCompressor):
     momentum.
     """
 
-    _horovod: Ranks = HOROVOD
+    _job: Job = HOROVOD
 
-    def use_group(self, group: ProcessGroup) -> None:
-        """Exchange among the ranks of a torch.distributed process group instead of Horovod's."""
-        self._horovod = group
+    def use_job(self, job: Job) -> None:
+        """Exchange among these ranks instead of Horovod's."""
+        self._job = job
 
     def bind(
         self,
@@ -73,9 +72,9 @@ class DGCCompressor(HorovodCompressor):
                 "each model and optimizer"
             )
         named = list(named_parameters)
-        require_own_shards(named, self._horovod)
+        require_own_shards(named, self._job)
 
-        def open_engine(transport: Transport, members: Any) -> Engine:
+        def open_engine(transport: Transport) -> Engine:
             engine = Engine(
                 lambda: _layout_of(named, optimizer),
                 self.config,
@@ -83,13 +82,13 @@ class DGCCompressor(HorovodCompressor):
                 optimizer=optimizer,
                 loss_scale=self._loss_scale,
             )
-            if self._horovod is HOROVOD:  # in which a rank may have joined
+            job = self.job(process_set)
+            if isinstance(job, TorchHorovod) and transport.name == "horovod":  # in which a rank may have joined
                 try:
-                    heartbeat = Heartbeat(HOROVOD.module(), transport, members, lambda: engine.stats)
+                    engine.on_step_begin = Heartbeat(job, lambda: engine.stats)
                 except BaseException:
                     engine.close(keep_transport=True)
                     raise
-                engine.on_step_begin, engine.check_peers = heartbeat.send, heartbeat.check
             engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.is_scaled)
             return engine
 
@@ -113,9 +112,6 @@ class DGCCompressor(HorovodCompressor):
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
-
-    def _make_transport(self, choice: Any, members: Any) -> Transport:
-        return make_transport(choice, members)
 
 
 class TorchCompression(CompressionBase):

@@ -21,7 +21,7 @@ from dgc.adapter.compression import check_compression
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
-from dgc.torch.engine.distributed import ProcessGroup
+from dgc.torch.distributed import DistributedJob
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.step.watch import StepWatch, only_makes_state, require_free
@@ -101,7 +101,7 @@ class CompressionState(Joinable):
                 "this optimizer exchanges gradients itself; give the hook the plain optimizer, or use the distributed "
                 "one without the hook"
             )
-        self.compression.use_group(ProcessGroup(self._group))
+        self.compression.use_job(DistributedJob(self._group))
         _require_same_size()
         named = named_pairs(optimizer, self._named)
         if not self.compression.is_bound:  # or bind() says so

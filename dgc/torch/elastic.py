@@ -22,7 +22,7 @@ from horovod.common.exceptions import HorovodInternalError
 from dgc.core.state import own_arrays
 from dgc.errors import TransportError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.horovod import HOROVOD
 from dgc.torch.optimizer import DistributedOptimizer
 
 State = dict[str, Any]

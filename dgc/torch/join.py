@@ -17,9 +17,8 @@ import torch.distributed as dist
 from dgc.core.header import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.engine.distributed import ProcessGroup
+from dgc.torch.distributed import DistributedJob, TorchJob
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.replicas import option_values, set_option_values
 from dgc.torch.engine.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
@@ -64,8 +63,9 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
         last = _follow_until_all_joined(engine, optimizer)
     finally:
         engine.joins = 0
-    _take_over(engine, optimizer, last)
-    return _global_rank(optimizer.process_set, last)
+    job: Any = compression.job()
+    _take_over(engine, optimizer, job, last)
+    return job.ranks()[last]
 
 
 def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
@@ -110,7 +110,7 @@ def _clear(engine: Engine) -> None:
     engine.results.cleared()
 
 
-def _take_over(engine: Engine, optimizer: Any, root: int) -> None:
+def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
     """Overwrite what all ranks share with that of one rank, unless it is equal."""
     exchange, rank = engine.exchange, engine.transport.rank
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -124,7 +124,7 @@ def _take_over(engine: Engine, optimizer: Any, root: int) -> None:
     torch.save(content, file)
     if gather_if_different(engine.transport, {"content": hashlib.sha256(file.getbuffer()).hexdigest()}) is None:
         return
-    came = _broadcast(file.getvalue() if rank == root else b"", optimizer.process_set, root)
+    came = _broadcast(file.getvalue() if rank == root else b"", job, root)
     if rank == root:
         return
     device = parameters[0].device
@@ -143,16 +143,10 @@ def _take_over(engine: Engine, optimizer: Any, root: int) -> None:
         exchange.state.set_momentum_buffer(i, u)
 
 
-def _global_rank(members: Any, rank: int) -> int:
-    if isinstance(members, ProcessGroup):
-        return dist.get_global_rank(members.group or dist.group.WORLD, rank)
-    return int(members.ranks[rank])
-
-
-def _broadcast(content: bytes, members: Any, root: int) -> bytes:
-    source = _global_rank(members, root)
-    if not isinstance(members, ProcessGroup):
-        return HOROVOD.module().broadcast_object(content, source, name="dgc.join", process_set=members)
+def _broadcast(content: bytes, job: TorchJob, root: int) -> bytes:
+    source = job.ranks()[root]
+    if not isinstance(job, DistributedJob):
+        return job.module().broadcast_object(content, source, name="dgc.join", process_set=job.members)
     box = [content]
-    dist.broadcast_object_list(box, source, group=members.group)
+    dist.broadcast_object_list(box, source, group=job.members)
     return box[0]

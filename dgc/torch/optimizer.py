@@ -23,13 +23,13 @@ from dgc.adapter.compression import (
 )
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
-from dgc.torch.engine.distributed import ProcessGroup, horovod_of_all_ranks, ranks_of_job
+from dgc.torch.distributed import horovod_of_all_ranks, job_of
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.scaler import has_unscaled
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.step.watch import StepWatch, only_makes_state
 from dgc.torch.engine.tensors import is_sharded, local, scattered_values, set_memory
+from dgc.torch.horovod import HOROVOD
 
 
 def DistributedOptimizer(
@@ -65,9 +65,9 @@ def DistributedOptimizer(
     check_compression(compression, DGCCompressor, "dgc.torch")
     check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
-    ranks = ranks_of_job(group)
+    job = job_of(group)
     if not isinstance(compression, DGCCompressor):
-        hvd = horovod_of_all_ranks(ranks, process_set)
+        hvd = horovod_of_all_ranks(job, process_set)
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -80,11 +80,11 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if isinstance(ranks, ProcessGroup):
-        compression.use_group(ranks)
-    else:
+    if job is HOROVOD:
         HOROVOD.module()
         refuse_adasum(op, HOROVOD)
+    else:
+        compression.use_job(job)
     refuse_grouping(num_groups, groups)
     op = compression.op_of(op)
     check_predivide(gradient_predivide_factor, op)

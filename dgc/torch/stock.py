@@ -1,8 +1,8 @@
 """Horovod's own ``DistributedOptimizer`` with our compressor: its calls of ``compress`` and ``decompress``.
 
 Horovod hands each gradient to ``compress()``, reduces the one-element placeholder that comes back, and puts what
-``decompress()`` returns into ``.grad``. All that this asks for is here, in ``engine/horovod/owner.py`` (which optimizer
-is calling) and in ``engine/horovod/held.py`` (the placeholders).
+``decompress()`` returns into ``.grad``. All that this asks for is here, in ``engine/owner.py`` (which optimizer
+is calling) and in ``horovod.py`` (the placeholders).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.horovod import check_placeholder
+from dgc.adapter.job import check_placeholder
 from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.held import Placeholders
-from dgc.torch.engine.horovod.owner import find_owner
+from dgc.torch.engine.owner import find_owner
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.step.watch import StepWatch
+from dgc.torch.horovod import Placeholders
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
@@ -124,7 +124,6 @@ class HorovodSteps(StepWatch):
 class HorovodCompressor(CompressorBase[Engine]):
     """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
 
-    _waits = True
     _pending_error: DGCError | None = None
     _giving_up = False  # placeholders of a failed step are sent for the other ranks, and nothing else
     _last_found = 0
@@ -251,7 +250,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                 "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
                 "the parameters: wrap one optimizer, once, and for another one build the model anew"
             )
-        self.require_same_set(getattr(owner, "process_set", self._members))
+        self.require_same_set(getattr(owner, "process_set", self.process_set()))
         if getattr(owner, "sparse_as_dense", False):
             engine.fail(
                 ConfigError(

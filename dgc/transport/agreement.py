@@ -98,8 +98,7 @@ def agree_or_raise(
         DGCError: as :func:`require_agreement`.
     """
     try:
-        with transport.busy():
-            description = build()
+        description = build()
     except Exception as own_error:
         tell_error(transport, own_error)
         raise
@@ -160,10 +159,24 @@ def gather_if_different(transport: Transport, description: Mapping[str, Any]) ->
     if (heads == heads[0]).all():
         return None
     lengths = [int.from_bytes(row[_DIGEST_BYTES:].tobytes(), "little") for row in heads]
+    return [_decode(each) for each in _gather_texts(transport, text, lengths)]
+
+
+def gather_values(transport: Transport, value: object) -> list[Any]:
+    """Every rank's small value, which JSON must know, in rank order. Collective.
+
+    Raises:
+        TransportError: a collective failed.
+    """
+    text = json.dumps(value).encode()
+    lengths = _allgather(transport, np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8))
+    return [json.loads(each) for each in _gather_texts(transport, text, lengths.view("<i8")[:, 0].tolist())]
+
+
+def _gather_texts(transport: Transport, text: bytes, lengths: Sequence[int]) -> list[bytes]:
     padded = np.zeros(max(lengths), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
-    texts = _allgather(transport, padded)
-    return [_decode(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
+    return [row[:n].tobytes() for row, n in zip(_allgather(transport, padded), lengths, strict=True)]
 
 
 def _allgather(transport: Transport, message: np.ndarray) -> np.ndarray:

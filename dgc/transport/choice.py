@@ -1,7 +1,11 @@
-"""Which transport a job uses: the one that the user names, or the best that all ranks can use. For any framework."""
+"""Which transport a Horovod job uses, and what the transports of Horovod's own collectives share in all frameworks.
+
+P = number of ranks, m = message bytes, n = elements.
+"""
 
 from __future__ import annotations
 
+import abc
 import functools
 import sys
 import warnings
@@ -9,7 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
-from dgc.core.transport import Transport
+import numpy as np
+
+from dgc.core.transport import Transport, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
@@ -20,6 +26,7 @@ class ProcessSet(Protocol):
     """Horovod's, as far as it is used here; its numbers are None for this process where it is not one of the set."""
 
     process_set_id: int | None
+    ranks: Any
 
     def included(self) -> bool | None: ...  # noqa: D102
 
@@ -28,17 +35,12 @@ class ProcessSet(Protocol):
     def size(self) -> int: ...  # noqa: D102
 
 
-GatherValues = Callable[[Any, str, ProcessSet], list[Any]]
+Gather = Callable[[Any, str], list[Any]]
+"""Asks all ranks for a small value: (value, question) -> list in rank order."""
 
 
-def choose_transport(
-    choice: str,
-    hvd: ModuleType,
-    members: ProcessSet,
-    gather_values: GatherValues,
-    make_horovod: Callable[[ProcessSet], Transport],
-) -> Transport:
-    """Make the transport for a group of ranks. Collective over ``members``.
+def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod: Callable[[], Transport]) -> Transport:
+    """Make the transport for a group of ranks. Collective.
 
     All ranks tell each other what they asked for and whether they can use MPI, and all decide alike: a rank without
     mpi4py never waits on another channel than its peers.
@@ -47,9 +49,8 @@ def choose_transport(
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
             every rank can use it, else horovod, with one warning if Horovod itself does run on MPI.
         hvd: the framework's Horovod module, initialised.
-        members: the process set, this rank in it.
-        gather_values: asks all members for a small value: (value, question, members) -> list in rank order.
-        make_horovod: makes the framework's Horovod transport for ``members``.
+        gather: asks all ranks of the group.
+        make_horovod: makes the framework's Horovod transport for the group.
 
     Raises:
         ConfigError: unknown or differing choices.
@@ -57,9 +58,9 @@ def choose_transport(
     """
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
-    answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, members, gather_values)
+    answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, gather)
     if choice == "horovod":
-        return make_horovod(members)
+        return make_horovod()
     refusal = next((f"rank {answer['rank']}: {answer['refusal']}" for answer in answers if answer["refusal"]), None)
     if refusal is None:
         ranks = None if len(answers) == hvd.size() else [answer["rank"] for answer in answers]
@@ -67,24 +68,24 @@ def choose_transport(
     if choice == "mpi":
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
     # Under Gloo Horovod is simply the right transport; under MPI somebody loses speed without knowing.
-    if hvd.mpi_enabled() and members.rank() == 0:
+    if hvd.mpi_enabled() and answers[0]["rank"] == hvd.rank():
         _warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
-    return make_horovod(members)
+    return make_horovod()
 
 
-def require_no_choice(rank: int, members: ProcessSet, gather_values: GatherValues) -> None:
-    """Require, on a rank without a compressor, that no other rank makes a transport. Collective over ``members``.
+def require_no_choice(rank: int, gather: Gather) -> None:
+    """Require, on a rank without a compressor, that no other rank makes a transport. Collective.
 
     Raises:
         ConfigError: some ranks do.
     """
-    _ask({"rank": rank, "choice": None, "refusal": None}, members, gather_values)
+    _ask({"rank": rank, "choice": None, "refusal": None}, gather)
 
 
-def _ask(own: dict[str, Any], members: ProcessSet, gather_values: GatherValues) -> list[dict[str, Any]]:
+def _ask(own: dict[str, Any], gather: Gather) -> list[dict[str, Any]]:
     """All ranks' answers, which are known and equal choices."""
     try:
-        answers = gather_values(own, "transport.choice", members)
+        answers = gather(own, "transport.choice")
     except TransportError as error:
         raise TransportError(f"{error}; build a compressor on every rank, or on none") from error
     without = [answer["rank"] for answer in answers if answer["choice"] is None]
@@ -153,3 +154,84 @@ def _import_running_mpi() -> Any:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+# -- Horovod's own collectives -----------------------------------------------------------------------------------
+
+SMALL_BYTES = 64 * 1024
+"""Up to this total an allreduce gathers all arrays and adds them in rank order: one round as well, and exact bits."""
+
+GATHER_BYTES = 4 * 1024 * 1024
+"""A maximum of a large array gathers pieces of about this total."""
+
+
+class HorovodTransportBase(Transport):
+    """Collectives of Horovod, to be called by one thread at a time, any thread, in the same order on every rank.
+
+    An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank
+    order. Large sums are Horovod's own: Gloo's and NCCL's rings compute each sum on one rank and copy it to the others;
+    MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the bits of b+a.
+    """
+
+    name = "horovod"
+    shut_down = "Horovod is shut down: stop exchanging before hvd.shutdown()"
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Remember this process' place in its group."""
+        self.rank = rank
+        self.size = size
+        self._closed = False
+
+    @abc.abstractmethod
+    def _gather(self, message: np.ndarray) -> np.ndarray:
+        """Join the members' uint8 messages in rank order, as a uint8 array."""
+
+    @abc.abstractmethod
+    def _sum(self, array: np.ndarray) -> None:
+        """Sum ``array`` over all members, in place."""
+
+    @abc.abstractmethod
+    def _is_running(self) -> bool:
+        """Whether the library is initialised."""
+
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
+        self._require_open()
+        check_allgather(message, out, self.size)
+        if message.size == 0:
+            return
+        gathered = self._gather(message)
+        if gathered.size != out.size:
+            raise TransportError(
+                f"the ranks gathered messages of different sizes: {gathered.size} bytes in all, expected {out.size}"
+            )
+        np.copyto(out, gathered.reshape(out.shape))
+
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
+        self._require_open()
+        check_allreduce(array, op)
+        if self.size == 1 or array.size == 0:
+            return
+        if array.nbytes * self.size <= SMALL_BYTES:
+            self._gather_and_fold(array, op)
+        elif op == "max":
+            # Horovod's Max drops or keeps a NaN depending on the order in which ranks are compared.
+            step = max(1, GATHER_BYTES // (array.itemsize * self.size))
+            for start in range(0, array.size, step):
+                self._gather_and_fold(array[start : start + step], op)
+        else:
+            self._sum(array)
+
+    def close(self) -> None:
+        """Refuse further collectives. Horovod itself goes on."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"this {self.name} transport is closed")
+        if not self._is_running():
+            raise TransportError(self.shut_down)
+
+    def _gather_and_fold(self, array: np.ndarray, op: str) -> None:
+        parts = np.empty((self.size, array.nbytes), np.uint8)
+        self.allgather(array.view(np.uint8), parts)
+        reduce_in_rank_order(parts.view(array.dtype), op, array)

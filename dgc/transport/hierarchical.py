@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dgc.core.transport import Divisible, Transport
+from dgc.core.transport import Divisible, Transport, check_allgather, check_allreduce
 from dgc.errors import ConfigError, TransportError
-from dgc.transport.checks import check_allgather, check_allreduce
 
 logger = logging.getLogger("dgc")
 
@@ -43,10 +42,9 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
     """
     if hierarchical is False or transport.size == 1:
         return transport
-    size, divisible = transport.size, transport.divisible
-    by_machine = isinstance(hierarchical, (bool, str))
-    nodes = None if divisible is None or not by_machine else divisible.nodes()
-    if divisible is None or (by_machine and nodes is None):
+    size, by_machine = transport.size, isinstance(hierarchical, (bool, str))
+    nodes = transport.nodes() if by_machine and isinstance(transport, Divisible) else None
+    if not isinstance(transport, Divisible) or (by_machine and nodes is None):
         if hierarchical == "auto":
             return transport
         raise ConfigError(
@@ -88,11 +86,11 @@ class HierarchicalTransport(Transport):
 
     inside: Divisible
 
-    def __init__(self, whole: Transport, nodes: list[int]) -> None:
+    def __init__(self, whole: Divisible, nodes: list[int]) -> None:
         """Make the transports within the nodes and between them. Collective over all ranks.
 
         Args:
-            whole: connects all ranks, and is divisible; it belongs to the caller.
+            whole: connects all ranks; it belongs to the caller.
             nodes: (ranks,) the first rank of each rank's node; ascending.
 
         Raises:
@@ -100,22 +98,16 @@ class HierarchicalTransport(Transport):
         """
         firsts = sorted(set(nodes))
         first = nodes[whole.rank]
-        divisible = whole.divisible
-        assert divisible is not None, "between_nodes() looks first"
         self._whole = whole
         self.rank = firsts.index(first)
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
-        self.inside = divisible.split(first)
+        self.inside = whole.split(first)
         # Ranks that do not lead form a group too, which is not used.
-        across = divisible.split(0 if self.inside.rank == 0 else 1)
+        across = whole.split(0 if self.inside.rank == 0 else 1)
         self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
             across.close()
-        else:
-            # Ranks that wait for this one learn that it waits for another itself.
-            across.on_long_wait = self.inside.tell_busy
-            self.inside.on_long_wait = across.tell_busy
         self._first = first
         self._buffers: dict[int, np.ndarray] = {}
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.transport import Divisible
+from dgc.core.transport import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import TransportError
-from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others before the whole world fails."""
@@ -50,15 +49,8 @@ class _World:
     def meet(self, rank: int, signature: str, arrays: object, work: Callable[[list[Any]], None]) -> None:
         """Bring ``arrays`` to the current collective; return when ``work`` has run on all ranks' arrays.
 
-        Args:
-            rank: who calls.
-            signature: kind, size and dtype of the collective, equal on all ranks or all of them fail.
-            arrays: whatever ``work`` needs from this rank.
-            work: called once per collective, on one thread, with the arrays of all ranks in rank order.
-
-        Raises:
-            TransportError: the signatures differ, or ``work`` failed.
-            PeerFailedError: a rank failed, left, or did not come in time.
+        ``signature`` (kind, size and dtype) must be equal on all ranks, or all of them fail. ``work`` is called once,
+        on one thread, with the arrays of all ranks in rank order.
         """
         with self._changed:
             if self._error is not None:
@@ -174,15 +166,7 @@ class LocalTransport(Divisible):
 
 
 def local_world(size: int, timeout: float = DEFAULT_TIMEOUT) -> list[LocalTransport]:
-    """Make the transports of ``size`` ranks; use each from a thread of its own.
-
-    Args:
-        size: number of ranks, at least 1.
-        timeout: seconds a rank waits in a collective before all ranks fail.
-
-    Returns:
-        The transports in rank order.
-    """
+    """The transports of ``size`` ranks, to be used from a thread each; ``timeout``: seconds before all ranks fail."""
     if size < 1:
         raise TransportError(f"a world needs at least 1 rank, got size={size}")
     world = _World(size, timeout)

@@ -1,49 +1,42 @@
-"""Ranks of an MPI job, through mpi4py on a communicator of our own.
+"""Ranks of an MPI job, through mpi4py on a communicator of our own; how long they wait, and how they leave.
 
 P = number of ranks, m = message bytes, n = elements.
 
-**How a rank waits.** Open MPI's blocking collectives spin, which takes a core from the backward pass that the
-exchange should hide behind. So every collective here is a non-blocking one, tested first without pause and then with
-growing sleeps. Measured by ``benchmarks/transport.py`` (Open MPI 4.1.8, 2 ranks with one core each, a compute thread
-beside the transport, messages of 25 kB, each rank 20 ms late in turn):
+**How a rank waits.** Open MPI's blocking collectives spin, which takes a core from the backward pass that the exchange
+should hide behind: beside them it kept 72 to 76 % of its speed. So every collective here is a non-blocking one, tested
+first without pause and then with growing sleeps: 97 to 101 %, and no rank learns of the end later than with a blocking
+one (``benchmarks/transport.py``). Where nothing else runs, 25 kB take 12 microseconds instead of 5.
 
-================================  ========================  ==================================
-wait                              speed the compute keeps   from the late rank's call to done
-================================  ========================  ==================================
-blocking ``Allgather``            72 to 76 %                3.9 ms (it waits for a time slice)
-tests without pause               72 to 73 %                1.6 to 4.8 ms
-tests with sleeps (this module)   97 to 101 %               0.6 ms
-================================  ========================  ==================================
-
-Where no rank is late and nothing else runs, 25 kB take 12 microseconds instead of the blocking collective's 5. The
-price is paid beside a thread that never releases the GIL: each pass through Python may then wait for one switch
-interval, 5.4 ms a message instead of 2 to 6.
-
-**How large messages are sent.** A rank that sleeps moves no fragments: where shared memory copies through small buffers
-(containers that forbid reading another process' memory), 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So
-a large collective begins with eight bytes from every rank; while those are missing a rank sleeps, and once they are
-in, all ranks are awake and test without pause for as long as the bytes should take: 4.6 ms there, 2.6 ms elsewhere.
+**How large messages are sent.** A rank that sleeps moves no fragments: where shared memory copies through small
+buffers, 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from
+every rank; while those are missing a rank sleeps, and once they are in, all ranks test without pause for as long as the
+bytes should take.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dgc.core.transport import Divisible
-from dgc.errors import StallError, TransportError
-from dgc.transport.checks import check_allgather, check_allreduce, reduce_in_rank_order
-from dgc.transport.waits.mpi_exit import abort_at_exit, call, expect_farewell, give_up, is_child, waiting
-from dgc.transport.waits.mpi_stall import StallWatch
+from dgc.core.transport import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.errors import ConfigError, StallError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Result = TypeVar("Result")
 
 SMALL_BYTES = 64 * 1024
 """Up to this total a collective is one round; above it, ranks first tell each other that they have come."""
@@ -68,6 +61,10 @@ LONGEST_SLEEP = 500e-6
 SLEEP_FRACTION = 0.25
 """The next sleep as a share of the time waited so far: never more than a quarter late, and few tests in a long wait."""
 
+WARN_VARIABLE, WARN_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0
+LIMIT_VARIABLE, LIMIT_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0
+OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
+"""Horovod's own names. Unlike there a rank gives up without a setting, after ten minutes, as Gloo and NCCL do."""
 
 SUSPENDED_SECONDS = 5.0
 """Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
@@ -98,14 +95,7 @@ def import_mpi() -> Any:
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Say why ``comm`` cannot carry an exchange, or None if it can. Local: no communication.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: the communicator that the job's ranks share.
-        expect_rank: this process' rank according to Horovod; None if there is no Horovod.
-        expect_size: the number of ranks according to Horovod; None if there is no Horovod.
-    """
+    """Say why ``comm`` cannot carry an exchange, or None if it can; rank and size are expected by Horovod, if any."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         state = "is finalized" if mpi.Is_finalized() else "is not initialised"
         return f"MPI {state}: call hvd.init() (or import mpi4py.MPI) first, and stop exchanging before hvd.shutdown()"
@@ -132,8 +122,7 @@ class MPITransport(Divisible):
     An ``allreduce`` is bit-identical on every rank, whatever the MPI library does inside: each rank receives all
     ranks' values of one part of the array, adds them in rank order, and sends the sums to everybody. So each sum is
     computed once, on one rank, and equals the one of :class:`~dgc.transport.local.LocalTransport`. It moves as many
-    bytes as a ring. On 2 ranks, 25.6 MB of float32 in shared memory take 5.3 ms (blocking ``Allreduce`` 4.4 to 4.9,
-    ``Iallreduce`` 10.9 to 11.9), over TCP on one machine 10.7 (11.4 and 17.8).
+    bytes as a ring.
     """
 
     name = "mpi"
@@ -169,10 +158,12 @@ class MPITransport(Divisible):
             # The default handler of a communicator made by others may be to abort the job.
             self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             expect_farewell(self._mpi, self._comm)
+            self._name = ranks_in_job(self._mpi, self._comm)[self._comm.rank]
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self._closed = False
-        self._stall = StallWatch(self._mpi, self._comm)
+        self._warn = longest_wait(WARN_VARIABLE, WARN_SECONDS)
+        self._limit = longest_wait(LIMIT_VARIABLE, LIMIT_SECONDS)
         self._gave_up = False
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
@@ -232,9 +223,6 @@ class MPITransport(Divisible):
         self.allgather(np.array([lowest], np.int64).view(np.uint8), found)
         return [int(n) for n in found.view(np.int64)[:, 0]]
 
-    def tell_busy(self) -> None:  # noqa: D102
-        self._stall.tell_busy()
-
     def close(self) -> None:
         """Refuse every later call. The communicator (8 kB) stays until the process ends.
 
@@ -243,10 +231,6 @@ class MPITransport(Divisible):
         of that one, or ends the process if its sender is no member.
         """
         self._closed = True
-
-    def busy(self) -> AbstractContextManager[None]:  # noqa: D102
-        self._require_open()
-        return self._stall.busy()
 
     def end_job(self, error: Exception) -> None:  # noqa: D102
         give_up(self._mpi, str(error))
@@ -277,12 +261,7 @@ class MPITransport(Divisible):
             raise TransportError(f"the ranks came with different sizes: {self._announcements.tolist()} bytes")
 
     def _reduce_chunk(self, chunk: np.ndarray, op: str) -> None:
-        """Reduce ``chunk`` in place: part r of it on rank r, then everybody gets all parts.
-
-        Args:
-            chunk: (c,) view of the array.
-            op: "sum" or "max".
-        """
+        """Reduce ``chunk`` in place: part r of it on rank r, then everybody gets all parts."""
         length = -(-chunk.size // self.size)
         starts = [min(rank * length, chunk.size) for rank in range(self.size)]
         counts = [min(start + length, chunk.size) - start for start in starts]
@@ -306,8 +285,7 @@ class MPITransport(Divisible):
             # The collective that was given up is under way, and others would pair with the next one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
-        spin = SPIN_SECONDS + size / BYTES_PER_SECOND
-        self._stall.begin()
+        spin, patience = SPIN_SECONDS + size / BYTES_PER_SECOND, min(self._warn, self._limit)
         with waiting():
             request = call(self._mpi, collective)
             while not call(self._mpi, request.Test):
@@ -316,19 +294,26 @@ class MPITransport(Divisible):
                     begun += now - seen  # this process itself was stopped: that was no wait
                 seen, waited = now, now - begun
                 if waited > spin:
-                    if waited > self._stall.next_look:
-                        self._look_for_others(waited)
+                    if waited > patience:
+                        self._complain(waited)
+                        patience = self._limit
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
-    def _look_for_others(self, waited: float) -> None:
-        if self.on_long_wait is not None:
-            self.on_long_wait()
-        try:
-            self._stall.look(waited)
-        except StallError:
+    def _complain(self, waited: float) -> None:
+        """A link that is down, or a process that is stopped, raises no error: a collective simply never ends."""
+        does = "gives up" if waited > self._limit else "still waits"
+        text = (
+            f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
+            "stopped, cut off from the network, in fewer steps (hvd.join), or busy (an evaluation, a "
+            "checkpoint). "
+            f"{LIMIT_VARIABLE} is the longest wait in seconds ({_shown(self._limit)}; 0: for ever), {WARN_VARIABLE} "
+            f"that before a warning ({_shown(self._warn)})"
+        )
+        if waited > self._limit:
             self._gave_up = True
             abort_at_exit()
-            raise
+            raise StallError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
@@ -356,3 +341,160 @@ def _as_transport_error(what: str) -> Iterator[None]:
     except MPI.Exception as error:
         advice = _OUT_OF_STEP if error.Get_error_class() == MPI.ERR_TRUNCATE else ""
         raise TransportError(f"mpi transport, {what}: {error}{advice}") from error
+
+
+# -- how long a rank waits ---------------------------------------------------------------------------------------
+
+
+def longest_wait(variable: str, default: float) -> float:
+    """The seconds in a variable of Horovod's stall inspector; infinite for 0, and where the inspector is switched off.
+
+    Raises:
+        ConfigError: it is no number, or negative.
+    """
+    text = os.environ.get(variable, "").strip()
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ConfigError(f"{variable} is {text!r}; allowed: a number of seconds, 0 for none")
+    off = os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+    return float("inf") if off or not seconds else seconds
+
+
+def _shown(seconds: float) -> str:
+    return "never" if seconds == float("inf") else f"now {seconds:g}"
+
+
+# -- how a process leaves the job --------------------------------------------------------------------------------
+#
+# A collective may be over on one rank before another has everything. If the first one then ends, Horovod's exit
+# handler shuts Horovod down on all ranks, and its background thread finalizes MPI beside a rank that waits for the
+# last bytes of the last step. So ranks say farewell first: on a communicator of its own, because a rank that failed
+# and one that still waits in a collective must not be matched with each other, and never for longer than a few
+# seconds, because a rank that failed does not come.
+
+FAREWELL_SECONDS = 5.0
+"""The longest wait for ranks that do not come; they have failed, or still evaluate and need nothing from this one."""
+
+NAP = 200e-6
+
+_calling = threading.Lock()
+"""Held while MPI is called about a collective, so that leaving, and MPI_Finalize, can wait for the last call."""
+_leaving = threading.Event()
+_missing = threading.Event()
+_waiting: Counter[int] = Counter()
+"""Collectives of this rank that are under way or were given up, by thread."""
+_forked = threading.Event()
+"""Set in a child that was forked from a rank: it has a copy of everything here, and no part in the job."""
+_farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
+"""A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
+
+
+def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
+    """Let this rank and the others of ``comm``, which may be freed long before, leave together. Collective."""
+    if not _farewells:
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forked.set)
+        # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
+        atexit.register(leave)
+        _hear_of_finalize(mpi)
+    ranks = tuple(ranks_in_job(mpi, comm))
+    if ranks not in _farewells:
+        _farewells[ranks] = comm.Dup()
+        _farewells[ranks].Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
+    """What a communicator's ranks are called in the whole job."""
+    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    try:
+        return [int(rank) for rank in mpi.Group.Translate_ranks(group, list(range(comm.size)), world)]
+    finally:
+        group.Free()
+        world.Free()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """While a collective is under way. One that fails counts for ever: no call can be expected after it."""
+    me = threading.get_ident()
+    _waiting[me] += 1
+    yield
+    _waiting[me] -= 1
+
+
+def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
+    """What ``function`` returns, which calls MPI; a call after MPI_Finalize would end the process without an error.
+
+    Raises:
+        TransportError: MPI is finalized, or will be in a moment.
+    """
+    with _calling:
+        if _leaving.is_set() or mpi.Is_finalized():
+            raise TransportError(
+                "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
+                "same number of steps; stop early by metrics that are the same on all ranks"
+            )
+        return function()
+
+
+def give_up(mpi: ModuleType, text: str) -> None:
+    """End the whole job, here and now: the error is not handled, and every orderly way out waits for a missing rank."""
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    mpi.COMM_WORLD.Abort(1)
+
+
+def abort_at_exit() -> None:
+    """A rank is missing: Horovod's own exit handler would wait for it for ever."""
+    _missing.set()
+
+
+def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
+    """Wait until all ranks that this one exchanged with are here; returns whether they came."""
+    deadline = time.monotonic() + seconds
+    try:
+        requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
+        while (requests := call(mpi, lambda: [r for r in requests if not r.Test()])) and time.monotonic() < deadline:
+            time.sleep(NAP)
+    except TransportError:
+        return False
+    return not requests
+
+
+def leave() -> None:
+    """At exit, before Horovod shuts MPI down: meet the other ranks; no thread calls MPI any more once this returns."""
+    if is_child():
+        return
+    from mpi4py import MPI
+
+    if _missing.is_set() and not MPI.Is_finalized():
+        give_up(MPI, "this rank gave up waiting for others: it ends the job")
+    # After an uncaught exception, or in the middle of a step, no other rank comes.
+    if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
+        say_farewell(MPI)
+    _stop_calling()
+
+
+def is_child() -> bool:
+    """Whether this process was forked from a rank: what it would send, the other ranks would take for the rank's."""
+    return _forked.is_set()
+
+
+def _hear_of_finalize(mpi: ModuleType) -> None:
+    """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else.
+
+    The callback is Python and needs the GIL. Native code that calls C's ``exit()`` with the GIL held would wait for
+    ever for Horovod's thread, which finalizes MPI; Python's own ways out release it.
+    """
+    key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
+    mpi.COMM_SELF.Set_attr(key, None)
+
+
+def _stop_calling() -> None:
+    """Let no call about a collective begin any more, and wait for the one under way."""
+    _leaving.set()
+    if _calling.acquire(timeout=1.0):
+        _calling.release()

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from dgc.adapter.engine import EngineBase
-from dgc.adapter.horovod import Horovod
+from dgc.adapter.job import Horovod
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import Parameter
+from dgc.core.layout import Parameter, make_layout
 
 
 class FakeSet:
@@ -24,13 +24,17 @@ class FakeSet:
     def size(self):
         return len(self._ranks)
 
+    def rank(self):
+        return self._own
+
 
 class FakeHorovod(Horovod):
     """Horovod as rank 0 of two sees it; ``module_of`` replaces the module."""
 
     framework, module_name, package = "Frame", "horovod.frame", "dgc.frame"
 
-    def __init__(self, *, initialized=True, size=2, module_of=None):
+    def __init__(self, *, initialized=True, size=2, module_of=None, transport=None):
+        self.transport = transport
         self.everyone = FakeSet(0, range(size))
         self.hvd = module_of or SimpleNamespace(
             allreduce=None,
@@ -49,9 +53,17 @@ class FakeHorovod(Horovod):
             raise self.hvd
         return self.hvd
 
-    def gather_bytes(self, message, name, process_set):
+    def gather_bytes(self, message, name):
         self.asked.append(name)
         return np.concatenate([message, message])
+
+    def own_transport(self):
+        raise NotImplementedError
+
+    def make_transport(self, choice="auto"):
+        return (
+            super().make_transport(choice) if self.transport is None or not isinstance(choice, str) else self.transport
+        )
 
 
 class FakeEngine(EngineBase):
@@ -63,7 +75,7 @@ class FakeEngine(EngineBase):
         super().__init__(config, transport)
 
         def layout(of):
-            return self._place([Parameter(n, (numel // 32, 32), "float32") for n in of])
+            return make_layout([Parameter(n, (numel // 32, 32), "float32") for n in of], config)
 
         def build():
             if bad:
@@ -80,19 +92,19 @@ class FakeEngine(EngineBase):
 
         self.left = 0
         self.cleared = 0
-        self._layout = layout
         self._agree_on_options()
         self._agree_on_tensors(build)
 
-    def step(self, number=0):
-        """One step; returns the results."""
+    def step(self, number=0, scale=1.0):
+        """One step, of gradients times ``scale``; returns the results."""
         results = []
         for exchange in self._exchanges:
             for i, p in enumerate(exchange.layout.parameters):
                 rng = np.random.default_rng([number, self.transport.rank, i])
                 results.append(np.empty(p.numel, np.float32))
-                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32), results[-1])
+                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32) * np.float32(scale), results[-1])
             exchange.finish()
+            self._tell_observers()
         return results
 
     def fail(self, error):
@@ -102,12 +114,6 @@ class FakeEngine(EngineBase):
         return {"count": len(states)}
 
     def _take_state(self, saved):
-        if self._choice.follow(saved["parameters"]):
-            for place, exchange in enumerate(self._exchanges):
-                exchange.close()
-                layout = self._layout([p.name for p in exchange.layout.parameters])
-                self._exchanges[place] = Exchange(layout, self._config, self.transport, ReferenceKernels())
-            self.layout = self._layout(self.names)
         for exchange in self._exchanges:
             own = {p.name: saved["parameters"][p.name] for p in exchange.layout.parameters}
             exchange.load_state_dict({**saved, "parameters": own})

@@ -6,22 +6,19 @@ import pytest
 from fakes import FakeEngine, FakeHorovod, FakeSet
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.states import EMPTY
+from dgc.adapter.engine import EMPTY
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.local import run_ranks
 
 
 class Compressor(CompressorBase[FakeEngine]):
     def __init__(self, ranks, size=2, **options):
-        self._horovod = FakeHorovod(size=size)
+        self._job = FakeHorovod(size=size, transport=ranks)
         super().__init__({"momentum": 0.5, "sparsity": 0.9, **options})
-        self.transport, self.undone, self.fails = ranks, 0, None
-
-    def _make_transport(self, choice, members):
-        return self.transport
+        self.undone, self.fails = 0, None
 
     def bind(self, process_set=None, **engine):
-        def open_engine(transport, members):
+        def open_engine(transport):
             if self.fails:
                 raise self.fails
             return FakeEngine(transport, self.config, **engine)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import FakeEngine
 
-from dgc.adapter.states import EMPTY, is_empty
+from dgc.adapter.engine import EMPTY, is_empty
 from dgc.core.compressors import make_config
 from dgc.errors import LayoutError, RemoteError
 from dgc.transport.local import run_ranks
@@ -130,3 +130,37 @@ def test_the_transport_is_left_alone_while_a_thread_waits_in_it(waits):
         return len(closed)  # the end of a rank closes it, too
 
     assert run_ranks(2, one_rank) == [0 if waits else 1] * 2
+
+
+@pytest.mark.parametrize("names", [(("a", "b"),), (("a",), ("b",))], ids=len)
+def test_who_asks_is_told_of_each_step_once_and_no_more_after_an_error(names, caplog):
+    def one_rank(transport):
+        engine, told, failed = FakeEngine(transport, CONFIG, names), [], []
+
+        @engine.on_step
+        def fails(figures):
+            failed.append(figures["step"])
+            if figures["step"] == 1:
+                raise OSError("no space left on device")
+
+        engine.on_step(told.append)
+        for step in range(3):
+            engine.step(step)
+        engine.step(3, scale=float("nan"))
+        engine.step(4)
+        engine.reset()
+        engine.step(5)
+        last = engine.stats.last.as_dict()
+        engine.close()
+        return told, failed, last
+
+    for told, failed, last in run_ranks(2, one_rank):
+        assert failed == [0, 1]
+        assert [(f["step"], f["refused"]) for f in told] == [
+            *((step, False) for step in range(3)),
+            (3, True),
+            (3, False),
+            (0, False),
+        ]
+        assert {key: told[-1][key] for key in last} == last
+    assert "no space left on device" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from fakes import FakeEngine
 from test_compressor import Compressor
 
-from dgc.adapter.states import EMPTY, INACTIVE, own_state, require_states
+from dgc.adapter.engine import EMPTY, INACTIVE, own_state, require_states
 from dgc.core.compressors import make_config
 from dgc.errors import LayoutError, TransportError
 from dgc.transport.local import run_ranks

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dgc.adapter.speed.work import Echo
+from dgc.adapter.bench import Echo
 from dgc.errors import ConfigError, LayoutError, RemoteError, TransportError
 from dgc.transport.agreement import agree_or_raise, require_agreement, require_replicas, sample_places
 from dgc.transport.local import run_ranks

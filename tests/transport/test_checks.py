@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dgc.core.transport import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import TransportError
-from dgc.transport.checks import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
 
 
 def read_only(array):

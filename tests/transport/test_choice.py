@@ -8,8 +8,6 @@ from dgc.errors import ConfigError, TransportError
 from dgc.transport import choice as module
 from dgc.transport.choice import choose_transport, require_no_choice
 
-MEMBERS = SimpleNamespace(rank=lambda: 0)
-
 
 def horovod(**facts):
     known = {"mpi_built": True, "mpi_enabled": True, "mpi_threads_supported": True, "rank": 0, "size": 2, **facts}
@@ -28,13 +26,14 @@ def mpi(monkeypatch):
     return SimpleNamespace(made=made, running=running)
 
 
-def chosen(choice, hvd=None, others=(), members=MEMBERS):
+def chosen(choice, hvd=None, others=()):
     """The choice of rank 0 among ``others``: (rank, choice, refusal)."""
 
-    def gather(own, question, members):
-        return [own, *({"rank": rank, "choice": what, "refusal": refusal} for rank, what, refusal in others)]
+    def gather(own, question):
+        told = [{"rank": rank, "choice": what, "refusal": refusal} for rank, what, refusal in others]
+        return sorted([own, *told], key=lambda answer: answer["rank"])
 
-    return choose_transport(choice, hvd or horovod(), members, gather, lambda members: ("horovod", members))
+    return choose_transport(choice, hvd or horovod(), gather, lambda: "horovod")
 
 
 @pytest.mark.parametrize("choice", ["auto", "mpi"])
@@ -49,8 +48,8 @@ def test_some_ranks_without_a_compressor(mpi):
     with pytest.raises(ConfigError, match=text):
         chosen("mpi", others=[(1, None, None)])
     with pytest.raises(ConfigError, match=text):
-        require_no_choice(1, MEMBERS, lambda own, *_: [{"rank": 0, "choice": "auto", "refusal": None}, own])
-    require_no_choice(1, MEMBERS, lambda own, *_: [own, own])
+        require_no_choice(1, lambda own, *_: [{"rank": 0, "choice": "auto", "refusal": None}, own])
+    require_no_choice(1, lambda own, *_: [own, own])
 
 
 def test_ranks_that_cannot_be_asked(mpi):
@@ -58,7 +57,7 @@ def test_ranks_that_cannot_be_asked(mpi):
         raise TransportError("Horovod could not gather 47 bytes")
 
     with pytest.raises(TransportError, match=r"^Horovod could not .*; build a compressor on every rank, or on none$"):
-        choose_transport("mpi", horovod(), MEMBERS, gather, None)
+        choose_transport("mpi", horovod(), gather, None)
 
 
 def test_a_process_set_gets_its_ranks(mpi):
@@ -68,16 +67,15 @@ def test_a_process_set_gets_its_ranks(mpi):
 
 def test_one_rank_without_mpi_takes_all_to_horovod_with_one_warning(mpi, recwarn):
     others = [(1, "auto", "no mpi4py")]
-    assert [chosen("auto", others=others) for _ in range(2)] == [("horovod", MEMBERS)] * 2
+    assert [chosen("auto", others=others) for _ in range(2)] == ["horovod"] * 2
     (warning,) = recwarn.list
     assert warning.category is RuntimeWarning
     assert "instead of mpi4py's: rank 1: no mpi4py" in str(warning.message)
 
 
-@pytest.mark.parametrize(("hvd", "rank"), [(horovod(mpi_enabled=False), 0), (horovod(), 1)])
-def test_nobody_else_warns_and_under_gloo_nobody(hvd, rank, mpi, recwarn):
-    members = SimpleNamespace(rank=lambda: rank)
-    assert chosen("auto", hvd, [(1, "auto", "no mpi4py")], members)[0] == "horovod"
+@pytest.mark.parametrize("hvd", [horovod(mpi_enabled=False), horovod(rank=1)])
+def test_nobody_else_warns_and_under_gloo_nobody(hvd, mpi, recwarn):
+    assert chosen("auto", hvd, [(1 - hvd.rank(), "auto", "no mpi4py")]) == "horovod"
     assert not recwarn.list
 
 
@@ -91,7 +89,7 @@ def test_mpi_by_name_is_an_error_where_one_rank_cannot(mpi):
 
 def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
     monkeypatch.setattr(module, "_import_running_mpi", lambda: pytest.fail("looked for MPI"))
-    assert chosen("horovod", others=[(1, "horovod", None)]) == ("horovod", MEMBERS)
+    assert chosen("horovod", others=[(1, "horovod", None)]) == "horovod"
     assert not recwarn.list
 
 

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from dgc.adapter.speed.work import Echo
+from dgc.adapter.bench import Echo
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.hierarchical import HierarchicalTransport, between_nodes

@@ -24,7 +24,7 @@ from dgc.errors import WireError
 
 COMMON = (
     "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op seed "
-    "sparse_updates exchange hierarchical"
+    "sparse_updates hierarchical"
 ).split()
 """Options of every compressor."""
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]

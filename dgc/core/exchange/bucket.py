@@ -19,7 +19,6 @@ from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Bucket
 from dgc.core.message import Incoming, Sender
 from dgc.core.plan import Mode
-from dgc.core.probe import Sent
 from dgc.core.state import BucketState, State
 from dgc.core.transport import Transport
 from dgc.errors import DGCError
@@ -182,17 +181,6 @@ class BucketExchange:
         if self.has_run and self.at.deferred is not None:
             self.at.deferred.write(self.at.step, self._kernels)
         self.take_deferred()
-
-    def probe(self) -> Sent | str:
-        """See :data:`~dgc.core.probe.Sent`; or why nothing stays in the residual."""
-        at = self.at
-        if (empty := self.encoder.why_empty(at)) is not None:
-            return empty
-        after = at.state.copy()
-        positions = self.commit(after)
-        if positions is not None and not isinstance(positions, np.ndarray):
-            positions = self._memory.to_host(positions)
-        return positions, self._memory.to_host(at.state.v), self._memory.to_host(after.v)
 
     def refusal(self, own: int, names: Sequence[str]) -> str:
         """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""

@@ -23,7 +23,6 @@ from dgc.core.exchange.step import Stage, Step
 from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
-from dgc.core.probe import Probe
 from dgc.core.state import State, require_place
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, RemoteError
@@ -45,7 +44,6 @@ class Exchange:
             Otherwise each one counts once it is finished, unless it was refused.
         defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
             or :meth:`write_deferred` after :meth:`finish`.
-        probe: measures the steps that count, where a log is on.
         joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data: it submits zeros,
             and can drop a step exactly.
         joined: rank -> those flags, of the ranks that took part in the latest step like that.
@@ -54,7 +52,6 @@ class Exchange:
 
     awaits_update = False
     defers = False
-    probe: Probe | None = None
     joins = 0
     on_joined: Callable[[StepContext], None] | None = None
 
@@ -208,8 +205,6 @@ class Exchange:
         for bucket in self._buckets:
             bucket.finish(refused=refused)
         self.state.step += not refused
-        if self.probe is not None and not refused and len(context.joined) < self.transport.size:
-            self.probe.measure(context, self._buckets)
         self.joined = context.joined
         step.finish(refused=refused)
         if not self.awaits_update:
@@ -329,7 +324,7 @@ class Exchange:
         """
         self.abandon()
         require_place(saved, op=self.config.op, **self.transport.rank_info())
-        self.state.load(saved, self.config.own_share(self.transport.size))
+        self.state.load(saved)
         self.latest.recover()
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from dgc.adapter.engine import EngineBase
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.layout import Layout
+from dgc.core.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.engine.adoption import Adoption
@@ -176,7 +176,6 @@ class Engine(EngineBase):
         made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
         self.groups.append(made)
         self._exchanges.append(made.exchange)
-        self._watch()
         self._group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots([made])
         return made
@@ -197,7 +196,9 @@ class Engine(EngineBase):
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
-        return self.group(indices).run(gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
+        made = self.group(indices).run(gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
+        self._tell_observers()
+        return made
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
@@ -242,7 +243,6 @@ class Engine(EngineBase):
             )
         # Without groups the state comes from another framework or from resize, where everything was one group.
         whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
-        self._choice.follow(saved["parameters"])
         self._absorb_slots(self.groups if self._has_loaded else ())
         self._has_loaded = False  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
@@ -251,12 +251,10 @@ class Engine(EngineBase):
             if not entry["names"]:
                 continue
             group = self.group([names[name] for name in entry["names"]])
-            group.use(self._layout_of(group.indices))
             own = {name: saved["parameters"][name] for name in entry["names"]}
             group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
             group.rate = entry["rate"]
         self._exchanges[:] = [group.exchange for group in self.groups]
-        self._watch()
         self.layout = self._layout_of(range(len(self.variables)))
 
     def remember(self) -> None:
@@ -307,7 +305,7 @@ class Engine(EngineBase):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _layout_of(self, indices: Sequence[int]) -> Layout:
-        return self._place([describe(self.names[i], self.variables[i]) for i in indices])
+        return make_layout([describe(self.names[i], self.variables[i]) for i in indices], self._config)
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The state under this model's names: Keras names a loaded model's variables differently, in the same order."""

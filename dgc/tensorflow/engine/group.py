@@ -136,14 +136,6 @@ class Group:
         self.exchange.state.absorb_momentum(place, u, share)
         self.rate = learning_rate
 
-    def use(self, layout: Layout) -> None:
-        """Go on with another layout of the same variables, without any state."""
-        if layout != self.exchange.layout:
-            before, kernels = self.exchange, choose_kernels("cpu")
-            before.close()
-            self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
-            self.exchange.stats = before.stats
-
     def compare_again(self) -> None:
         """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
         self._runs = min(self._runs, 1)

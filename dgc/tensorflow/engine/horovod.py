@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.horovod import Horovod
+from dgc.adapter.job import Horovod
+from dgc.core.transport import Transport
 from dgc.errors import TransportError
-from dgc.transport.horovod import HorovodTransportBase
+from dgc.transport.choice import HorovodTransportBase
 
 if TYPE_CHECKING:
     from horovod.tensorflow import ProcessSet as ProcessSet
@@ -36,7 +37,7 @@ class TensorFlowHorovod(Horovod):
             raise ImportError(str(error)) from error
         return hvd
 
-    def gather_bytes(self, message: np.ndarray, name: str, process_set: ProcessSet | None) -> np.ndarray:
+    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
         """Join the members' messages in rank order, also while a TensorFlow function is being traced.
 
         Raises:
@@ -46,10 +47,13 @@ class TensorFlowHorovod(Horovod):
         # CPU tensors: a NCCL build must not take bytes that live in host memory to a GPU. init_scope leaves a trace.
         with tf.init_scope(), tf.device("/cpu:0"):
             try:
-                out = hvd.allgather(tf.constant(message), name=name, process_set=process_set, ignore_name_scope=True)
+                out = hvd.allgather(tf.constant(message), name=name, process_set=self.members, ignore_name_scope=True)
             except _ERRORS as error:
                 raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
             return np.asarray(out)
+
+    def own_transport(self) -> Transport:  # noqa: D102
+        return HorovodTransport(self)
 
 
 HOROVOD = TensorFlowHorovod()
@@ -64,20 +68,20 @@ class HorovodTransport(HorovodTransportBase):
     which may be waiting for this very exchange. One call takes about 3 ms, most of it Horovod's cycle time.
     """
 
-    def __init__(self, process_set: ProcessSet | None = None) -> None:
-        """Agree on names. Collective over the ranks of ``process_set``; None for all.
+    def __init__(self, job: TensorFlowHorovod = HOROVOD) -> None:
+        """Agree on names. Collective over the job's ranks.
 
         Raises:
-            ConfigError: Horovod is not ready, or this process is not in ``process_set``.
+            ConfigError: Horovod is not ready, or this process is not one of them.
             TransportError: Horovod's collective failed.
         """
-        self._hvd = import_horovod()
-        self._process_set = HOROVOD.member_set(process_set)
-        self._prefix = HOROVOD.unique_name("dgc.transport", self._process_set)
-        super().__init__(self._process_set.rank(), self._process_set.size())
+        self._job, self._hvd = job, job.module()
+        self._process_set = job.require_member()
+        self._prefix = job.unique_name("dgc.transport")
+        super().__init__(job.rank, job.size)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
-        return HOROVOD.gather_bytes(message, f"{self._prefix}.allgather.{message.size}", self._process_set)
+        return self._job.gather_bytes(message, f"{self._prefix}.allgather.{message.size}")
 
     def _sum(self, array: np.ndarray) -> None:
         name = f"{self._prefix}.allreduce.{array.dtype.name}.{array.size}"
@@ -111,7 +115,7 @@ class CommonNames:
             TransportError: Horovod's collective failed.
         """
         if not self._prefix:
-            self._prefix = HOROVOD.unique_name(f"dgc.{self._kind}", process_set)
+            self._prefix = HOROVOD.of(process_set).unique_name(f"dgc.{self._kind}")
         name, _ = self._known.setdefault(id(variable), (f"{self._prefix}.{len(self._known)}", variable))
         return name
 

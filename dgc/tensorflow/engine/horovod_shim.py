@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.horovod import check_placeholder
+from dgc.adapter.job import check_placeholder
 from dgc.core.config import no_compressor
 from dgc.errors import ConfigError
 from dgc.tensorflow.engine.adoption import Adoption
@@ -69,7 +69,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     adoption: Adoption | None = None
     """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
 
-    _horovod = HOROVOD
+    _job = HOROVOD
     _user: str | None = None
     _waiting: Sequence[Pending] = ()
     _turn: tf.Variable | None = None

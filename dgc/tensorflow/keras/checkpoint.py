@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.states import INACTIVE
+from dgc.adapter.engine import INACTIVE
 from dgc.core.state import load_state, old_ranks_of, require_sound, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.engine.horovod import import_horovod, is_alone
@@ -110,10 +110,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             require_agreement(engine.transport, {"iterations": iterations}, what, TransportError)
 
         try:
-            with engine.transport.busy():
-                state = {**engine.state_dict(), ITERATIONS: iterations}
-                require_sound(state)
-                save_state(self._path(self._filled, engine.transport.rank), state, ask)
+            state = {**engine.state_dict(), ITERATIONS: iterations}
+            require_sound(state)
+            save_state(self._path(self._filled, engine.transport.rank), state, ask)
         except Exception as error:
             if not asked:
                 tell_error(engine.transport, error)

@@ -68,7 +68,7 @@ class GradientReducer(abc.ABC):
     def members(self) -> ProcessSet:
         """The process set of the exchange."""
         given = self.options.process_set
-        return HOROVOD.chosen_set(given) if self.compression is None else self.compression.process_set(given)
+        return HOROVOD.of(given).members if self.compression is None else self.compression.process_set(given)
 
     @property
     def size(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dgc.adapter.states import holds_nothing
+from dgc.adapter.engine import holds_nothing
 from dgc.core.state import resized
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.engine.adoption import is_sgd

@@ -11,8 +11,7 @@ import torch
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.engine.distributed import ProcessGroup, ranks_of_job
-from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.distributed import job_of
 from dgc.torch.engine.tensors import is_sharded
 from dgc.transport.agreement import agree_or_raise
 from dgc.transport.local import local_world
@@ -89,10 +88,9 @@ class Ranks:
 
 
 def _started_ranks() -> int:
-    ranks = ranks_of_job()
-    if isinstance(ranks, ProcessGroup):
-        return ranks.size()
+    job = job_of()
     try:
-        return int(HOROVOD.module().size())
+        job.require_ready()
+        return job.size
     except ConfigError:
         return 1

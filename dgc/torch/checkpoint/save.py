@@ -102,8 +102,7 @@ def _write(ranks: Ranks, written: Written, work: Callable[[], None], what: str) 
     """
     failed: Exception | None = None
     try:
-        with ranks.transport.busy():
-            work()
+        work()
     except Exception as error:
         failed = error
     if "failed" in ranks.gather("" if failed is None else "failed", len("failed")):

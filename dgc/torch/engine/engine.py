@@ -18,21 +18,17 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.choose import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import StepContext
-from dgc.core.layout import Layout
+from dgc.core.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
 from dgc.torch.engine.device_tensors import tensors_for
-from dgc.torch.engine.horovod.device_sums import use_devices
 from dgc.torch.engine.step.replicas import require_same_parameters, require_same_results, share_options
 from dgc.torch.engine.step.results import Carried, Results, refuse_results
 from dgc.torch.engine.step.saved_state import Change
 from dgc.torch.engine.step.sparse_updates import SparseUpdates
 from dgc.torch.engine.step.watch import StepWatch, learning_rates_of
 from dgc.torch.engine.tensors import Places, Result, as_array, describe, local
-
-_PATIENCE = 1.0
-"""Seconds of waiting for other ranks after which it is checked whether they are still there."""
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -47,15 +43,12 @@ class Engine(EngineBase):
         updates: whether they are applied as entries.
         excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
-        on_stepped: called when an optimizer has stepped the parameters, as the last thing; it may raise.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
-        check_peers: called while waiting for other ranks, if set, with True once they came; raises if one never will.
     """
 
     what = "parameters"
     advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
-    updates_entries = True
     adoption: Adoption
     exchange: Exchange
 
@@ -83,14 +76,12 @@ class Engine(EngineBase):
         super().__init__(config, transport)
         self.names = []
         self.parameters: list[torch.Tensor] = []
-        self.check_peers: Callable[[bool], None] | None = None
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self.error: DGCError | None = None
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
-        self.on_stepped = self._tell_of_log
         self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
 
         def build() -> Layout:
@@ -105,7 +96,6 @@ class Engine(EngineBase):
 
         self._agree_on_options()
         self._agree_on_tensors(build)
-        use_devices(transport, self._tensors.device)
         self.results = Results(self.parameters, self._exchanges)
         self.excluded = {i for i, n in enumerate(self.names) if any(fnmatchcase(n, p) for p in config.exclude)}
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
@@ -175,15 +165,11 @@ class Engine(EngineBase):
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
             self.exchange.require_complete()
-            while self.check_peers is not None and not self.exchange.wait(_PATIENCE):
-                self.check_peers(False)
             self.exchange.finish()
             if self.updates.concluded(self.watch.owner, self.watch.in_step):
                 self.updates.take(self.exchange.deferred(), self.parameters)
             else:
                 self.exchange.write_deferred()
-            if self.check_peers is not None:
-                self.check_peers(True)
         except DGCError as error:
             self.error, self._opened = error, False
             raise
@@ -239,8 +225,6 @@ class Engine(EngineBase):
         return {}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
-        if self._choice.follow(saved["parameters"]):
-            self._rebuild()
         self.exchange.load_state_dict(saved)
         self._clear()
         self.watch.saved.compressor_loaded()
@@ -260,7 +244,7 @@ class Engine(EngineBase):
 
     def _open_exchange(self) -> None:
         kernels = self._tensors.kernels
-        layout = self._place([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], kernels)
+        layout = make_layout([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], self._config)
         self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
         itself = weakref.ref(self)  # the exchange does not keep this engine alive
 
@@ -348,6 +332,7 @@ class Engine(EngineBase):
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
         self.results.written()
+        self._tell_observers()
 
     def _absorb(self, index: int, buffer: torch.Tensor) -> None:
         """A momentum_buffer of a dense run becomes u."""
@@ -366,11 +351,3 @@ class Engine(EngineBase):
             "or build the embedding with sparse=False"
         )
         self.fail(ConfigError(wrong), index)
-
-    def _rebuild(self) -> None:
-        """Open an exchange for the loaded state's choice of what is sent dense."""
-        before = self.exchange
-        before.close()
-        self._open_exchange()
-        self._watch()
-        self.layout, self.exchange.stats = self.exchange.layout, before.stats

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dgc.adapter.engine import Uncopied, own_state
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -23,16 +24,14 @@ from dgc.adapter.paddle import (
     require_parameters,
     sparse_refusal,
 )
-from dgc.adapter.states import Uncopied, own_state
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
-from dgc.torch.engine.distributed import make_transport, ranks_of_job, require_own_shards
+from dgc.torch.distributed import job_of, require_own_shards
 from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.horovod.heartbeat import Heartbeat
-from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.step.sparse_updates import refusal_of_rate
 from dgc.torch.engine.step.untraced import untraced
 from dgc.torch.engine.tensors import describe
+from dgc.torch.horovod import Heartbeat, TorchHorovod
 from dgc.torch.momentum import state as momentum_state
 from dgc.transport.agreement import agree_or_raise
 
@@ -119,10 +118,9 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
         require_parameters(params)
-        ranks = ranks_of_job()
-        ranks.require_ready()
-        members = ranks.member_set(ranks.chosen_set(process_set))
-        self._transport = make_transport(transport, members)
+        job = job_of().of(process_set)
+        job.require_ready()
+        self._transport = job.make_transport(transport)
 
         def build() -> dict[str, Any]:
             if learning_rate is not None and lr is not None:
@@ -153,7 +151,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             }
             super(DGCMomentum, self).__init__(params, defaults)
             self._named = momentum_state.named_parameters(self.param_groups)
-            require_own_shards(self._named, ranks)
+            require_own_shards(self._named, job)
             return momentum_state.describe(self.param_groups, self._named)
 
         agree_or_raise(self._transport, build, "arguments")
@@ -161,9 +159,8 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         config, self._compressed = config_for(self.options, [describe(n, p) for n, p in named], self._transport.size)
         self._engine = Engine(named, config, self._transport, optimizer=None, loss_scale=lambda: self._scale)
         self._engine.updates.obstacle = lambda _: self._obstacle()
-        if ranks is HOROVOD and self._transport.size > 1:
-            heartbeat = Heartbeat(HOROVOD.module(), self._transport, members)
-            self._engine.on_step_begin, self._engine.check_peers = heartbeat.send, heartbeat.check
+        if isinstance(job, TorchHorovod) and self._transport.name == "horovod" and self._transport.size > 1:
+            self._engine.on_step_begin = Heartbeat(job)
 
     # -- training ------------------------------------------------------------------------------------------------
 

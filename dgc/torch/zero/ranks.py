@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.adapter.horovod import JOINED
+from dgc.adapter.job import JOINED
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
-from dgc.torch.engine.distributed import ProcessGroup, ranks_of_job
-from dgc.torch.engine.horovod.choice import make_transport
-from dgc.torch.engine.horovod.held import hold
-from dgc.torch.engine.horovod.horovod import HOROVOD, gather_values, import_horovod, member_set
-from dgc.torch.engine.horovod.transport import HorovodTransport
+from dgc.torch.distributed import DistributedJob, job_of
+from dgc.torch.horovod import HOROVOD, HorovodTransport, hold
 from dgc.transport.agreement import require_agreement, tell_error
 
 COUNT_BYTES = 4
@@ -53,12 +50,12 @@ class Ranks:
             RemoteError: ``choose`` raised on another rank.
             TransportError: a rank has joined.
         """
-        if isinstance(ranks_of_job(), ProcessGroup):
+        if isinstance(job_of(), DistributedJob):
             raise ConfigError(
                 "dgc.torch.ZeroRedundancyOptimizer needs Horovod and hvd.init(); over torch.distributed shard with "
                 "FSDP2, as docs/fsdp.md shows"
             )
-        self._hvd = import_horovod()
+        self._hvd = HOROVOD.module()
         mistake: Exception | None = None
         try:
             HOROVOD.require_ready()
@@ -67,13 +64,14 @@ class Ranks:
             mistake, chosen = error, None
         self._holders: dict[int, torch.Tensor] = {}  # by handle; those of what an error left with Horovod stay
         self._counting: int | None = None
-        self.members = member_set(chosen)
-        self.size = self.members.size()
+        self._job = HOROVOD.of(chosen)
+        self.members = self._job.require_member()
+        self.size = self._job.size
         self._prefix = f"dgc.zero.{self.members.process_set_id}"
         self._meet(mistake)
-        self._prefix = HOROVOD.unique_name("dgc.zero", self.members)
-        self._roots = gather_values(self._hvd.rank(), "zero.root", self.members)
-        self.channel = HorovodTransport(self.members)
+        self._prefix = self._job.unique_name("dgc.zero")
+        self._roots = self._job.ranks()
+        self.channel = HorovodTransport(self._job)
         self.transport: Transport = self.channel
         self.rank = self.channel.rank
         if mistake is not None:
@@ -84,7 +82,7 @@ class Ranks:
     def use_transport(self, choice: str | Transport) -> None:
         """Choose what carries the sparse messages. Collective."""
         if self.size > 1 and choice != "horovod":
-            self.transport = make_transport(choice, self.members)
+            self.transport = self._job.make_transport(choice)
 
     def begin_count(self) -> None:
         """Begin to count the ranks that take this step.

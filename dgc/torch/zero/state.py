@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.states import Uncopied
+from dgc.adapter.engine import Uncopied
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.zero.groups import Group, copy_options, parameters_of
 from dgc.torch.zero.memory import Partition

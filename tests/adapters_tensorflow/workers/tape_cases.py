@@ -50,21 +50,6 @@ def a_tape_equals_dense_across_learning_rate_changes():
 
 
 @case
-def dense_by_choice_a_tape_equals_dense_and_auto_says_what_it_predicts():
-    dense = dense_values("momentum")
-    for name in ("wrapper in a graph", "stock in a graph", "stock, two groups"):
-        way, graph, hvd_options = WAYS[name]
-        found, compression = m.train_loop(
-            way, {"exchange": "dense", "min_numel": 64}, optimizer="momentum", graph=graph, hvd_options=hvd_options
-        )
-        m.assert_close(found, dense, 1e-6)
-        assert {row["exchange"] for row in compression.describe()["exchange"]["buckets"]} == {"dense"}
-    _, compression = m.train_loop("wrapper", {"exchange": "auto", "min_numel": 64}, optimizer="momentum")
-    (row,) = compression.describe()["exchange"]["buckets"]
-    assert row[f"{row['exchange']}_ms"] == min(row["dense_ms"], row["sparse_ms"])  # rounded, they may be equal
-
-
-@case
 def nesterov_equals_dense_across_learning_rate_changes():
     _equality("nesterov", ["wrapper in a graph", "stock, one group"])
 

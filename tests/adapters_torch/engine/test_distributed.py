@@ -11,7 +11,7 @@ test_under_torchrun = each_case(Path(__file__).parent / "workers" / "distributed
 LAST_ACT = """
 import numpy as np
 import torch.distributed as dist
-from dgc.torch.engine.distributed import DistributedTransport
+from dgc.torch.distributed import DistributedTransport
 
 dist.init_process_group("gloo")
 transport = DistributedTransport()

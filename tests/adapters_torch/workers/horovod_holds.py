@@ -6,14 +6,14 @@ import contextlib
 
 from horovod.torch import mpi_ops
 
-from dgc.torch.engine.horovod import held
+from dgc.torch import horovod
 
 
 @contextlib.contextmanager
 def every_tensor_is_held(*modules, at_least):
     """All that Horovod gets meanwhile, ``at_least`` so many tensors, was held by ``hold`` as ``modules`` call it."""
     safe, given = [], []
-    hold, handles = held.hold, mpi_ops._handle_map
+    hold, handles = horovod.hold, mpi_ops._handle_map
 
     def noting(tensor):
         holder = hold(tensor)

@@ -49,35 +49,6 @@ def a_resumed_run_continues_bit_for_bit():
 
 
 @case
-def a_dense_run_is_resumed_dense_by_auto_and_compressed_where_that_is_asked_for():
-    """Whatever is measured when it resumes; compressed it goes on as after a dense warm-up of as many steps."""
-    for way in "ab":
-        runs = {}
-        for kind, options in {"dense": {"exchange": "dense"}, "warmed up": {"rampup_begin_step": 4}}.items():
-            runs[kind] = make_model()
-            optimizer, compression = wrap(way, runs[kind], sgd(runs[kind]), sparsity=0.9, **options)
-            train(optimizer, runs[kind], 4)
-            if kind == "dense":
-                folder = shared_folder(f"choice {way}")
-                dgc.save_checkpoint(folder, model=runs[kind], optimizer=optimizer, compression=compression)
-            train(optimizer, runs[kind], 5, start=4)
-        for exchange, kind in {"auto": "dense", "dense": "dense", "sparse": "warmed up"}.items():
-            model = make_model(seed=9)
-            optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, exchange=exchange)
-            if exchange == "auto":
-                rows = compression.describe()["exchange"]["buckets"]
-                assert all(row["dense_ms"] > 0 and row["sparse_ms"] > 0 for row in rows)
-            dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
-            train(optimizer, model, 5, start=4)
-            assert torch.equal(flat(model), flat(runs[kind])), (way, exchange)
-            kinds = {row["exchange"] for row in compression.describe()["exchange"]["buckets"]}
-            assert kinds == {"sparse" if exchange == "sparse" else "dense"}
-        hvd.barrier()
-        if hvd.rank() == 0:
-            shutil.rmtree(folder)
-
-
-@case
 def the_checkpoint_is_also_a_dense_one():
     model = make_model()
     optimizer, compression = wrap("b", model, sgd(model), **OPTIONS)

@@ -36,24 +36,6 @@ def test_segments_do_not_overlap_and_every_parameter_has_a_place():
     assert order[0] > order[-1], "buckets follow the backward pass"
 
 
-def test_buckets_that_are_made_dense_keep_every_place():
-    """Nothing is sparsified or coded in them, and another choice on another rank shows in the fingerprint."""
-    layout = make_layout(
-        [Parameter("a", (64, 64), "float32"), Parameter("bias", (64,), "float32"), Parameter("b", (64, 64), "float32")],
-        make_config({"bucket_bytes": 16384}),
-    )
-    assert len(layout.buckets) > 1
-    dense = layout.with_dense([layout.buckets[-1].index])
-    last, before = dense.buckets[-1], layout.buckets[-1]
-    assert (last.sparse, last.small, last.sparse_size, last.small_size) == ((), (), 0, 0)
-    assert (last.segments, last.size) == (before.segments, before.size)
-    assert dense.buckets[:-1] == layout.buckets[:-1]
-    assert dense.places == layout.places
-    assert dense.chosen == {s.parameter for s in before.sparse + before.small}
-    assert dense.fingerprint != layout.fingerprint
-    assert layout.with_dense([]) == layout
-
-
 @pytest.mark.parametrize("numel", [2**30, 2**31 - 17, 2**20 + 1])
 def test_positions_in_a_bucket_fit_32_bits_whatever_size_is_asked_for(numel):
     """Kernels and messages count positions as int32; the padding between tensors counts."""

@@ -13,9 +13,8 @@ import pytest
 from worker_tools import case as register
 from worker_tools import launch_rank, launch_size
 
-from dgc.core.transport import Transport
+from dgc.core.transport import REDUCTIONS, Transport
 from dgc.errors import TransportError
-from dgc.transport.checks import REDUCTIONS
 
 RANK, SIZE = launch_rank(), launch_size()
 _promises = []

@@ -160,14 +160,6 @@ class Encoder(ABC):
             (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
         """
 
-    def why_empty(self, at: BucketStep) -> str | None:
-        """Say why nothing stays in the residual after the step; None where something does."""
-        if not at.plan.is_active:
-            return "the step was dense: everything was sent"
-        if self._keeps_residual:
-            return None
-        return f"{self._config.algorithm} keeps no residual here: what a step does not send is not sent later"
-
     # -- shared by encoders ----------------------------------------------------------------------------------------
 
     def _work(self, at: BucketStep) -> list[SegmentWork]:

@@ -1,4 +1,4 @@
-"""Callbacks for both Keras: under Horovod's names, the one that keeps residuals, and the one that shows them."""
+"""Callbacks for both Keras: under Horovod's names, and the one that keeps residuals."""
 
 from dgc.tensorflow.keras.callbacks.horovod import (
     BroadcastGlobalVariablesCallback,
@@ -6,7 +6,6 @@ from dgc.tensorflow.keras.callbacks.horovod import (
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from dgc.tensorflow.keras.callbacks.log import LogCompression
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "CompressionCheckpoint",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
-    "LogCompression",
     "MetricAverageCallback",
 ]

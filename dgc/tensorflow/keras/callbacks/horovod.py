@@ -14,7 +14,6 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.engine.horovod import ProcessSet, import_horovod, is_alone
 from dgc.tensorflow.engine.optimizers import Optimizer, optimizer_variables
 from dgc.tensorflow.engine.tensors import Variable, raw_variable
-from dgc.tensorflow.keras.callbacks.log import OURS
 from dgc.tensorflow.reduce.settings import distributed_in
 
 _ALL, _OUTSIDE = -1, -2
@@ -190,7 +189,8 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         if not logs or is_alone():
             return
         hvd = import_horovod()
-        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and n not in OURS.values())
+        # A compressor's figures are each rank's own, and perhaps in the logs of one rank alone.
+        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and not n.startswith("compression_"))
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
         logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import (
     L1Decay,
     PaddleOptions,
@@ -26,7 +27,6 @@ from dgc.adapter.paddle import (
     shaped,
     sparse_refusal,
 )
-from dgc.adapter.states import is_empty
 from dgc.core.config import require_number
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError

@@ -16,7 +16,7 @@ import torch
 
 from dgc.core.transport import Transport
 from dgc.torch.engine.adoption import Adoption, is_empty
-from dgc.torch.engine.horovod.owner import broadcasting
+from dgc.torch.engine.owner import broadcasting
 from dgc.torch.engine.step.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"

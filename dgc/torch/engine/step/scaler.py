@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dgc.torch.engine.horovod.owner import stepping_scaler
+from dgc.torch.engine.owner import stepping_scaler
 
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 """Where torch has it: ``torch.amp`` since 2.3."""

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.engine.adoption import Adoption
-from dgc.torch.engine.horovod.owner import broadcasting
+from dgc.torch.engine.owner import broadcasting
 from dgc.torch.engine.step.results import Results
 from dgc.torch.engine.step.saved_state import SavedState
 from dgc.torch.engine.step.scaler import steps_by_scaler, warn_of_unknown_scaler
@@ -35,7 +35,6 @@ class Watched(Protocol):
     updates: SparseUpdates
     error: DGCError | None
     is_scaled: bool
-    on_stepped: Callable[[], None]
 
     def follow(self, watch: StepWatch) -> None: ...  # noqa: D102
 
@@ -191,12 +190,8 @@ class StepWatch:
         engine.updates.apply(optimizer)
         return None if closure is None else self._followed(closure)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts.
-
-        Returns:
-            Whether it has updated our parameters.
-        """
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
         engine = self.watched
         if self.owns(optimizer):
             engine.adoption.show()
@@ -207,7 +202,6 @@ class StepWatch:
             updates = self._concerns(optimizer) and not broadcasting()
         if updates and engine.results.undecided:
             engine.results.applied()
-        return updates
 
     def _followed(self, closure: Closure) -> Closure:
         """The closure of a step, after which its gradients are exchanged."""
@@ -298,6 +292,5 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
 
 @untraced
 def _after_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    updated = [watch for watch in list(_watches) if watch.after_step(optimizer)]
-    for watch in updated:  # all is whole now: what these raise leaves nothing half done
-        watch.watched.on_stepped()
+    for watch in list(_watches):
+        watch.after_step(optimizer)

@@ -22,7 +22,7 @@ from zero_tools import (
 )
 
 from dgc.errors import LayoutError, RemoteError
-from dgc.torch.engine.horovod import held, horovod, transport
+from dgc.torch import horovod
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 from dgc.torch.zero import ranks
 
@@ -257,7 +257,7 @@ def parameters_may_change_their_type_together():
 @case
 def what_horovod_holds_of_ours_has_another_reference():
     """Its thread must never be the last one but Python's to let go of a tensor: for that it would need the GIL."""
-    with every_tensor_is_held(held, horovod, transport, ranks, at_least=20):
+    with every_tensor_is_held(horovod, ranks, at_least=20):
         for chosen in ("auto", "horovod"):
             own, zero = _sharded(transport=chosen)
             for step, broken in enumerate((False, True, False)):  # after a failed step parameters travel whole

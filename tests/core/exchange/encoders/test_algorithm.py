@@ -78,14 +78,12 @@ def test_what_was_sent_leaves_the_residual_when_the_step_counts(name, options):
     encoder.finish(at, refused=False)
     if not encoder._algorithm.error_feedback:
         assert not state.v.any()
-        assert f"{name} keeps no residual" in encoder.why_empty(at)
         encoder.commit(at, state)
         assert not state.v.any()
         return
     np.testing.assert_array_equal(state.v, before)
     encoder.commit(at, state)
     assert not np.array_equal(state.v, before)
-    assert encoder.why_empty(at) is None
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)

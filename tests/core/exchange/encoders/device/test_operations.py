@@ -8,7 +8,7 @@ import pytest
 from host_runtime import HostRuntime
 from model_shapes import resnet50_shapes
 
-from dgc.adapter.speed.work import Echo
+from dgc.adapter.bench import Echo
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.gpu.backend import DeviceKernels

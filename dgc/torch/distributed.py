@@ -8,21 +8,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dgc.adapter.horovod import Ranks
+from dgc.adapter.job import Job
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
-from dgc.torch.engine.horovod import choice as choice_of_horovod
-from dgc.torch.engine.horovod.horovod import HOROVOD
 from dgc.torch.engine.tensors import is_sharded, local
-from dgc.transport.agreement import tell_error
-from dgc.transport.choice import require_no_choice
-from dgc.transport.horovod import HorovodTransportBase
+from dgc.torch.horovod import HOROVOD, TorchHorovod
+from dgc.transport.agreement import gather_values, tell_error
+from dgc.transport.choice import HorovodTransportBase, require_no_choice
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -34,10 +32,8 @@ _EXIT_PATIENCE = 5.0
 """Seconds that a process which ends waits for a collective under way."""
 
 
-class ProcessGroup:
-    """The ranks of a ``torch.distributed`` process group, with the members that a compressor asks Horovod for."""
-
-    process_set_id = None
+class DistributedJob(Job):
+    """The ranks of a ``torch.distributed`` process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Take a group, or all ranks if None.
@@ -45,64 +41,100 @@ class ProcessGroup:
         Raises:
             ConfigError: torch.distributed is missing or not initialised.
         """
+        self._group = group
+        self.require_ready()
+
+    @property
+    def members(self) -> dist.ProcessGroup | None:  # noqa: D102
+        return self._group
+
+    @property
+    def included(self) -> bool:  # noqa: D102
+        return self._group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(self._group) >= 0
+
+    @property
+    def rank(self) -> int:  # noqa: D102
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:  # noqa: D102
+        return dist.get_world_size(self._group)
+
+    def ranks(self) -> list[int]:
+        """What these ranks are called among all; this process alone where it is not one of them."""
+        return dist.get_process_group_ranks(self._group) if self.included else [dist.get_rank()]
+
+    def require_ready(self) -> None:  # noqa: D102
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
-        self.group = group
 
-    def included(self) -> bool:
-        """Whether this process is in the group."""
-        return self.group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(self.group) >= 0
-
-    def rank(self) -> int:
-        """This process' rank in the group."""
-        return dist.get_rank(self.group)
-
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return dist.get_world_size(self.group)
-
-    def members(self) -> list[int]:
-        """Global ranks of the group; of this process alone where it is not in it."""
-        return dist.get_process_group_ranks(self.group) if self.included() else [dist.get_rank()]
-
-    # -- as dgc.adapter.horovod.Horovod has it ---------------------------------------------------------------------
-
-    def require_ready(self) -> None:
-        """The constructor has checked that."""
-
-    def chosen_set(self, own: object = None, other: object = None) -> ProcessGroup:
-        """This group; a Horovod process set beside it is an error.
-
-        Raises:
-            ConfigError: one is given.
-        """
-        if (own or other) not in (None, self):
+    def of(self, process_set: object = None, other: object = None) -> DistributedJob:
+        """This job; a Horovod process set beside it is an error."""
+        if any(given is not None and given is not self._group for given in (process_set, other)):
             raise ConfigError("process_set= is Horovod's; give a torch.distributed process group as group=")
         return self
 
-    def member_set(self, process_set: object = None) -> ProcessGroup:
-        """The group itself."""
-        return self
-
-    def op_name(self, op: object) -> str:
-        """The name of a reduce op, as the core calls it.
-
-        Raises:
-            ConfigError: neither average nor sum.
-        """
+    def op_name(self, op: object) -> str:  # noqa: D102
         names = {dist.ReduceOp.AVG: "average", dist.ReduceOp.SUM: "sum"}
         name = op.lower() if isinstance(op, str) else next((n for o, n in names.items() if o == op), "")
         if name not in names.values():
             raise ConfigError(f'op is {op!r}; gradient compression supports "average" and "sum"')
         return name
 
+    def gather(self, value: object, question: str) -> list[Any]:  # noqa: D102
+        transport = self.make_transport()
+        try:
+            return gather_values(transport, value)
+        finally:
+            transport.close()
 
-def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object) -> None:
+    def make_transport(self, choice: str | Collectives = "auto") -> Transport:  # noqa: D102
+        if isinstance(choice, Collectives):
+            return as_transport(choice)
+        if choice not in ("auto", DistributedTransport.name):
+            raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
+        return DistributedTransport(self._group)
+
+    def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
+        """Begin to overwrite tensors on all ranks, by the job's own group; call the result to wait for them.
+
+        Args:
+            tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job.
+
+        Raises:
+            TransportError: a collective failed.
+        """
+        ranks = self.ranks()
+        pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+        def wait() -> None:
+            for work, data, flat in pending:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise TransportError(f"torch.distributed could not broadcast: {error}") from error
+                if not data.is_contiguous():
+                    data.copy_(flat)
+
+        for name, root, tensor in tensors:
+            data = tensor.detach()
+            flat = data.contiguous()
+            try:
+                pending.append((dist.broadcast(flat, ranks[root], self._group, async_op=True), data, flat))
+            except (RuntimeError, ValueError) as error:
+                raise TransportError(f"torch.distributed could not begin the broadcast of {name}: {error}") from error
+        return wait
+
+
+TorchJob: TypeAlias = TorchHorovod | DistributedJob
+
+
+def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
     """Refuse FSDP2's parameters unless they are sharded among other ranks than those that exchange.
 
     Args:
         named: (name, parameter) pairs.
-        ranks: that exchange.
+        job: whose ranks exchange.
 
     Raises:
         ConfigError: on every rank.
@@ -110,7 +142,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object)
     for name, p in named:
         if not is_sharded(p):
             continue
-        group = ranks.members() if isinstance(ranks, ProcessGroup) else range(dist.get_world_size())
+        group = job.ranks() if isinstance(job, DistributedJob) else range(dist.get_world_size())
         mesh = cast("DTensor", p).device_mesh.mesh.flatten().tolist()
         if common := sorted({*mesh} & {*group} - {dist.get_rank()}):
             raise ConfigError(
@@ -120,8 +152,8 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], ranks: object)
             )
 
 
-def ranks_of_job(group: dist.ProcessGroup | None = None) -> Ranks:
-    """Which ranks exchange: those of a process group; without one Horovod's if it is initialised, else torch's.
+def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
+    """The ranks of a process group; without one Horovod's if it is initialised, else torch's.
 
     Raises:
         ConfigError: a group is given, and torch.distributed is not initialised.
@@ -129,11 +161,11 @@ def ranks_of_job(group: dist.ProcessGroup | None = None) -> Ranks:
     hvd = sys.modules.get("horovod.torch")
     horovod_runs = hvd is not None and hvd.is_initialized()
     if group is not None or (dist.is_available() and dist.is_initialized() and not horovod_runs):
-        return ProcessGroup(group)
+        return DistributedJob(group)
     return HOROVOD
 
 
-def horovod_of_all_ranks(ranks: Ranks, process_set: Any) -> ModuleType:
+def horovod_of_all_ranks(job: Job, process_set: Any) -> ModuleType:
     """Horovod, which averages dense gradients, on all ranks. Collective over the ranks that will exchange.
 
     Raises:
@@ -146,35 +178,15 @@ def horovod_of_all_ranks(ranks: Ranks, process_set: Any) -> ModuleType:
             "without a compressor of dgc's gradients are averaged by Horovod; give every rank the same compression= "
             f"or, for dense training under torch.distributed, use DistributedDataParallel: {missing}"
         )
-        if isinstance(ranks, ProcessGroup) and ranks.included():
-            transport = DistributedTransport(ranks.group)
+        if isinstance(job, DistributedJob) and job.included:
+            transport = job.make_transport()
             tell_error(transport, error)
             transport.close()
         raise error from missing
-    members = HOROVOD.chosen_set(process_set)
-    if members.process_set_id is not None and members.included() and members.size() > 1:
-        require_no_choice(hvd.rank(), members, HOROVOD.gather_values)
+    job = HOROVOD.of(process_set)
+    if job.members.process_set_id is not None and job.included and job.size > 1:
+        require_no_choice(hvd.rank(), job.gather)
     return hvd
-
-
-def make_transport(choice: str | Collectives, members: Any) -> Transport:
-    """Make the transport of Horovod's ranks or a process group's. Collective over ``members``.
-
-    Args:
-        choice: "auto", "mpi", "horovod" or a transport; of a process group "auto" or a transport.
-        members: a ``hvd.ProcessSet`` or a :class:`ProcessGroup`.
-
-    Raises:
-        ConfigError: unknown or differing choices, one that needs Horovod, or this process is not a member.
-        TransportError: "mpi" was asked for and some rank cannot use it.
-    """
-    if not isinstance(members, ProcessGroup):
-        return choice_of_horovod.make_transport(choice, members)
-    if isinstance(choice, Collectives):
-        return as_transport(choice)
-    if choice not in ("auto", DistributedTransport.name):
-        raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
-    return DistributedTransport(members.group)
 
 
 class DistributedTransport(HorovodTransportBase):
@@ -258,7 +270,7 @@ def broadcast_parameters(
     Raises:
         ConfigError: torch.distributed is not initialised.
     """
-    ProcessGroup(group)
+    DistributedJob(group)
     root = root_rank if group is None else dist.get_global_rank(group, root_rank)
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     for _, tensor in items:

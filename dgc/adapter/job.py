@@ -1,9 +1,10 @@
-"""Horovod as both adapters use it: its module, small questions to all ranks, process sets and reduce ops."""
+"""Who takes part: the ranks that exchange with each other, and Horovod as both adapters use it."""
 
 from __future__ import annotations
 
 import abc
 import atexit
+import copy
 import ctypes
 import itertools
 import json
@@ -11,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -30,36 +31,101 @@ SHUT_DOWN = (
     "hvd.init()"
 )
 
+Own = TypeVar("Own", bound="Horovod")
+
 _instances = itertools.count()
 """Numbers what uses tensor names in this process, so that two of them never use the same one at the same time."""
 
 
-class Ranks(Protocol):
-    """Who exchanges: Horovod's process sets, or another library's groups of ranks."""
+class Job(abc.ABC):
+    """The ranks that exchange with each other: of a Horovod process set, or of a torch.distributed process group."""
 
-    def require_ready(self) -> object: ...  # noqa: D102
+    @property
+    @abc.abstractmethod
+    def members(self) -> Any:
+        """What the library calls them: a ``hvd.ProcessSet``, or a process group."""
 
-    def op_name(self, op: object) -> str: ...  # noqa: D102
+    @property
+    @abc.abstractmethod
+    def included(self) -> bool:
+        """Whether this process is one of them."""
 
-    def chosen_set(self, own: ProcessSet | None = None, other: ProcessSet | None = None) -> Any: ...  # noqa: D102
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This process' place among them."""
 
-    def member_set(self, process_set: ProcessSet | None = None) -> Any: ...  # noqa: D102
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @abc.abstractmethod
+    def require_ready(self) -> object:
+        """Every constructor that meets other ranks begins here.
+
+        Raises:
+            ConfigError: the library is missing or not initialised, or its ranks come and go.
+        """
+
+    @abc.abstractmethod
+    def of(self, process_set: Any = None, other: Any = None) -> Job:
+        """The ranks that a compressor or its wrapper names; these when neither names any.
+
+        Raises:
+            ConfigError: they name two different sets, or something else.
+        """
+
+    @abc.abstractmethod
+    def op_name(self, op: object) -> str:
+        """A reduce op of the library, or its name, as "average" or "sum".
+
+        Raises:
+            ConfigError: neither.
+        """
+
+    @abc.abstractmethod
+    def gather(self, value: object, question: str) -> list[Any]:
+        """Every rank's small value, in rank order. Collective.
+
+        Args:
+            value: what this rank answers; JSON must know it.
+            question: the same on all ranks, and not asked twice at the same time.
+
+        Raises:
+            TransportError: a collective failed.
+        """
+
+    @abc.abstractmethod
+    def make_transport(self, choice: str | Collectives = "auto") -> Transport:
+        """Make what carries messages among the ranks. Collective.
+
+        Args:
+            choice: "auto", or a name from :data:`dgc.transport.choice.CHOICES`; or a transport, to be used as it is
+                (then on every rank).
+
+        Raises:
+            ConfigError: unknown or differing choices, or this process is not one of the ranks.
+            TransportError: "mpi" was asked for and some rank cannot use it.
+        """
 
 
-class Horovod(abc.ABC):
-    """One framework's Horovod. An adapter makes one object of it.
+class Horovod(Job):
+    """One framework's Horovod, and the ranks of one of its process sets. An adapter makes one object, of all ranks.
 
     Attributes:
         framework: as users call it.
         module_name: what is imported.
         package: the adapter's, for errors.
+        process_set: of these ranks; None for all.
         elastic: whether constructors may meet the other ranks of an elastic job now: all of them are at the same place.
     """
 
-    elastic = False
     framework: ClassVar[str]
     module_name: ClassVar[str]
     package: ClassVar[str]
+    process_set: ProcessSet | None = None
+    elastic = False
 
     # -- the framework's half ------------------------------------------------------------------------------------
 
@@ -72,12 +138,16 @@ class Horovod(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather_bytes(self, message: np.ndarray, name: str, process_set: ProcessSet) -> np.ndarray:
-        """The members' (m_r,) uint8 messages joined in rank order. Collective.
+    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
+        """The ranks' (m_r,) uint8 messages joined in rank order. Collective.
 
         Raises:
             TransportError: Horovod's collective failed.
         """
+
+    @abc.abstractmethod
+    def own_transport(self) -> Transport:
+        """A transport of Horovod's own collectives. Collective."""
 
     # -- the module ----------------------------------------------------------------------------------------------
 
@@ -105,12 +175,7 @@ class Horovod(abc.ABC):
             raise ConfigError(f"Horovod is not initialised: call hvd.init() before anything of {self.package}")
         return hvd
 
-    def require_ready(self) -> ModuleType:
-        """The module, in a job that can neither grow nor shrink: every constructor that meets other ranks begins here.
-
-        Raises:
-            ConfigError: as :meth:`module`, or Horovod is elastic.
-        """
+    def require_ready(self) -> ModuleType:  # noqa: D102
         hvd = self.module()
         if os.environ.get("HOROVOD_ELASTIC") == "1" and not self.elastic:
             raise ConfigError(
@@ -122,39 +187,53 @@ class Horovod(abc.ABC):
 
     # -- who takes part ------------------------------------------------------------------------------------------
 
-    def chosen_set(self, own: ProcessSet | None = None, other: ProcessSet | None = None) -> ProcessSet:
-        """The process set that a compressor or its wrapper names; all ranks when neither does (None).
-
-        Raises:
-            ConfigError: they name two different ones, or something else than a process set.
-        """
-        for given in (own, other):
-            _require_set(given)
-        if own is not None and other is not None and not same_set(own, other):
-            raise ConfigError("the compressor and the optimizer name different process sets; give it in one place")
-        named = own if own is not None else other
-        chosen: ProcessSet = self.module(initialized=False).global_process_set if named is None else named
+    @property
+    def members(self) -> ProcessSet:  # noqa: D102
+        given = self.process_set
+        chosen: ProcessSet = self.module(initialized=False).global_process_set if given is None else given
         return chosen
 
-    def member_set(self, process_set: ProcessSet | None = None) -> ProcessSet:
-        """The Horovod process set to use, with this process in it.
+    @property
+    def included(self) -> bool:  # noqa: D102
+        return bool(self.members.included())
 
-        Args:
-            process_set: a ``hvd.ProcessSet``, or None for all ranks.
+    @property
+    def rank(self) -> int:  # noqa: D102
+        return self.members.rank()
+
+    @property
+    def size(self) -> int:  # noqa: D102
+        return self.members.size()
+
+    def of(self: Own, process_set: ProcessSet | None = None, other: ProcessSet | None = None) -> Own:  # noqa: D102
+        for given in (process_set, other):
+            if given is not None and not hasattr(given, "process_set_id"):
+                raise ConfigError(
+                    f"process_set is {brief(given)}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
+                )
+        if process_set is not None and other is not None and not same_set(process_set, other):
+            raise ConfigError("the compressor and the optimizer name different process sets; give it in one place")
+        named = other if process_set is None else process_set
+        if named is None or named is self.process_set:
+            return self
+        job = copy.copy(self)
+        job.process_set = named
+        return job
+
+    def require_member(self) -> ProcessSet:
+        """The process set, with this process in it.
 
         Raises:
             ConfigError: Horovod is not ready, does not know the set, or this process is not in it.
         """
-        hvd = self.module()
-        _require_set(process_set)
-        chosen: ProcessSet = hvd.global_process_set if process_set is None else process_set
-        if chosen.process_set_id is None:
+        hvd, members = self.module(), self.members
+        if members.process_set_id is None:
             raise ConfigError(
-                f"Horovod does not know {chosen}: give it to hvd.init(process_sets=[...]) or hvd.add_process_set(...)"
+                f"Horovod does not know {members}: give it to hvd.init(process_sets=[...]) or hvd.add_process_set(...)"
             )
-        if chosen.process_set_id != 0 and chosen.included() is False:
-            raise ConfigError(f"rank {hvd.rank()} is not in {chosen}: only its members exchange gradients through it")
-        return chosen
+        if members.process_set_id != 0 and members.included() is False:
+            raise ConfigError(f"rank {hvd.rank()} is not in {members}: only its members exchange gradients through it")
+        return members
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
         """Whether this process exchanges nothing: one rank, or outside the set; None before ``hvd.init()``.
@@ -162,74 +241,41 @@ class Horovod(abc.ABC):
         Raises:
             ConfigError: Horovod is missing, or it is no process set.
         """
-        hvd = self.module(initialized=False)
-        _require_set(process_set)
-        if not hvd.is_initialized():
+        job = self.of(process_set)
+        if not self.module(initialized=False).is_initialized():
             return None
-        chosen = hvd.global_process_set if process_set is None else process_set
-        return not chosen.included() or chosen.size() == 1
+        return not job.included or job.size == 1
 
     # -- talking -------------------------------------------------------------------------------------------------
 
-    def gather_values(self, value: object, question: str, process_set: ProcessSet) -> list[Any]:
-        """Ask all ranks of ``process_set`` for a small value. Collective, on Horovod's own channel.
-
-        Args:
-            value: what this rank answers; JSON must know it.
-            question: names the collective; the same on all ranks, and not asked twice at the same time.
-            process_set: as returned by :meth:`member_set`.
-
-        Returns:
-            Every rank's value in rank order.
-
-        Raises:
-            TransportError: Horovod's collective failed.
-        """
+    def gather(self, value: object, question: str) -> list[Any]:  # noqa: D102
         # One line per rank: Horovod joins arrays of different lengths, and JSON has no line ends of its own.
         line = np.frombuffer((json.dumps(value) + "\n").encode(), np.uint8).copy()
-        lines = self.gather_bytes(line, f"dgc.{process_set.process_set_id}.{question}", process_set)
+        lines = self.gather_bytes(line, f"dgc.{self.members.process_set_id}.{question}")
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
 
-    def unique_name(self, prefix: str, process_set: ProcessSet) -> str:
-        """A beginning of tensor names that nothing else of the job uses. Collective over ``process_set``.
+    def unique_name(self, prefix: str) -> str:
+        """A beginning of tensor names that nothing else of the job uses. Collective.
 
         Raises:
             TransportError: Horovod's collective failed.
         """
         # A rank may have met others in other process sets before; the largest number is new to all members.
-        numbers = self.gather_values(next(_instances), f"{prefix}.number", process_set)
-        return f"{prefix}.{process_set.process_set_id}.{max(numbers)}"
+        numbers = self.gather(next(_instances), f"{prefix}.number")
+        return f"{prefix}.{self.members.process_set_id}.{max(numbers)}"
 
-    def make_transport(
-        self, choice: str | Collectives, process_set: ProcessSet | None, make_own: Callable[[ProcessSet], Transport]
-    ) -> Transport:
-        """Make the transport for a group of ranks. Collective over the ranks of ``process_set``.
-
-        Args:
-            choice: "auto", "mpi", "horovod": see :func:`dgc.transport.choice.choose_transport`. Or a transport, to be
-                used as it is (then on every rank).
-            process_set: a ``hvd.ProcessSet``, or None for all ranks.
-            make_own: makes a transport of Horovod's own collectives from a process set.
-
-        Raises:
-            ConfigError: unknown or differing choices, Horovod is not ready, or this process is not in ``process_set``.
-            TransportError: "mpi" was asked for and some rank cannot use it.
-        """
+    def make_transport(self, choice: str | Collectives = "auto") -> Transport:  # noqa: D102
         if not isinstance(choice, str):
             # Needs no Horovod, so that a test can bring ranks of its own.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
             raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
-        return choose_transport(choice, self.module(), self.member_set(process_set), self.gather_values, make_own)
+        self.require_member()
+        return choose_transport(choice, self.module(), self.gather, self.own_transport)
 
     # -- reduce ops ----------------------------------------------------------------------------------------------
 
-    def op_name(self, op: object) -> str:
-        """Horovod's reduce op, or its name, as the core calls it.
-
-        Raises:
-            ConfigError: neither Average nor Sum.
-        """
+    def op_name(self, op: object) -> str:  # noqa: D102
         if isinstance(op, str):
             return op.lower()
         hvd = self.module(initialized=False)
@@ -252,14 +298,6 @@ class Horovod(abc.ABC):
         if op.lower() not in known:
             raise ConfigError(f"op is {op!r}; allowed: hvd.Average and hvd.Sum, or their names")
         return known[op.lower()]
-
-
-def _require_set(process_set: object) -> None:
-    """Refuse what is neither None nor a ``hvd.ProcessSet``; a number, say, or a list of ranks."""
-    if process_set is not None and not hasattr(process_set, "process_set_id"):
-        raise ConfigError(
-            f"process_set is {brief(process_set)}; give a hvd.ProcessSet, such as hvd.add_process_set([0, 1]) returns"
-        )
 
 
 _children_end: set[str] = set()

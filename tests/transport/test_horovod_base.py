@@ -5,8 +5,8 @@ import pytest
 
 from dgc.core.transport import Transport
 from dgc.errors import TransportError
-from dgc.transport import horovod
-from dgc.transport.horovod import HorovodTransportBase
+from dgc.transport import choice as horovod
+from dgc.transport.choice import HorovodTransportBase
 from dgc.transport.local import run_ranks
 
 RANKS = 3

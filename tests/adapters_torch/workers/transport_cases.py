@@ -10,10 +10,9 @@ import torch
 from transport.workers.transport_contract import Carrier
 from worker_tools import case, run_cases
 
-from dgc.torch.engine.horovod.choice import make_transport
-from dgc.torch.engine.horovod.transport import HorovodTransport
+from dgc.torch.horovod import HOROVOD, HorovodTransport
 from dgc.transport.agreement import require_agreement
-from dgc.transport.horovod import GATHER_BYTES, SMALL_BYTES
+from dgc.transport.choice import GATHER_BYTES, SMALL_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 
@@ -35,6 +34,10 @@ def users_sum(number):
 Carrier(HorovodTransport, "horovod", LENGTHS, {1, 7, 1000}, users_sum).keep_promises()
 
 
+def make_transport(choice, process_set=None):
+    return HOROVOD.of(process_set).make_transport(choice)
+
+
 def raised_by(function, *args, **options):
     try:
         function(*args, **options)
@@ -48,10 +51,14 @@ def process_sets():
     if RANK not in EDGES.ranks:
         for choice in ("auto", "horovod", "mpi"):
             assert f"ConfigError: rank {RANK} is not in ProcessSet" in raised_by(make_transport, choice, EDGES)
-        assert "ConfigError" in raised_by(HorovodTransport, EDGES)
+        assert "ConfigError" in raised_by(HorovodTransport, HOROVOD.of(EDGES))
     else:
         # One more transport on the members only: the next one on all ranks must still find a common name.
-        for transport in (HorovodTransport(EDGES), make_transport("auto", EDGES), make_transport("horovod", EDGES)):
+        for transport in (
+            HorovodTransport(HOROVOD.of(EDGES)),
+            make_transport("auto", EDGES),
+            make_transport("horovod", EDGES),
+        ):
             place = EDGES.ranks.index(RANK)
             assert (transport.rank, transport.size) == (place, 2)
             out = np.empty((2, 3), np.uint8)

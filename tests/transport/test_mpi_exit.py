@@ -38,7 +38,7 @@ import horovod.torch as hvd
 hvd.init()
 import numpy as np
 import dgc.transport.mpi as mpi
-import dgc.transport.waits.mpi_exit as mpi_exit
+import dgc.transport.mpi as mpi_exit
 from dgc.errors import TransportError
 from mpi4py import MPI
 from worker_tools import report
@@ -88,7 +88,7 @@ def test_mpi_is_not_called_once_another_thread_finalizes_it(tests, tmp_path):
 
 LEAVE = """
 import sys
-import dgc.transport.waits.mpi_exit as mpi_exit
+import dgc.transport.mpi as mpi_exit
 from worker_tools import report
 
 met = []
@@ -120,7 +120,7 @@ hvd.init()
 import numpy as np
 from dgc.core.exchange.step import Step
 from dgc.errors import TransportError
-from dgc.torch.engine.horovod.horovod import HOROVOD
+from dgc.torch.horovod import HOROVOD
 from dgc.transport.mpi import MPITransport
 from worker_tools import report
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from fakes import FakeHorovod, FakeSet
 
-from dgc.adapter.horovod import check_placeholder
-from dgc.adapter.speed.work import Echo
+from dgc.adapter.bench import Echo
+from dgc.adapter.job import check_placeholder
 from dgc.errors import ConfigError
 
 
@@ -34,26 +34,27 @@ def test_elastic_is_refused(monkeypatch):
 @pytest.mark.parametrize("choice", [None, 3, b"mpi"])
 def test_what_is_no_name_and_no_transport_is_refused(choice):
     with pytest.raises(ConfigError, match="must be one of auto, mpi, horovod or a Transport, got"):
-        FakeHorovod().make_transport(choice, None, pytest.fail)
+        FakeHorovod().make_transport(choice)
 
 
 def test_a_transport_is_returned_as_it_is_without_asking_anybody():
     given = Echo(1)
-    assert FakeHorovod(initialized=False).make_transport(given, None, pytest.fail) is given
+    assert FakeHorovod(initialized=False).make_transport(given) is given
 
 
 def test_the_process_set_of_two_is_the_one_that_is_named():
     horovod = FakeHorovod()
     some = FakeSet(3, [0, 1])
-    assert horovod.chosen_set() is horovod.everyone
-    assert horovod.chosen_set(some) is some
-    assert horovod.chosen_set(None, some) is some
-    assert horovod.chosen_set(some, FakeSet(3, [0, 1])) is some
+    assert horovod.of() is horovod
+    assert horovod.members is horovod.everyone
+    assert horovod.of(some).members is some
+    assert horovod.of(None, some).members is some
+    assert horovod.of(some, FakeSet(3, [0, 1])).members is some
     for other in (horovod.everyone, FakeSet(4, [0, 1]), FakeSet(None, [0, 1])):
         with pytest.raises(ConfigError, match="different process sets"):
-            horovod.chosen_set(some, other)
+            horovod.of(some, other)
     with pytest.raises(ConfigError, match="different process sets"):
-        horovod.chosen_set(FakeSet(None, [0]), FakeSet(None, [0]))
+        horovod.of(FakeSet(None, [0]), FakeSet(None, [0]))
 
 
 def test_who_is_alone():
@@ -67,14 +68,14 @@ def test_who_is_alone():
 def test_members_only():
     horovod = FakeHorovod()
     with pytest.raises(ConfigError, match="Horovod does not know"):
-        horovod.member_set(FakeSet(None, [0]))
+        horovod.of(FakeSet(None, [0])).require_member()
     with pytest.raises(ConfigError, match="rank 0 is not in"):
-        horovod.member_set(FakeSet(2, [1]))
+        horovod.of(FakeSet(2, [1])).require_member()
 
 
 def test_names_are_new_each_time():
     horovod = FakeHorovod()
-    names = {horovod.unique_name(prefix, horovod.everyone) for prefix in ("one", "one", "two")}
+    names = {horovod.unique_name(prefix) for prefix in ("one", "one", "two")}
     assert len(names) == 3
     assert horovod.asked[0] == "dgc.0.one.number"
 

@@ -1,1 +1,0 @@
-"""What this adapter takes from Horovod: its collectives, transport and ranks."""

@@ -1,0 +1,260 @@
+"""Horovod for torch: its ranks, its collectives as a transport, and what keeps it from waiting for a rank for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dgc.adapter.job import JOINED, SHUT_DOWN, Horovod
+from dgc.core.exchange.records import Stats
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, StallError, TransportError
+from dgc.transport.choice import HorovodTransportBase
+from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait
+
+_PIECE = 2**30
+"""Elements per broadcast: MPI counts are int32."""
+
+_left_behind: list[object] = []
+"""What an error left with Horovod's thread; see :func:`hold`."""
+
+
+class TorchHorovod(Horovod):
+    """Horovod for torch."""
+
+    framework = "PyTorch"
+    module_name = "horovod.torch"
+    package = "dgc.torch"
+
+    def load(self) -> ModuleType:  # noqa: D102
+        import horovod.torch as hvd
+
+        return hvd
+
+    def module(self, initialized: bool = True) -> ModuleType:  # noqa: D102
+        try:
+            return super().module(initialized)
+        except ConfigError as error:
+            if not initialized or (dist.is_available() and dist.is_initialized()):
+                raise
+            first = "call torch.distributed.init_process_group() (under torchrun) or hvd.init() (Horovod) first"
+            raise ConfigError(f"{first}: {error}") from error
+
+    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:  # noqa: D102
+        self.module()
+        try:
+            return _gather(torch.from_numpy(message), name, self.members).numpy()
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
+
+    def own_transport(self) -> Transport:  # noqa: D102
+        return HorovodTransport(self)
+
+    def ranks(self) -> list[int]:
+        """What these ranks are called among all."""
+        return list(self.members.ranks or range(self.size))
+
+    def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
+        """Begin to overwrite tensors on all ranks; call the result to wait for them. Collective.
+
+        Args:
+            tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job; a name is the same on
+                all ranks, and unlike that of any other collective of the job at the same time.
+
+        Raises:
+            TransportError: Horovod failed, for instance because a rank has joined.
+        """
+        hvd, ranks = self.module(), self.ranks()
+        pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def wait() -> None:
+            for handle, data, flat, _ in pending:
+                try:
+                    hvd.synchronize(handle)
+                except RuntimeError as error:
+                    _left_behind.append(pending)
+                    raise TransportError(f"Horovod could not broadcast: {error}") from error
+                if not data.is_contiguous():
+                    data.copy_(flat)
+
+        for name, root, tensor in tensors:
+            data = tensor.detach()
+            flat = data.contiguous()
+            # Horovod knows no bfloat16 on every backend, and bytes are bytes.
+            carried = flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
+            for i, piece in enumerate(carried.view(-1).split(_PIECE)):
+                holder = hold(piece)
+                try:
+                    handle = hvd.broadcast_async_(piece, ranks[root], f"{name}.{i}", process_set=self.members)
+                except (RuntimeError, ValueError) as error:
+                    _left_behind.append(pending)
+                    raise TransportError(f"Horovod could not begin the broadcast of {name}: {error}") from error
+                pending.append((handle, data, flat, holder))
+        return wait
+
+
+HOROVOD = TorchHorovod()
+
+
+def _gather(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
+    """The members' tensors joined along their first dimension: what hvd.allgather_async does, with a result of ours."""
+    from horovod.torch import mpi_ops
+
+    joined = tensor.new()
+    holders = hold(tensor), hold(joined)
+    try:
+        return mpi_ops.synchronize(mpi_ops._allgather_async(tensor, joined, name, process_set))
+    finally:
+        del holders
+
+
+def hold(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that refers to ``tensor`` as its gradient; to be kept for as long as Horovod may hold ``tensor``.
+
+    When all references but the one of a tensor's Python object are gone, PyTorch lets go of that object, for which it
+    takes the GIL. At a shutdown Horovod's thread lets go of what it was given while it holds the lock of its queue;
+    another thread that holds the GIL and waits for that lock, to hand over one more tensor, would wait for ever. A
+    gradient is safe, since its parameter refers to it; a tensor of our own needs another one that does.
+    """
+    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # of one element's memory
+    holder.grad = tensor
+    return holder
+
+
+class Placeholders:
+    """The one-element tensors that Horovod reduces in the place of gradients; they are used again and again."""
+
+    def __init__(self) -> None:
+        """Make them as they are needed."""
+        self._holders: list[torch.Tensor] = []  # of all, also of those that an error left with Horovod
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """A 1.0, (1,) float32, for Horovod to work on in place."""
+        if self._free:
+            return self._free.pop()
+        one = torch.ones(1)
+        self._holders.append(hold(one))
+        return one
+
+    def give_back(self, placeholder: torch.Tensor, value: float) -> None:
+        """Horovod is done with it, and has left ``value`` in it: mostly 1.0, as the average of ones."""
+        self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
+
+
+class HorovodTransport(HorovodTransportBase):
+    """Collectives of ``horovod.torch`` on CPU tensors that share memory with the caller's arrays.
+
+    Tensor names are explicit, equal on all ranks and repeat from step to step, so that Horovod's response cache knows
+    them; they contain the size, since another first dimension under the same name would miss that cache. One call takes
+    about 2 ms on MPI, of which Horovod's cycle time and its 1 ms polling are the most.
+
+    Horovod may fuse a large sum with other tensors that are sent at the same time, so its last bits can differ between
+    two runs, though never between ranks.
+    """
+
+    def __init__(self, job: TorchHorovod = HOROVOD) -> None:
+        """Agree on names. Collective over the job's ranks.
+
+        Raises:
+            ConfigError: Horovod is not ready, or this process is not one of them.
+            TransportError: Horovod's collective failed.
+        """
+        self._hvd, self._members = job.module(), job.require_member()
+        super().__init__(job.rank, job.size)
+        self._prefix = job.unique_name("dgc.transport")
+
+    def _gather(self, message: np.ndarray) -> np.ndarray:
+        # torch warns about memory it may not write, though nothing writes here.
+        tensor = torch.from_numpy(message if message.flags.writeable else message.copy())
+        return self._run(lambda name: _gather(tensor, name, self._members), f"allgather.{message.size}").numpy()
+
+    def _sum(self, array: np.ndarray) -> None:
+        tensor = torch.from_numpy(array)
+        holder = hold(tensor)
+
+        def reduce(name: str) -> torch.Tensor:
+            op, members = self._hvd.Sum, self._members
+            return self._hvd.synchronize(self._hvd.allreduce_async_(tensor, name=name, op=op, process_set=members))
+
+        self._run(reduce, f"allreduce.{array.dtype.name}.{array.size}")
+        del holder
+
+    def _is_running(self) -> bool:
+        return self._hvd.is_initialized()
+
+    def _run(self, collective: Callable[[str], torch.Tensor], kind: str) -> torch.Tensor:
+        name = f"{self._prefix}.{kind}"
+        try:
+            return collective(name)
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"Horovod's collective {name} failed: {error}") from error
+
+
+class Heartbeat:
+    """At the beginning of each step: the sum of a 1.0 from every rank, where Horovod's collectives are the transport.
+
+    A rank that called ``hvd.join()`` answers Horovod's allreduces with zeros, but its allgathers with an error that
+    ends it. The sum is awaited for no longer than ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` where that is set: Horovod's
+    own inspector does not look at an operation that is in the ranks' caches, as this one is after the first step.
+    """
+
+    def __init__(self, job: TorchHorovod, stats: Callable[[], Stats] | None = None) -> None:
+        """Agree on a name. Collective over the job's ranks.
+
+        Args:
+            job: whose ranks exchange.
+            stats: returns the counters that include what is sent, if given.
+
+        Raises:
+            TransportError: Horovod's collective failed.
+            ConfigError: the longest wait in the environment is no number of seconds.
+        """
+        self._limit = longest_wait(LIMIT_VARIABLE, float("inf"))
+        self._job, self._stats, self._size = job, stats, job.size
+        self._name = job.unique_name("dgc.heartbeat")
+        self._one = torch.ones(1)
+        self._holder = hold(self._one)
+
+    def __call__(self) -> None:
+        """Count the ranks.
+
+        Raises:
+            ConfigError: a rank has joined.
+            StallError: a rank has not come for too long.
+            TransportError: Horovod failed, or was shut down.
+        """
+        hvd = self._job.module(initialized=False)
+        if self._stats is not None:
+            self._stats().beside += self._one.nbytes
+        deadline = time.monotonic() + self._limit
+        try:
+            handle = hvd.allreduce_async_(
+                self._one.fill_(1.0), name=self._name, op=hvd.Sum, process_set=self._job.members
+            )
+            while self._limit != float("inf") and not hvd.poll(handle):
+                if time.monotonic() > deadline:
+                    raise StallError(
+                        f"rank {hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for a "
+                        "rank that is busy with something else (a checkpoint that it saves alone, an evaluation), "
+                        "stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, in the "
+                        f"same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
+                    )
+                time.sleep(0.5e-3)
+            total = float(hvd.synchronize(handle))
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._explain(hvd, error)
+        if round(total) != self._size:
+            raise ConfigError(f"only {total:g} of {self._size} ranks exchange gradients: {JOINED}")
+
+    def _explain(self, hvd: ModuleType, error: Exception) -> NoReturn:
+        """After a shutdown Horovod itself speaks of a handle that was not created."""
+        if hvd.is_initialized():
+            raise error
+        raise TransportError(SHUT_DOWN) from error

@@ -1,1 +1,0 @@
-"""How an MPI rank waits, gives up and leaves the job."""
