@@ -178,6 +178,7 @@ class _Steps(StepWatch):
         self._engine, self._optimizer = engine, optimizer
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
         self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
+        self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
         self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None  # parameter, result
         engine.updates.obstacle = None
@@ -190,6 +191,7 @@ class _Steps(StepWatch):
         engine, buffer = self._engine, bucket.buffer()
         if bucket.index() == 0:
             self._waiting, self._results = [], {}
+            self._owners.clear()
             if not self.begun:
                 # Join runs the hook on zeros on a rank without data, where nothing else steps or drops results.
                 self._require_stepped()
@@ -208,6 +210,10 @@ class _Steps(StepWatch):
                         "bound: give all to one optimizer, or call requires_grad_(False) before the model is wrapped"
                     )
                 )
+            if p.grad is not None and self._owners.setdefault(p.grad.data_ptr(), index) != index:
+                # As autograd gives both parameters of a.view(s) + b.view(s): DDP would write both results there.
+                p.grad = p.grad.clone()
+            gradient = _in_strides_of(p, gradient)
             engine.submit(index, gradient)
             self._results[index] = gradient
         self._waiting.append((future, buffer))
@@ -320,6 +326,16 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     if not isinstance(state, CompressionState):
         raise ConfigError(f"the hook's state is {state!r}; give a dgc.ddp.CompressionState(compression, optimizer)")
     return state.exchange(bucket)
+
+
+def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as DDP has laid it out: in its parameter's strides, where these leave no gaps.
+
+    ``GradBucket.gradients()`` reads each place of the bucket as if it were contiguous.
+    """
+    if p.is_contiguous() or torch.empty_like(p, device="meta").stride() != p.stride():
+        return gradient
+    return gradient.as_strided(p.shape, p.stride())
 
 
 def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:

@@ -147,7 +147,7 @@ class DeviceTensors(HostTensors):
         kernels.allocate_with(streams.allocate, streams.free)
 
     def array(self, tensor: torch.Tensor) -> Array:  # noqa: D102
-        flat = tensor.detach().reshape(-1)  # a copy, on the framework's stream, only of strided tensors
+        flat = tensor.detach().reshape(-1).contiguous()  # a copy, on the framework's stream, only of strided tensors
         if not tensor.is_contiguous():
             self._streams.keep_for(flat, self.kernels.runtime.stream_handle)
         return self._view(flat)

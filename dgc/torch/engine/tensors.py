@@ -70,7 +70,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
         flat = flat.float()
     if flat.is_cuda:
         return staging(flat.numel(), flat.dtype).copy_(flat.reshape(-1)).numpy()
-    return flat.reshape(-1).cpu().numpy()
+    return flat.reshape(-1).contiguous().cpu().numpy()
 
 
 def staging(n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -277,6 +277,102 @@ def unused_parameters():
         state.compression.close()
 
 
+class Strided(nn.Module):
+    """Weights in the orders in which memory_format=, .t() and attention layers leave them; one is used now and then."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
+        self.sometimes = nn.Conv2d(3, 16, 3, padding=1)
+        self.turned = nn.Parameter(0.2 * torch.randn(5, 32).t())
+        self.gaps = nn.Parameter((0.2 * torch.randn(5, 64))[:, ::2])  # DDP gives it a contiguous place
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x, sometimes=False):
+        x = torch.cat([x, x[:, :7]], 1).view(-1, 3, 3, 3).contiguous(memory_format=torch.channels_last)
+        y = self.first(x) + self.sometimes(x) if sometimes else self.first(x)
+        y = self.second(torch.tanh(y)).flatten(1)
+        y = y.repeat(1, 4)
+        return y @ self.turned + torch.tanh(y) @ self.gaps.t()
+
+
+@case
+def parameters_that_are_not_contiguous():
+    """DDP lays a bucket out in their strides, where GradBucket.gradients() reads it as if it were contiguous."""
+
+    def used_in_turn(model, optimizer):
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(model, step, (step + dist.get_rank()) % 2 == 0).backward()
+            optimizer.step()
+
+    def with_a_buffer(model):
+        optimizer = sgd(model)
+        for p in model.parameters():
+            generator = torch.Generator().manual_seed(p.numel())
+            optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(
+                torch.randn(p.shape, generator=generator) / 20
+            )
+        return optimizer
+
+    assert not all(p.is_contiguous() for p in Strided().parameters())
+    for view in (False, True):
+        ddp = {"gradient_as_bucket_view": view, "find_unused_parameters": True, "bucket_cap_mb": 0.001}
+        both(used_in_turn, Strided, lambda m: sgd(m, weight_decay=0.05), **ddp)
+        both(used_in_turn, Strided, with_a_buffer, **ddp)
+        both(used_in_turn, Strided, sgd, LEFT, **ddp)
+
+    def moved(to_hook):
+        """Momentum and residuals that the hook has saved go on in dgc's optimizer, or the other way round."""
+        options, module = {"sparsity": 0.9, "min_numel": 64}, Strided()
+        make_hooked = lambda m: hooked(m, options=options, find_unused_parameters=True)  # noqa: E731
+
+        def wrapped(module):
+            compression = dgc.Compression.dgc(**options)
+            optimizer = dgc.DistributedOptimizer(sgd(module), module.named_parameters(), compression=compression)
+            return module, optimizer, types.SimpleNamespace(compression=compression)
+
+        saved = None
+        for make in (wrapped, make_hooked) if to_hook else (make_hooked, wrapped):
+            model, optimizer, state = make(module)
+            names = dict(
+                zip(state.compression.state_dict()["parameters"], dict(module.named_parameters()), strict=True)
+            )
+            if saved is not None:
+                own = {value: key for key, value in names.items()}
+                saved["parameters"] = {own[name]: entry for name, entry in saved["parameters"].items()}
+                state.compression.load_state_dict(saved)
+            used_in_turn(model, optimizer)
+            saved = state.compression.state_dict()
+            saved["parameters"] = {names[name]: entry for name, entry in saved["parameters"].items()}
+            state.compression.close()
+        return module
+
+    for to_hook in (False, True):
+        straight = Strided()
+        compression = dgc.Compression.dgc(sparsity=0.9, min_numel=64)
+        optimizer = dgc.DistributedOptimizer(sgd(straight), straight.named_parameters(), compression=compression)
+        used_in_turn(straight, optimizer)
+        used_in_turn(straight, optimizer)
+        compression.close()
+        assert_close(moved(to_hook), straight)
+
+
+@case
+def gradients_that_share_memory():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(7)
+            self.a, self.b = nn.Parameter(torch.randn(20, 5)), nn.Parameter(torch.randn(20, 5))
+
+        def forward(self, x):
+            return (x @ (self.a.unsqueeze(0) + self.b.unsqueeze(0))).squeeze(0)
+
+    both(train, Sum, lambda m: sgd(m, weight_decay=0.05))
+
+
 @case
 def a_dropped_step():
     """Exchanged, cleared and not applied: the gradient waits in the residual."""
