@@ -26,7 +26,8 @@ from compress import MODELS, MOMENTUM, RESULTS, Row, plot
 from dgc.core.codecs import SparseCodec
 from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.gpu.cupy_runtime import CupyKernels
+from dgc.core.kernels.device import DeviceKernels
+from dgc.core.kernels.gpu import CupyKernels
 from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 
 CASES = ("plain", "nesterov", "weight decay", "float16", "bfloat16")
@@ -48,32 +49,34 @@ extern "C" __global__ void bare(const float4* g, float4* u, float4* v, float m, 
 class Gradients:
     """Drifting heavy-tailed gradients: each element has a scale of its own, the noise is new at every step."""
 
-    def __init__(self, size: int) -> None:
-        """Draw the scales and a pool of noise."""
-        rng = cupy.random.default_rng(0)
-        self._scale = cupy.exp(rng.standard_normal(size, dtype=np.float32)) * np.float32(1e-3)
+    def __init__(self, size: int, kernels: DeviceKernels) -> None:
+        """Draw the scales and a pool of noise, on the host."""
+        rng = np.random.default_rng(0)
+        self._scale = np.exp(rng.standard_normal(size, dtype=np.float32)) * np.float32(1e-3)
         self._noise = rng.standard_normal(size, dtype=np.float32)
         self._shifts = np.random.default_rng(0).integers(1, size, 10_000)
-        self.flat = cupy.empty(size, np.float32)
+        self._memory = kernels.memory
+        self.host = np.empty(size, np.float32)
+        self.flat = kernels.memory.zeros(size, np.float32)
 
     def draw(self, step: int) -> None:
-        """Fill ``flat`` with the gradient of a step."""
+        """Fill ``host`` and ``flat`` with the gradient of a step."""
         shift = int(self._shifts[step % len(self._shifts)])
-        self.flat[:shift] = self._noise[-shift:]
-        self.flat[shift:] = self._noise[:-shift]
-        self.flat *= self._scale
+        self.host[:shift] = self._noise[-shift:]
+        self.host[shift:] = self._noise[:-shift]
+        self.host *= self._scale
+        self._memory.copy_in(self.flat, self.host)
 
 
 class BucketState:
     """One bucket of one case."""
 
-    def __init__(self, bucket: Bucket, kernels: CupyKernels, ks: list[int], work: list[SegmentWork]) -> None:
+    def __init__(self, bucket: Bucket, kernels: DeviceKernels, ks: list[int], work: list[SegmentWork]) -> None:
         """Allocate the state."""
         self.work, self.ks = work, ks
         self.u = kernels.memory.zeros(bucket.size, np.float32)
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
         self.thresholds = kernels.new_thresholds(len(ks))
-        self.scratch = kernels.new_scratch()
         self.codec = SparseCodec(bucket, sum(ks), DGCConfig.indices, DGCConfig.values)
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
         self.sent = 0
@@ -82,13 +85,13 @@ class BucketState:
 class Rank:
     """The compress step of one rank, as the exchange calls it, on all buckets in turn."""
 
-    def __init__(self, layout: Layout, kernels: CupyKernels, density: float, case: str, g: Any) -> None:
-        """Allocate the state. ``g`` holds the sparsified tensors one after the other."""
-        self._kernels, self._source = kernels, g
-        self._bits = case == "bfloat16"
-        kind = {"float16": np.float16, "bfloat16": np.uint16}.get(case, np.float32)
-        self._flat = g if kind is np.float32 else cupy.empty(g.size, kind)
-        decayed = cupy.full(g.size, 0.01, np.float32) if case == "weight decay" else None
+    def __init__(self, layout: Layout, kernels: DeviceKernels, density: float, case: str, gradients: Gradients) -> None:
+        """Allocate the state. The gradients are those of the sparsified tensors, one after the other."""
+        self._kernels, self._source, self._case = kernels, gradients.host, case
+        self._kind = {"float16": np.float16, "bfloat16": np.uint16}.get(case, np.float32)
+        size = gradients.host.size
+        self._flat = gradients.flat if self._kind is np.float32 else kernels.memory.zeros(size, self._kind)
+        decayed = kernels.memory.zeros(size, np.float32) if case == "weight decay" else None
         self.buckets: list[BucketState] = []
         self.exact = self.steps = 0
         start = 0
@@ -115,16 +118,16 @@ class Rank:
 
     def refresh(self) -> None:
         """Take over a new gradient (not timed)."""
-        if self._bits:
-            self._flat[...] = (self._source.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        elif self._flat is not self._source:
-            self._flat[...] = self._source
+        if self._case == "bfloat16":
+            self._kernels.memory.copy_in(self._flat, (self._source.view(np.uint32) >> 16).astype(np.uint16))
+        elif self._case == "float16":
+            self._kernels.memory.copy_in(self._flat, self._source)
 
     def step(self) -> None:
         """Accumulate, select, bring the entries to the host and encode them."""
-        begun = [self._kernels.begin(b.work, b.u, b.v, b.thresholds, scratch=b.scratch) for b in self.buckets]
-        for b, each in zip(self.buckets, begun, strict=True):
-            chosen = each.finish()
+        begun = [self._kernels.begin_selection(b.work, b.u, b.v, b.thresholds) for b in self.buckets]
+        for b, finish in zip(self.buckets, begun, strict=True):
+            chosen = finish()
             b.codec.encode(chosen.positions, chosen.values, b.payload)
             b.sent = chosen.positions.size
 
@@ -144,20 +147,20 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def measure(
-    shapes: list[tuple[int, ...]], kernels: CupyKernels, density: float, cases: list[str], repeats: int, warm: int
+    shapes: list[tuple[int, ...]], kernels: DeviceKernels, density: float, cases: list[str], repeats: int, warm: int
 ) -> list[Row]:
     """Run all cases in turn, ``warm`` untimed rounds and ``repeats`` timed ones."""
     layout = make_layout(
         [Parameter(str(i), shape, "float32") for i, shape in enumerate(shapes)], DGCConfig(momentum=MOMENTUM)
     )
-    gradients = Gradients(layout.sparse_numel)
+    gradients = Gradients(layout.sparse_numel, kernels)
     g = gradients.flat
-    u, v = cupy.zeros_like(g), cupy.zeros_like(g)
+    u, v = (kernels.memory.zeros(g.size, np.float32) for _ in range(2))
     bare = cupy.RawKernel(BARE, "bare")
     fours = g.size // 4
     arguments = (g, u, v, np.float32(MOMENTUM), np.int64(fours))
     calls: dict[str, Callable[[], object]] = {"bare update": lambda: bare((-(-fours // 256),), (256,), arguments)}
-    ranks = {case: Rank(layout, kernels, density, case, g) for case in cases}
+    ranks = {case: Rank(layout, kernels, density, case, gradients) for case in cases}
     calls |= {case: rank.step for case, rank in ranks.items()}
     topk = _topk(layout, g, density)
     if topk is not None:

@@ -3,14 +3,14 @@
 #
 # Horovod's and dgc's optimizer, DGCMomentum, GradScaler and sharded optimizers, each against the same training on the CPU. Builds
 # Horovod if it is missing (`python -m dgc build-horovod`, which needs its sources, cffi, pycparser, a C++ compiler and,
-# with a torch that has CUDA, nvcc). $RANKS ranks (2) share the devices; $DEVICE is "cuda", or "cpu" to try the script.
+# with a torch that has CUDA, nvcc). $RANKS ranks (2) share the devices.
 # Results go to $OUT if that is set, else to benchmarks/results: gpu-horovod.txt. Ends with 0 only if all cases passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${OUT:-benchmarks/results}"
 python="${PYTHON:-python3}"
 mkdir -p "$out"
-export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" DGC_TEST_DEVICE="${DEVICE:-cuda}"
+export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 
 "$python" -c "import horovod.torch" 2>/dev/null || "$python" -m dgc build-horovod --install || exit 2
 {

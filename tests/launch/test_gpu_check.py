@@ -26,7 +26,7 @@ def test_no_device_is_said_at_once(tmp_path):
 
 @pytest.mark.parametrize("required", ["0", "1"])
 def test_what_skips_itself_has_failed_where_a_gpu_is_required(required):
-    file = "tests/core/kernels/gpu/test_cupy_runtime.py::test_dense_tensors"
+    file = "tests/core/kernels/test_gpu.py::test_views_of_foreign_memory"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
     done = run(command, DGC_REQUIRE_GPU=required)
     assert done.returncode == int(required), done.stdout + done.stderr

@@ -179,11 +179,6 @@ class Algorithm(ABC):
         """Whether the selection of the k largest entries, which needs no algorithm, does it all."""
         return False
 
-    @classmethod
-    def runs_on_device(cls, config: DGCConfig) -> bool:
-        """Whether kernels of a device can do what it does; otherwise gradients are copied to the host."""
-        return cls.is_plain_selection(config)
-
     @property
     def varying(self) -> bool:
         """Whether the length of messages depends on the values, so that the ranks have to ask for the longest."""

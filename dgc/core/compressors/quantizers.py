@@ -1,4 +1,4 @@
-"""Messages of scales and codes: what such compressors have in common, and what kernels need to know of them.
+"""Messages of scales and codes: what such compressors have in common, and the compressors.
 
 Letters: n elements of a tensor. Sums over many elements are made in an order that is written down here, so that every
 backend gets the same bits:
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -37,8 +37,6 @@ TILE = 4096
 """Elements that are added up together."""
 ROWS = 64
 """Rows of a matrix that are added up together, column by column."""
-LARGEST_GROUP = 65536
-"""Elements with a common norm up to which a device adds them up: 32 threads do that together."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,7 @@ class CodeForm:
 
 
 class Coded(PerTensor):
-    """A compressor that sends scales and a code for each element, which kernels of a device write and read, too."""
-
-    measures: ClassVar[bool] = False
-    """Whether scales are chosen from the tensors' moments, by :meth:`measured` and :meth:`scale`."""
+    """A compressor that sends scales and a code for each element."""
 
     @abstractmethod
     def form(self, tensor: Tensor) -> CodeForm:
@@ -114,18 +109,6 @@ class Coded(PerTensor):
         elif not packing.unpack_trits(block, codes):
             raise WireError("a byte is no five ternary numbers; the message is damaged")
         return self.restore(scales, codes, tensor)
-
-    @classmethod
-    def runs_on_device(cls, config: DGCConfig) -> bool:  # noqa: D102
-        return True
-
-    def measured(self, tensor: Tensor, moments: np.ndarray) -> float:
-        """Look at a tensor's moments, (tiles, 3) float64; returns the number of which all ranks need the largest."""
-        return 0.0
-
-    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:
-        """A tensor's scale, and where its magnitudes are cut, by its place in the bucket and its moments."""
-        raise NotImplementedError(f"{self.name!r} has no scale of a whole tensor")
 
 
 def tiles_of(n: int) -> int:
@@ -262,12 +245,6 @@ class Qsgd(Coded):
     Options = QsgdOptions
     options: QsgdOptions
 
-    @classmethod
-    def runs_on_device(cls, config: DGCConfig) -> bool:
-        """Unless the codes' lengths vary, or a norm is of very many elements."""
-        own: QsgdOptions = config.own
-        return own.coding == "fixed" and own.bucket_size <= LARGEST_GROUP
-
     @property
     def varying(self) -> bool:  # noqa: D102
         return self.options.coding == "elias"
@@ -390,7 +367,6 @@ class Terngrad(Coded):
     error_feedback = False
     unbiased = True
     shares = True
-    measures = True
     Options = TerngradOptions
 
     def __init__(self, config: DGCConfig) -> None:
@@ -402,27 +378,22 @@ class Terngrad(Coded):
         return CodeForm("signed", 0, 1, scales=1, group=tensor.n)
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Each tensor's largest magnitude after clipping."""
-        return np.array([self.measured(t, _moments(x[t.slice])) for t in spec.tensors])
-
-    def measured(self, tensor: Tensor, moments: np.ndarray) -> float:
-        """The largest magnitude after clipping; where it is cut is kept for :meth:`scale`."""
-        largest, self._limits[tensor.name] = self._extent(moments, tensor.n)
-        return min(largest, self._limits[tensor.name])
-
-    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:  # noqa: D102
-        limit = self._limits.pop(tensor.name, None)
-        if limit is None:
-            limit = self._extent(moments, tensor.n)[1]
-        return as_scale(float(info.shared[index])), limit
+        """Each tensor's largest magnitude after clipping; where it is cut is kept for :meth:`quantise`."""
+        largest = np.empty(len(spec.tensors))
+        for i, tensor in enumerate(spec.tensors):
+            largest[i], self._limits[tensor.name] = self._extent(x[tensor.slice])
+            largest[i] = min(largest[i], self._limits[tensor.name])
+        return largest
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
         from dgc.core import loops
 
-        measured = np.empty((0, 3)) if tensor.name in self._limits else _moments(x)
-        scale, limit = self.scale(tensor, spec.tensors.index(tensor), measured, info)
+        limit = self._limits.pop(tensor.name, None)
+        if limit is None:
+            limit = self._extent(x)[1]
+        scale = as_scale(float(info.shared[spec.tensors.index(tensor)]))
         scales, codes = np.array([scale], np.float32), np.empty(tensor.n, np.uint8)
         loops.round_signed(x, scales, tensor.n, limit, 1, info.key(tensor.name), codes)
         return scales, codes
@@ -434,9 +405,9 @@ class Terngrad(Coded):
         loops.scale_signed(codes, scales, tensor.n, 1, out)
         return out
 
-    def _extent(self, moments: np.ndarray, n: int) -> tuple[float, float]:
+    def _extent(self, x: np.ndarray) -> tuple[float, float]:
         """A tensor's largest magnitude, and where it is cut."""
-        largest, deviation = magnitude_and_deviation(moments, n)
+        largest, deviation = magnitude_and_deviation(_moments(x), x.size)
         factor = self.options.clip_factor
         if deviation <= CONSTANT * largest:  # rounding leaves a trace of deviation in a constant float64 tensor
             deviation = 0.0
@@ -483,7 +454,6 @@ class Dorefa(Coded):
     bits = "4 (or 1 to 8) + 1 float a tensor"
     error_feedback = False
     unbiased = True
-    measures = True
     Options = DorefaOptions
     options: DorefaOptions
 
@@ -493,9 +463,6 @@ class Dorefa(Coded):
 
     def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
         return CodeForm("span", self.options.bits, self._levels, scales=1, group=tensor.n)
-
-    def scale(self, tensor: Tensor, index: int, moments: np.ndarray, info: StepInfo) -> tuple[np.float32, float]:  # noqa: D102
-        return as_scale(float(moments[:, 0].max())), math.inf
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo

@@ -78,8 +78,6 @@ class Pipeline:
             if self._thread.is_alive():
                 return False
             self._thread = None
-        if self._nodes is not None:
-            self._nodes.close()
         return True
 
     # -- inside: the communication thread --------------------------------------------------------------------------

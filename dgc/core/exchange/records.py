@@ -270,9 +270,7 @@ class EntrySum:
     def write(self, step: StepContext, kernels: Kernels) -> None:
         """Make the results of the sparsified tensors: these values, and zeros."""
         results = [item.result for item in step.submissions.of(self.bucket.sparse)]
-        for result in results:
-            result.fill(0)
-        kernels.scatter_add(results, self.bucket.sparse_offsets, self.positions, self.values, 1.0)
+        kernels.set_entries(results, self.bucket.sparse_offsets, self.positions, self.values)
 
 
 def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:

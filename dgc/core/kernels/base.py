@@ -1,4 +1,4 @@
-"""What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``gpu``.
+"""What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``device``.
 
 Letters: n elements of a bucket's flat space, S sparsified segments, k entries sent.
 All arrays handed to one call live on the same device. u and v are float32 (float64 in a float64 bucket).
@@ -148,7 +148,7 @@ class Kernels(abc.ABC):
 
     @property
     def on_device(self) -> bool:
-        """Whether that is the memory of a GPU: then it is a :class:`~dgc.core.kernels.gpu.backend.DeviceKernels`."""
+        """Whether that is the memory of a GPU: then it is a :class:`~dgc.core.kernels.device.DeviceKernels`."""
         return False
 
     @property
@@ -158,6 +158,9 @@ class Kernels(abc.ABC):
 
     def adopt_thread(self) -> None:  # noqa: B027
         """Prepare the calling thread, once, for the operations of an exchange."""
+
+    def wait_for(self, event: int) -> None:  # noqa: B027
+        """Let what comes next on a device wait for another stream's event, given as its handle."""
 
     def describe(self) -> str:
         """One line for a log: what runs, and on how many threads."""
@@ -208,6 +211,15 @@ class Kernels(abc.ABC):
     def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
 
+    def set_entries(
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Make the results these values, and zeros elsewhere; arguments as for :meth:`scatter_add`."""
+        for result in results:
+            result.fill(0)
+        self.scatter_add(results, offsets, positions, values, 1.0)
+
+    @abc.abstractmethod
     def scatter_add(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
     ) -> None:
@@ -219,11 +231,7 @@ class Kernels(abc.ABC):
             positions: (k,) int64, ascending and unique.
             values: (k,) float.
             factor: multiplied in float32 (float64 for float64 results).
-
-        Raises:
-            NotImplementedError: by devices, which receive whole buckets instead.
         """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def dense_update(

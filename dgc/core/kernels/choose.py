@@ -75,7 +75,7 @@ def _try_out(kernels: Kernels) -> None:
 
 def _gpu_kernels(number: int) -> Kernels:
     try:
-        from dgc.core.kernels.gpu.cupy_runtime import CupyKernels, device_count
+        from dgc.core.kernels.gpu import CupyKernels, device_count
 
         if number >= device_count():
             raise ConfigError(f"there is no GPU {number}: this process sees {device_count()}")

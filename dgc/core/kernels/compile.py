@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numba
 from llvmlite import binding
 
-_OF_THE_CPU = "accumulate dense scatter select_candidates select_radix simd threads work_table".split()
+_OF_THE_CPU = "accumulate choice dense scatter select_candidates select_radix simd threads work_table".split()
 SOURCES = ("compile", "entries", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
 """Modules whose functions or constants are compiled into kernels."""
 

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from dgc.core.exchange.encoders.choose import compressors_on_devices
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.kernels.choose import choose_kernels
 from dgc.errors import ConfigError
 from dgc.torch.engine.tensors import Result, as_array
 
 if TYPE_CHECKING:
-    from dgc.core.kernels.gpu.backend import DeviceKernels
+    from dgc.core.kernels.device import DeviceKernels
 
 _TYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float16),
@@ -36,15 +35,9 @@ _TYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 class HostTensors:
-    """How tensors become the arrays that ``kernels`` work on; here views of CPU tensors, and copies of all others.
-
-    Attributes:
-        kernels: that work on the arrays.
-        device: where they work, if that is not the host.
-    """
+    """How tensors become the arrays that ``kernels`` work on; here views of CPU tensors, and copies of all others."""
 
     kernels: Kernels
-    device: torch.device | None = None
 
     def __init__(self) -> None:
         """Take the CPU's kernels."""
@@ -141,15 +134,15 @@ class DeviceTensors(HostTensors):
             kernels: on the tensors' device.
             streams: torch's there.
         """
-        self.kernels, self.device = kernels, streams.device
+        self.kernels = kernels
         self._streams = streams
         # Two pools would keep memory from each other that neither uses.
-        kernels.allocate_with(streams.allocate, streams.free)
+        kernels.device.allocate_with(streams.allocate, streams.free)
 
     def array(self, tensor: torch.Tensor) -> Array:  # noqa: D102
         flat = tensor.detach().reshape(-1).contiguous()  # a copy, on the framework's stream, only of strided tensors
         if not tensor.is_contiguous():
-            self._streams.keep_for(flat, self.kernels.runtime.stream_handle)
+            self._streams.keep_for(flat, self.kernels.device.stream)
         return self._view(flat)
 
     def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
@@ -160,7 +153,7 @@ class DeviceTensors(HostTensors):
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
         place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
         # It may be let go on a stream that has not waited for the kernels.
-        self._streams.keep_for(place, self.kernels.runtime.stream_handle)
+        self._streams.keep_for(place, self.kernels.device.stream)
         return Result(tensor, self._view(place), limit, False, place)
 
     def ready(self) -> Ready:  # noqa: D102
@@ -173,10 +166,10 @@ class DeviceTensors(HostTensors):
 
     def release(self) -> None:  # noqa: D102
         if not self._streams.capturing():  # a step that was refused for that: nothing was begun
-            self.kernels.runtime.release_to(self._streams.current())
+            self.kernels.device.release_to(self._streams.current())
 
     def _view(self, flat: torch.Tensor) -> Array:
-        return self.kernels.runtime.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
+        return self.kernels.device.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
 
 
 def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:
@@ -195,7 +188,7 @@ def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None
     if algorithm is not None:
         _warn_once(
             f"gradients pass through host memory: compressor {algorithm!r} works there with these options; "
-            f"with their defaults {', '.join(compressors_on_devices())} work on the GPU"
+            "dgc, and topk unless it has threshold='global', work on the GPU"
         )
         return HostTensors()
     if len(devices) > 1 or next(iter(devices)).type != "cuda":

@@ -69,8 +69,7 @@ def submit_all(engine, gradients):
     "options",
     [
         {}, {"weight_decay": 0.01}, {"rampup_begin_step": 3}, {"values": "int8"}, {"sparsity": 0.5},
-        {"algorithm": "onebit", "momentum": 0.9}, {"algorithm": "onebit", "means": "row"}, {"algorithm": "qsgd"},
-        {"algorithm": "terngrad"}, {"algorithm": "dorefa"},
+        {"algorithm": "topk"},
     ],
     ids=str,
 )  # fmt: skip

@@ -1,8 +1,6 @@
-"""Training on the tensors of a device (``DGC_TEST_DEVICE``, else the CPU), against the same training on the CPU."""
+"""Training on the tensors of GPUs, against the same training on the CPU."""
 
 from __future__ import annotations
-
-import os
 
 import horovod.torch as hvd
 import torch
@@ -11,14 +9,11 @@ from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
-DEVICE = os.environ.get("DGC_TEST_DEVICE", "cpu")
 STEPS = 8
 
 
 def device():
     """This rank's device: the ranks of a host share those that it has."""
-    if DEVICE != "cuda":
-        return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -27,14 +22,14 @@ def both(train):
     """``train(device)`` here and on the CPU: replicas agree bit for bit, and the two end where rounding allows."""
     here = device()
     model, kernels = train(here)
-    assert here.type != "cuda" or kernels in ("cupy", None), f"gradients passed through the host ({kernels})"
+    assert kernels in ("cupy", None), f"gradients passed through the host ({kernels})"
     model = model.cpu()
     assert_replicas_identical(model, train.__name__)
     expected, _ = train(torch.device("cpu"))
     for (name, p), e in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.isfinite(p).all(), name
         difference = (p - e).norm() / e.norm()
-        assert difference <= (0.05 if here.type == "cuda" else 0.0), (name, float(difference))
+        assert difference <= 0.05, (name, float(difference))
 
 
 def steps_of(model, optimizer, place, scaler=None, dtype=None):
@@ -75,7 +70,7 @@ def way_b(place):
 
 
 def large(place):
-    """Its two inner layers travel in sums of a megabyte and more while they are dense: by NCCL where Horovod has it."""
+    """Its two inner layers travel in sums of a megabyte and more while they are dense."""
     return trained(place, "b", width=600, rampup_begin_step=5)
 
 

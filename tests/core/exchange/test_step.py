@@ -19,11 +19,17 @@ from exchange_tools import (
     parameters,
     run_step,
 )
+from fake_device import fake_kernels, needs_compiler
 
 from dgc.core.exchange.step import IGNORED, TABLE, Event, Stage
 from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
 from dgc.transport.local import run_ranks
+
+WHEREVER = pytest.mark.parametrize(
+    "make_kernels", [ReferenceKernels, pytest.param(fake_kernels, marks=needs_compiler)], ids=["host", "device"]
+)
 
 
 def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_are_not_in():
@@ -168,11 +174,11 @@ def lose_the_network(exchange):
     exchange.transport.allgather = lost
 
 
-def alone(function):
+def alone(function, make_kernels=ReferenceKernels):
     """Run on the only rank there is, with an exchange whose state is not zero."""
 
     def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, bucket_bytes=2048)
+        exchange = make_exchange(transport, kernels=make_kernels(), sparsity=0.9, momentum=0.9, bucket_bytes=2048)
         assert len(exchange.layout.buckets) > 1
         run_step(exchange, first_gradients(0))
         exchange.load_state_dict(exchange.state_dict())
@@ -371,8 +377,9 @@ def test_a_damaged_message_breaks_the_step():
     alone(damaged)
 
 
+@WHEREVER
 @pytest.mark.parametrize("end", ["finish", "fail"])
-def test_what_was_sent_in_a_failed_step_is_still_there(end):
+def test_what_was_sent_in_a_failed_step_is_still_there(end, make_kernels):
     def last_message_lost(exchange):
         """Let all buckets but the last one go out."""
         gather, sent = exchange.transport.allgather, []
@@ -402,7 +409,7 @@ def test_what_was_sent_in_a_failed_step_is_still_there(end):
             np.testing.assert_allclose(after[name]["u"], u, rtol=1e-6)
             np.testing.assert_allclose(after[name]["v"], before[name]["v"] + u, rtol=1e-5, atol=1e-7)
 
-    alone(step)
+    alone(step, make_kernels)
 
 
 def test_no_state_is_saved_in_a_step_or_after_a_failure():
@@ -440,10 +447,11 @@ def test_a_gradient_after_a_failure_is_refused():
     alone(step)
 
 
+@WHEREVER
 @pytest.mark.filterwarnings("ignore:NaN, infinity")
 @pytest.mark.parametrize("load", [False, True])
 @pytest.mark.parametrize("stage", Stage)
-def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load):
+def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load, make_kernels):
     """A step under way is given up first, and announced."""
 
     def step(exchange):
@@ -458,7 +466,7 @@ def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load):
         assert exchange.state.step == (saved["step"] if load else 0)
         assert run_step(exchange, first_gradients(0))[0] is False
 
-    alone(step)
+    alone(step, make_kernels)
 
 
 @pytest.mark.filterwarnings("ignore:NaN, infinity")

@@ -1,4 +1,4 @@
-"""Shared by the tests of the device backend on a processor and on a GPU: buckets of work, and the comparison."""
+"""Shared by the tests of the device kernels on a fake device and on a GPU: buckets of work, and the comparison."""
 
 import numpy as np
 
@@ -91,7 +91,3 @@ def assert_same_selection(got, wanted):
     np.testing.assert_array_equal(got.positions, wanted.positions)
     assert got.positions.dtype == np.int64
     same_bits(got.values, wanted.values)
-
-
-def compress(bucket, work, **more):
-    return bucket.kernels.compress(work, bucket.device_u, bucket.device_v, bucket.thresholds, **more)

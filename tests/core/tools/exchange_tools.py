@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from fake_device import device
 
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule, entries_to_send
@@ -27,11 +28,21 @@ def parameters(shapes=None, dtype="float32"):
     return [Parameter(n, tuple(s), dtype) for n, s in (shapes or SHAPES).items()]
 
 
+class DeviceExchange(Exchange):
+    """Takes arrays of the host as those of a fake device."""
+
+    def submit(self, index, gradient, result, parameter=None, limit=None, ready=None):
+        there = None if parameter is None else device(parameter)
+        super().submit(index, device(gradient), device(result), there, limit, ready)
+
+
 def make_exchange(transport, shapes=None, *, algorithm="dgc", dtype="float32", kernels=None, loss_scale=1.0, **options):
     exact = {"values": "float32", "small": "float32"} if algorithm == "dgc" else {}
     config = make_config({"min_numel": 64, **exact, **options}, algorithm=algorithm)
     layout = make_layout(parameters(shapes, dtype), config)
-    return Exchange(layout, config, transport, kernels or ReferenceKernels(), loss_scale=loss_scale)
+    kernels = kernels or ReferenceKernels()
+    make = DeviceExchange if kernels.on_device else Exchange
+    return make(layout, config, transport, kernels, loss_scale=loss_scale)
 
 
 def gradient(step, rank, index, numel, dtype="float32", seed=0):

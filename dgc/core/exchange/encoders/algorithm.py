@@ -32,9 +32,6 @@ class AlgorithmEncoder(Encoder):
     encoding, if the algorithm has that; the allreduce of the longest message, if lengths vary.
     """
 
-    on_device = False
-    """Whether it works on the memory of a device."""
-
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
@@ -43,7 +40,7 @@ class AlgorithmEncoder(Encoder):
         Raises:
             ConfigError: the kernels work on a device.
         """
-        if kernels.on_device and not self.on_device:
+        if kernels.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         keeps = algorithm.error_feedback and algorithm.config.error_feedback
         super().__init__(bucket, algorithm.config, kernels, transport.size, keeps_residual=keeps)

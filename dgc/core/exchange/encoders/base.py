@@ -111,7 +111,8 @@ class Encoder(ABC):
 
     def await_gradients(self, step: StepContext) -> None:
         """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
-        return
+        for event in step.submissions.events(self._bucket.index):
+            self._kernels.wait_for(event.handle)
 
     def begin(self, at: BucketStep) -> None:
         """Let others (threads, a device) begin to compress while this thread has another bucket to do."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from dgc.core.codecs import padded
-from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
+from dgc.core.compressors import OWN_NUMBERS, compressor_class
 from dgc.core.compressors.base import Algorithm, BucketSpec, StepInfo, Tensor
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
 from dgc.core.exchange.encoders.base import Encoder
-from dgc.core.exchange.encoders.dense_vector import DenseVector
+from dgc.core.exchange.encoders.dense_vector import DenseVector, DeviceVector
 from dgc.core.exchange.encoders.topk import TopKEncoder
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Bucket, Layout, Segment
@@ -32,8 +30,9 @@ def make_encoders(
         LayoutError: a message would be too large at a sparsity of the schedule.
     """
     own_share = config.own_share(transport.size)
-    vectors = [_vector(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
-    encoders = _encoders(config, vectors, layout, kernels, transport)
+    make = DeviceVector if kernels.on_device else DenseVector
+    vectors = [make(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
+    encoders = _encoders(config, layout, kernels, transport)
     for encoder in encoders:
         for sparsity in config.sparsity:
             encoder.plan_at(1.0 - sparsity)
@@ -43,11 +42,11 @@ def make_encoders(
 def runs_on_devices(config: DGCConfig) -> bool:
     """Whether the compressor works on a GPU's own memory; others get copies in host memory."""
     row = compressor_class(config.algorithm)
-    return is_unchanged(row) and row.runs_on_device(config)
+    return is_unchanged(row) and row.is_plain_selection(config)
 
 
 def is_unchanged(row: type[Algorithm]) -> bool:
-    """Whether a compressor encodes as one of this package does, which the selection or a device's kernels stand in for.
+    """Whether a compressor encodes as one of this package does, which the kernels' selection stands in for.
 
     A user's class may derive from one of ours and change what is sent: then its own methods have to be called.
     """
@@ -59,47 +58,14 @@ def is_unchanged(row: type[Algorithm]) -> bool:
     return False
 
 
-def compressors_on_devices() -> list[str]:
-    """Names of this package's compressors that work on a GPU's own memory with their defaults."""
-    own = [name for name in compressor_names() if compressor_class(name).number in OWN_NUMBERS]
-    return [name for name in own if runs_on_devices(make_config({}, algorithm=name))]
-
-
-def _encoders(
-    config: DGCConfig,
-    vectors: Sequence[DenseVector],
-    layout: Layout,
-    kernels: Kernels,
-    transport: Transport,
-) -> list[Encoder]:
+def _encoders(config: DGCConfig, layout: Layout, kernels: Kernels, transport: Transport) -> list[Encoder]:
     row, buckets = compressor_class(config.algorithm), layout.buckets
     if not (is_unchanged(row) and row.is_plain_selection(config)):
         for dtype in sorted({b.dtype for b in buckets}):
             _warm_up(row(config), dtype, kernels)
-        algorithm, make = row(config), _encoder_of(config, kernels)
-        return [make(b, algorithm, kernels, transport, layout) for b in buckets]
-    if not kernels.on_device:
-        return [TopKEncoder(b, config, kernels, transport.size) for b in buckets]
-    from dgc.core.exchange.encoders.device.topk import DeviceEncoder
-
-    return [DeviceEncoder(b, config, kernels, transport.size, vectors[b.index]) for b in buckets]  # type: ignore[arg-type]
-
-
-def _vector(bucket: Bucket, kernels: Kernels, own_share: float, keeps_error: bool) -> DenseVector:
-    if not kernels.on_device:
-        return DenseVector(bucket, kernels, own_share, keeps_error)
-    from dgc.core.exchange.encoders.device.vector import DeviceVector
-
-    return DeviceVector(bucket, kernels, own_share, keeps_error)  # type: ignore[arg-type]
-
-
-def _encoder_of(config: DGCConfig, kernels: Kernels) -> type[AlgorithmEncoder]:
-    """The encoder of a compressor that is no plain selection."""
-    if not (kernels.on_device and runs_on_devices(config)):
-        return AlgorithmEncoder
-    from dgc.core.exchange.encoders.device.codes import DeviceCodesEncoder
-
-    return DeviceCodesEncoder
+        algorithm = row(config)
+        return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
+    return [TopKEncoder(b, config, kernels, transport.size) for b in buckets]
 
 
 def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dgc.core.exchange.records import Hyper, StepContext
 from dgc.core.kernels.base import Array, Kernels, MomentumRule
+from dgc.core.kernels.device import DeviceKernels, Part
 from dgc.core.layout import Bucket, Segment
 from dgc.core.message import Incoming
 from dgc.core.plan import BucketPlan, Mode
@@ -76,6 +77,9 @@ class DenseVector:
 
     def _wait(self) -> None:
         """Wait until nothing works on the bucket's host buffers any more."""
+
+    def begin(self, step: StepContext, plan: BucketPlan) -> None:
+        """Let a device begin with :meth:`pack`."""
 
     def pack(self, step: StepContext, plan: BucketPlan) -> bool:
         """Copy the dense tensors' gradients into the vector; returns whether one is not finite."""
@@ -235,3 +239,65 @@ class DenseVector:
             hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i] * share, step.loss_scale / share
         )
         self._kernels.dense_update(result, mean, u, parameter, rule)
+
+
+class DeviceVector(DenseVector):
+    """The vector of a bucket whose tensors are on a device: one pass in, one pass out."""
+
+    _kernels: DeviceKernels
+    _packing: tuple[StepContext, Callable[[], bool]] | None = None
+
+    def _wait(self) -> None:
+        self._kernels.wait()
+
+    def begin(self, step: StepContext, plan: BucketPlan) -> None:  # noqa: D102
+        self.start(plan)
+        # In a dense sum of selected entries, the encoder fills the sparsified part.
+        first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - self._first
+        if plan.vector_size > first:
+            parts = [
+                Part(
+                    s.offset - self._first - first, s.length, step.submissions[s.parameter].gradient,
+                    scale=step.scales[s.parameter],
+                )
+                for s in self.segments
+            ]  # fmt: skip
+            self._packing = step, self._kernels.begin_packing(parts, self.values[first:])
+
+    def pack(self, step: StepContext, plan: BucketPlan) -> bool:  # noqa: D102
+        if self._packing is None or self._packing[0] is not step:
+            self.begin(step, plan)
+        packing, self._packing = self._packing, None
+        return packing is not None and packing[1]()
+
+    def write_sum(self, step: StepContext) -> None:  # noqa: D102
+        items = zip(self._bucket.sparse, step.submissions.of(self._bucket.sparse), strict=True)
+        parts = [Part(s.offset, s.length, scale=step.loss_scale, result=item.result) for s, item in items]
+        self._kernels.update(parts, self.values)
+
+    def write(self, step: StepContext, u: Array, *, refused: bool) -> None:  # noqa: D102
+        self._kernels.update(self._updates(step, refused=refused), self.values, u[self._first :])
+
+    def overflows(self, step: StepContext, u: Array) -> Callable[[], bool]:  # noqa: D102
+        parts = [p for p in self._updates(step, refused=False) if p.limit is not None]
+        written = []
+        if self._plan is not None and self._plan.mode is not Mode.DENSE:
+            items = zip(self._bucket.sparse, step.submissions.of(self._bucket.sparse), strict=True)
+            written = [
+                Part(s.offset, s.length, result=i.result, limit=i.limit) for s, i in items if i.limit is not None
+            ]
+        return self._kernels.exceeds(parts, self.values, u[self._first :], written)
+
+    def _updates(self, step: StepContext, *, refused: bool) -> list[Part]:
+        """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
+        hyper, parts = step.hyper, []
+        for s in self.segments:
+            i, item, share = s.parameter, step.submissions[s.parameter], self.share_of(s)
+            part = Part(
+                s.offset - self._first, s.length, scale=step.loss_scale / share, result=item.result, limit=item.limit
+            )
+            if not refused:
+                part.parameter, part.weight_decay = item.parameter, hyper.weight_decay[i] * share
+                part.momentum, part.nesterov = hyper.momentum[i], hyper.nesterov[i]
+            parts.append(part)
+        return parts

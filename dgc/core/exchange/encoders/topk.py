@@ -43,6 +43,7 @@ class TopKEncoder(Encoder):
         )
 
     def begin(self, at: BucketStep) -> None:  # noqa: D102
+        at.vector.begin(at.step, at.plan)
         if at.plan.is_active:
             self._begun = self._kernels.begin_selection(self._work(at), at.state.u, at.state.v, at.state.thresholds)
 

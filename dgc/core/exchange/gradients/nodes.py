@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.gradients.device_group import DeviceGroup, join_devices
 from dgc.core.exchange.records import StepContext
 from dgc.core.layout import Bucket
 from dgc.core.message import ERROR_CLASSES, error_code
@@ -26,11 +25,7 @@ Announced = tuple[DGCError, int | None]
 
 
 class NodeSums:
-    """Adds up gradients within this rank's node, and lets its ranks fail together.
-
-    On GPUs that NCCL connects (:mod:`~dgc.core.exchange.gradients.device_group`) gradients stay there, and the host
-    waits for nothing; else sums pass through host memory.
-    """
+    """Adds up gradients within this rank's node, in host memory, and lets its ranks fail together."""
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
         """Keep the ``op``, the kernels that read the gradients, and the transport among nodes. Local."""
@@ -40,14 +35,11 @@ class NodeSums:
         self._first = place["rank"] - inside.rank
         self._kernels = kernels
         self._on_device = kernels.on_device
-        self._devices: DeviceGroup | None = None
-        self._asked = not self._on_device
         self._memory = kernels.memory
         # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}
         self._vectors: dict[int, Any] = {}  # the same on a device
-        self._on_host: set[int] = set()  # buckets that were collected there
 
     def agree(self, own: Announced | None) -> Announced | None:
         """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective."""
@@ -55,9 +47,6 @@ class NodeSums:
         flags = np.empty((self._inside.size, 1), np.uint8)
         self._inside.allgather(fails, flags)
         if not flags.any():
-            if not self._asked:  # the first time that all of them are here
-                self._devices = join_devices(self._kernels, self._inside)
-                self._asked = True
             return None
         text = np.zeros(16 + _TEXT_BYTES, np.uint8)
         if own is not None:
@@ -78,39 +67,17 @@ class NodeSums:
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side. Local: no communication."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
-        if self._devices is not None:
-            offsets = [segment.slice.start for segment in bucket.segments]
-            self._kernels.gather(gradients, offsets, self._vector_of(bucket))
-            return
         host = self._sum_of(bucket)
         if self._on_device:  # now, while a rank without memory can still say so
             self._vector_of(bucket)
         for segment, gradient in zip(bucket.segments, gradients, strict=True):
             host[segment.slice] = self._from(gradient)
-        self._on_host.add(bucket.index)
 
     def add_up(self, step: StepContext, bucket: Bucket) -> None:
         """Put the node's sum in the place of this rank's gradients, which were collected. Collective."""
-        summed = self._sum_on_devices(bucket) if self._devices is not None else self._sum_on_host(bucket)
-        self._on_host.discard(bucket.index)
+        summed = self._sum_on_host(bucket)
         for segment, item in zip(bucket.segments, step.submissions.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
-
-    def close(self) -> None:
-        """Let go of the other ranks' devices."""
-        if self._devices is not None:
-            self._devices.close()
-        self._devices, self._asked = None, True
-
-    def _sum_on_devices(self, bucket: Bucket) -> Any:
-        assert self._devices is not None, "they are connected"
-        vector = self._vector_of(bucket)
-        if bucket.index in self._on_host:  # before they were
-            self._memory.copy_in(vector, self._sums.pop(bucket.index))
-        self._devices.add_up(vector)
-        if self._factor != 1.0:
-            self._kernels.scale(vector, self._factor)
-        return vector
 
     def _sum_on_host(self, bucket: Bucket) -> Any:
         host = self._sum_of(bucket)

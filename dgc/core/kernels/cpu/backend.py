@@ -19,10 +19,11 @@ from dgc.core.kernels.cpu.select_candidates import (
     compress_chunks,
     outcome,
     prepare,
+    without_gaps,
 )
 from dgc.core.kernels.cpu.select_radix import select_whole
 from dgc.core.kernels.cpu.threads import Team, default_threads
-from dgc.core.kernels.cpu.work_table import OUT, address_of, make_table, place_of
+from dgc.core.kernels.cpu.work_table import address_of, make_table, place_of
 from dgc.errors import LayoutError
 
 ALONE = 65536
@@ -224,7 +225,7 @@ class NumbaKernels(Kernels):
                 )
                 total = int(taken.sum())
             if total < count:
-                given, picked = _without_gaps(integers, taken, positions, values)
+                given, picked = without_gaps(integers, taken, positions, values)
                 return Selection(given, met, picked)
             return Selection(positions, met, values)
 
@@ -242,10 +243,3 @@ def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
         )
     return kind
-
-
-def _without_gaps(
-    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
-    return np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])

@@ -283,6 +283,14 @@ def compress_chunks(
         fetch_add(progress, 1, 1)
 
 
+def without_gaps(
+    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and values of all segments, where some have picked fewer than there is room for."""
+    inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
+    return np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])
+
+
 class Scratch:
     """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
 

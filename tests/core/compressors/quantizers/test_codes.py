@@ -8,8 +8,7 @@ from contract_tools import Alone, Case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core.compressors import compressor_class, make_config
-from dgc.core.compressors.quantizers import LARGEST_GROUP, TILE, Coded, magnitude_and_deviation, tiles_of
+from dgc.core.compressors.quantizers import TILE, magnitude_and_deviation, tiles_of
 
 SHAPES = {"a": (31, 9), "b": (6, 5, 3, 3), "c": (70,), "d": (1,)}
 CASES = [
@@ -39,21 +38,6 @@ def test_codes_lie_behind_the_scales(case):
     assert scales.any()
     bits = 1 if case.name == "onebit" else getattr(alone.algorithm.options, "bits", None)
     assert form.bytes(tensor.n) - scales.nbytes == (56 if bits is None else -(-279 * bits // 8))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "runs"),
-    [
-        ("onebit", {}, True), ("terngrad", {}, True), ("dorefa", {}, True), ("qsgd", {}, True),
-        ("qsgd", {"bucket_size": LARGEST_GROUP}, True), ("qsgd", {"bucket_size": LARGEST_GROUP + 1}, False),
-        ("qsgd", {"coding": "elias"}, False), ("strom", {}, False), ("dryden", {}, False), ("adacomp", {}, False),
-        ("topk", {}, True), ("topk", {"threshold": "global"}, False), ("dgc", {}, True),
-    ],
-)  # fmt: skip
-def test_who_runs_on_a_device(algorithm, options, runs):
-    row = compressor_class(algorithm)
-    assert row.runs_on_device(make_config(options, algorithm=algorithm)) is runs
-    assert not issubclass(row, Coded) or runs or options
 
 
 @given(
@@ -86,11 +70,3 @@ def test_tiles_are_added_up_in_turn():
 
 def test_a_spread_beyond_float64_is_infinite():
     assert magnitude_and_deviation(np.array([[1e200, 0.0, np.inf]]), 5) == (1e200, np.inf)
-
-
-def test_a_compressor_that_measures_nothing_has_no_common_scale():
-    alone = Alone(Case("onebit"), SHAPES)
-    assert not alone.algorithm.measures
-    assert alone.algorithm.measured(alone.tensors[0], np.zeros((1, 3))) == 0
-    with pytest.raises(NotImplementedError, match="onebit"):
-        alone.algorithm.scale(alone.tensors[0], 0, np.zeros((1, 3)), None)

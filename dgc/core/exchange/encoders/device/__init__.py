@@ -1,1 +1,0 @@
-"""Encoders of tensors that are on a device."""

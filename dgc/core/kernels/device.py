@@ -1,0 +1,491 @@
+"""The kernels on a device whose arrays are CuPy's, or those of a namespace like it: see ``texts`` for the passes.
+
+One launch is one pass over a bucket. Everything is enqueued on one stream of ours; candidates are copied to the host,
+which chooses among them as the CPU backend does. The host waits for an event of the bucket's own, once; again where
+thresholds were of no use, since then a whole segment is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
+from dgc.core.kernels.texts import KINDS, OPTIONS, PREAMBLE, ROW, TEXTS, entry_type
+from dgc.core.kernels.threshold import COLUMNS
+from dgc.errors import LayoutError
+
+if TYPE_CHECKING:
+    from dgc.core.kernels.cpu.choice import Choice
+
+MORE, FEW = 1.25, 256
+"""Candidates that are copied at once: this multiple of those of the step before, and some. A second copy is a second
+wait."""
+SQUARED_AT_ONCE = 1 << 22
+"""Elements whose squares are added up together, from a copy in float64."""
+MOST_ELEMENTS = 2**31
+"""Candidates' places are int32."""
+_ALIGNMENT = 16  # of what is copied together, and of tensors in a bucket
+
+
+class Device(ABC):
+    """A device and a stream of ours on it; ``with`` makes both current, and may be nested.
+
+    Attributes:
+        xp: its namespace of arrays: CuPy.
+        name: for logs.
+        stream: the stream's handle.
+    """
+
+    xp: Any
+    name: str
+    stream: int
+
+    @abstractmethod
+    def __enter__(self) -> None: ...
+
+    @abstractmethod
+    def __exit__(self, kind: type | None, error: object, trace: TracebackType | None) -> None: ...
+
+    @abstractmethod
+    def adopt_thread(self) -> None:
+        """The calling thread works on this device alone from now on."""
+
+    @abstractmethod
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
+        """Take device memory from a framework, so that two pools do not keep it from each other.
+
+        Args:
+            allocate: from bytes and the handle of the stream that will use them to an address.
+            free: takes an address back.
+        """
+
+    @abstractmethod
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
+        """Page-locked memory, (n,), not initialised."""
+
+    @abstractmethod
+    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:
+        """A framework's memory on this device as an array, which keeps ``owner`` alive."""
+
+    @abstractmethod
+    def upload(self, array: Array, host: np.ndarray) -> None:
+        """Enqueue a copy of a page-locked array, which must not change until that has run."""
+
+    @abstractmethod
+    def fetch(self, array: Array, host: np.ndarray) -> None:
+        """Enqueue a copy to the host."""
+
+    @abstractmethod
+    def record(self) -> Any:
+        """An event behind everything enqueued so far; ``synchronize()`` waits for it without using a core."""
+
+    @abstractmethod
+    def wait_for(self, event: int) -> None:
+        """Enqueue: wait for another stream's event, by handle."""
+
+    @abstractmethod
+    def release_to(self, stream: int) -> None:
+        """Let another stream, by handle, wait for everything enqueued so far."""
+
+    def host_of(self, array: Array) -> np.ndarray:
+        """A copy on the host. Waits."""
+        host = self.host_array(array.size, array.dtype)
+        self.fetch(array, host)
+        self.record().synchronize()
+        return host
+
+    def send(self, *arrays: np.ndarray) -> list[Array]:
+        """Enqueue one copy of small arrays, which may change at once; returns each of them on the device."""
+        given = [np.ascontiguousarray(a) for a in arrays]
+        stops = np.cumsum([-(-a.nbytes // _ALIGNMENT) * _ALIGNMENT for a in given]).tolist()
+        joined = np.zeros(stops[-1], np.uint8)
+        with self:
+            for start, a in zip([0, *stops], given, strict=False):
+                joined[start : start + a.nbytes] = a.view(np.uint8)
+            there = self.xp.asarray(joined)  # through page-locked memory of CuPy's, which it keeps until that has run
+            return [there[s : s + a.nbytes].view(a.dtype) for s, a in zip([0, *stops], given, strict=False)]
+
+
+class DeviceMemory:
+    """The device's memory; see :class:`dgc.core.kernels.base.Memory`."""
+
+    def __init__(self, device: Device, sums_of_squares: Callable[[Sequence[Array]], np.ndarray]) -> None:
+        self._device, self._sums_of_squares = device, sums_of_squares
+
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:  # noqa: D102
+        with self._device:
+            return self._device.xp.zeros(n, dtype)
+
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
+        return self._device.host_array(n, dtype)
+
+    def to_host(self, array: Array) -> np.ndarray:  # noqa: D102
+        return self._device.host_of(array).copy()
+
+    def copy_in(self, array: Array, values: np.ndarray) -> None:  # noqa: D102
+        if values.shape != array.shape:
+            raise ValueError(f"{values.shape} values for an array of {array.size} elements")
+        host = self._device.host_array(array.size, array.dtype)
+        host[...] = values
+        self._device.upload(array, host)
+        self._device.record().synchronize()
+
+    def copy(self, array: Array, source: Array) -> None:  # noqa: D102
+        with self._device:
+            array[...] = source
+
+    def fill(self, array: Array, value: float) -> None:  # noqa: D102
+        with self._device:
+            array.fill(value)
+
+    def sum_of_squares(self, array: Array) -> float:  # noqa: D102
+        return float(self._sums_of_squares([array])[0])
+
+
+@dataclass(slots=True)
+class Part:
+    """One tensor's part in a pass over a flat vector, from ``offset`` on: what :class:`SegmentWork` says, and where to.
+
+    ``result`` is (length,) of the vector's type; ``limit`` is the largest magnitude that it may have.
+    """
+
+    offset: int
+    length: int
+    gradient: Array = None
+    parameter: Array | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    scale: float = 1.0
+    result: Array = None
+    limit: float | None = None
+
+
+class DeviceKernels(Kernels):
+    """See :class:`dgc.core.kernels.base.Kernels`. Safe to call from several threads; they take turns.
+
+    u, v, gradients, parameters and results are device arrays. Positions, values and means are on the host; means are
+    page-locked, and must stay until the next wait.
+    """
+
+    on_device = True
+    overlaps = True
+
+    def __init__(self, device: Device) -> None:
+        """Take a device over; nothing is compiled yet."""
+        from dgc.core.kernels.cpu.threads import Team, default_threads
+
+        self.device, self.name = device, device.name
+        self.memory = DeviceMemory(device, self.sums_of_squares)
+        self._texts = {
+            name: device.xp.ElementwiseKernel(
+                t.inputs, t.outputs, t.body, f"dgc_{name}", preamble=PREAMBLE, options=OPTIONS
+            )
+            for name, t in TEXTS.items()
+        }
+        self._owners: dict[Any, tuple[Array, int]] = {}
+        self._expected: dict[int, int] = {}
+        self._team, self._threads = Team(), default_threads()
+        self._lock = threading.RLock()
+
+    def adopt_thread(self) -> None:  # noqa: D102
+        self.device.adopt_thread()
+
+    def wait_for(self, event: int) -> None:  # noqa: D102
+        self.device.wait_for(event)
+
+    def wait(self) -> None:
+        """Wait until everything enqueued so far has run."""
+        self.device.record().synchronize()
+
+    def warm_up(self, dtype: str = "float32") -> None:
+        """Run everything once for buckets of ``dtype``: CuPy compiles a kernel, or loads it, when it first runs."""
+        kind, n = np.dtype(dtype), 8192
+        u, v, g, r = (self.memory.zeros(n, kind) for _ in range(4))
+        self.memory.copy_in(g, np.ones(n, kind))
+        thresholds, vector = self.new_thresholds(1), self.device.host_array(n, kind)
+        work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
+        for _ in range(2):  # without a threshold, and with one
+            chosen = self.accumulate_and_select(work, u, v, thresholds)
+        self.mask(u, v, chosen.positions, chosen.values, masking=True)
+        self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)
+        self.begin_packing([Part(0, n, g)], vector)()
+        parts = [Part(0, n, result=r, momentum=0.9, limit=1.0)]
+        self.exceeds(parts, vector, u, parts)()
+        self.update(parts, vector, u)
+        self.sums_of_squares([g])
+        self.memory.copy(g, r)
+        self.memory.fill(r, np.nan)
+        self.wait()
+
+    # -- sparsified tensors ----------------------------------------------------------------------------------------
+
+    def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
+        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
+        out = np.zeros(len(gradients))
+        at_once, pieces = SQUARED_AT_ONCE, []
+        for s, g in enumerate(gradients):
+            pieces += [(s, g[first : first + at_once]) for first in range(0, g.size, at_once)]
+        with self._lock, self.device:
+            xp, space = self.device.xp, at_once + 1
+            groups: list[list[tuple[int, Part]]] = []
+            for s, g in pieces:
+                if space + g.size > at_once:
+                    groups.append([])
+                    space = 0
+                groups[-1].append((s, Part(space, g.size, g)))
+                space += -(-g.size // _ALIGNMENT) * _ALIGNMENT
+            for group in groups:
+                parts = [part for _, part in group]
+                wide = xp.empty(parts[-1].offset + parts[-1].length, np.float64)
+                self._pack(parts, wide, xp.zeros(2, np.int32))
+                wide = xp.where(xp.isfinite(wide), wide, 0.0)
+                wide *= wide
+                sums = self.device.host_of(xp.stack([wide[p.offset : p.offset + p.length].sum() for p in parts]))
+                np.add.at(out, [s for s, _ in group], sums)
+        return out
+
+    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
+        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
+        return self._begin(work, u, v, None)().nonfinite
+
+    def accumulate_and_select(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
+    ) -> Selection:
+        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
+        return self._begin(work, u, v, thresholds)()
+
+    def begin_selection(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
+    ) -> Callable[[], Selection]:
+        """See :class:`dgc.core.kernels.base.Kernels`. What comes back waits."""
+        return self._begin(work, u, v, thresholds)
+
+    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+        check_positions(positions, min(u.size, v.size))
+        if decoded.shape != positions.shape:
+            raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
+        if positions.size:
+            with self._lock, self.device:
+                at, sent = self.device.send(positions, decoded.astype(v.dtype, copy=False))
+                self._texts["mask"](at, sent, bool(masking), u, v)
+
+    def set_entries(  # noqa: D102
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
+    ) -> None:
+        self._place(results, offsets, positions, values, 1.0, clears=True)
+
+    def scatter_add(  # noqa: D102
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+    ) -> None:
+        self._place(results, offsets, positions, values, factor, clears=False)
+
+    # -- dense tensors ---------------------------------------------------------------------------------------------
+
+    def begin_packing(self, parts: Sequence[Part], vector: np.ndarray) -> Callable[[], bool]:
+        """Enqueue a copy of gradients into a page-locked vector, zeros between them.
+
+        What comes back waits, and says whether one is not finite.
+        """
+        with self._lock, self.device:
+            xp = self.device.xp
+            met, packed = xp.zeros(2, np.int32), xp.empty(vector.size, vector.dtype)
+            self._pack(parts, packed, met)
+            self.device.fetch(packed, vector)
+            return self._answer(met)
+
+    def update(self, parts: Sequence[Part], vector: np.ndarray, u: Array | None = None) -> None:
+        """Momentum SGD on means into the results; ``vector`` and ``u`` begin at place 0 of the parts."""
+        if parts:
+            with self._lock, self.device:
+                mean = self._lent(vector)
+                self._update(parts, mean, mean if u is None else u, self.device.xp.zeros(2, np.int32), dry=False)
+
+    def exceeds(
+        self, parts: Sequence[Part], vector: np.ndarray, u: Array, written: Sequence[Part]
+    ) -> Callable[[], bool]:
+        """Ask whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. It waits."""
+        if not (parts or written):
+            return lambda: False
+        with self._lock, self.device:
+            met = self.device.xp.zeros(2, np.int32)
+            if parts:
+                self._update(parts, self._lent(vector), u, met, dry=True)
+            if written:
+                table, stop = self._rows(written)
+                self._texts["check"](*self._where(table, stop)[0], written[0].result, met, size=stop)
+            return self._answer(met)
+
+    def dense_update(  # noqa: D102
+        self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
+    ) -> None:
+        options = (rule.momentum, rule.nesterov, rule.weight_decay, rule.scale)
+        self.update([Part(0, result.size, None, parameter, *options, result=result)], mean, u)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
+    ) -> Callable[[], Selection]:
+        from dgc.core.kernels.cpu.choice import Choice
+
+        kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
+        _check(work, u, v, thresholds)
+        choice = None if thresholds is None else Choice(work, thresholds, kind)
+        with self._lock, self.device:
+            room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _ALIGNMENT
+            found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
+            table, stop = self._rows(work)
+            table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
+            if stop:
+                where, _ = self._where(table, stop)
+                self._texts["sweep"](*where, u[:stop], v[:stop], found[:head].view(np.int32), found[head:])
+            expected = min(room, self._expected.get(id(v), room))
+            host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
+            self.device.fetch(found[: host.size], host)
+            event = self.device.record()
+
+        def finish() -> Selection:
+            event.synchronize()
+            met = host[:head].view(np.int32)
+            count, nonfinite = int(met[0]), bool(met[1])
+            if choice is None:
+                return Selection(np.empty(0, np.int64), nonfinite, np.empty(0, kind))
+            self._expected[id(v)] = int(MORE * count) + FEW
+            entries = host[head:]
+            if expected < count:
+                with self._lock:
+                    more = found[head + entry.itemsize * expected : head + entry.itemsize * count]
+                    entries = np.concatenate([entries, self.device.host_of(more)])
+            entries = entries[: entry.itemsize * count].view(entry)
+            self._choose(choice, entries, met[2 : 2 + len(work)], v)
+            return choice.selection(nonfinite)
+
+        return finish
+
+    def _choose(self, choice: Choice, entries: np.ndarray, totals: np.ndarray, v: Array) -> None:
+        """Choose among the candidates, and where they were of no use among all entries."""
+        missing = choice.among(entries["place"], entries["value"], totals)
+        if missing.size:
+            with self._lock:
+                whole = self.device.host_of(v[choice.span(missing)])
+            choice.among_all(missing, whole, self._team, self._threads)
+
+    def _place(
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float,
+        *, clears: bool,
+    ) -> None:  # fmt: skip
+        bounds = np.searchsorted(positions, offsets)
+        for s, result in enumerate(results):
+            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
+                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+        if not results or not (clears or positions.size):
+            return
+        kind = np.dtype(results[0].dtype)
+        with self._lock, self.device, np.errstate(over="ignore", invalid="ignore"):
+            parts = [Part(int(o), r.size, result=r) for o, r in zip(offsets, results, strict=False)]
+            table, stop = self._rows(parts)
+            where, (at, added) = self._where(table, stop, positions, values.astype(kind) * kind.type(factor))
+            if clears and stop:
+                self._texts["clear"](*where, results[0], size=stop)
+            if positions.size:
+                self._texts["place"](*where, at, added, results[0])
+
+    def _pack(self, parts: Sequence[Part], out: Array, met: Array) -> None:
+        table, _ = self._rows(parts)
+        if out.size:
+            self._texts["pack"](*self._where(table, out.size)[0], out, met)
+
+    def _update(self, parts: Sequence[Part], mean: Array, u: Array, met: Array, *, dry: bool) -> None:
+        table, stop = self._rows(parts)
+        if stop:
+            self._texts["update"](*self._where(table, stop)[0], mean[:stop], dry, u[:stop], met)
+
+    def _lent(self, vector: np.ndarray) -> Array:
+        there = self.device.xp.empty(vector.size, vector.dtype)
+        self.device.upload(there, vector)
+        return there
+
+    def _answer(self, met: Array) -> Callable[[], bool]:
+        host = self.device.host_array(2, np.int32)
+        self.device.fetch(met, host)
+        event = self.device.record()
+
+        def answer() -> bool:
+            event.synchronize()
+            return bool(host[1])
+
+        return answer
+
+    def _rows(self, parts: Sequence[SegmentWork | Part]) -> tuple[np.ndarray, int]:
+        """A table of tensors for a pass, on the host, and how far they reach."""
+        table = np.zeros(len(parts), ROW)
+        table["start"], table["length"] = [p.offset for p in parts], [p.length for p in parts]
+        table["momentum"], table["scale"] = [p.momentum for p in parts], [p.scale for p in parts]
+        table["form"] = [(2 if p.nesterov else 1) if p.momentum else 0 for p in parts]
+        for i, p in enumerate(parts):
+            row = table[i]
+            if p.gradient is not None:
+                row["gradient"], row["gradient_kind"] = _place_of(p.gradient, p.length, "gradient")
+            if p.weight_decay and p.parameter is not None:
+                row["decay"] = p.weight_decay
+                row["parameter"], row["parameter_kind"] = _place_of(p.parameter, p.length, "parameter")
+            if isinstance(p, Part):
+                row["limit"] = p.limit or 0.0
+                if p.result is not None:
+                    row["result"], _ = _place_of(p.result, p.length, "result")
+        return table, int((table["start"] + table["length"]).max(initial=0))
+
+    def _where(self, table: np.ndarray, stop: int, *also: np.ndarray) -> tuple[tuple[Any, ...], list[Array]]:
+        """What a launch over ``stop`` elements finds its tensors by; ``also`` is sent together with it."""
+        spans = tuple(table["start"].tolist()), tuple(table["length"].tolist())
+        known = self._owners.get((spans, stop))
+        if known is None:
+            shift = 0 if (table["start"] % _ALIGNMENT).any() else 4
+            owner = np.full((stop >> shift) + 1, -1, np.int32)
+            for i, (start, length) in enumerate(zip(*spans, strict=True)):
+                owner[start >> shift : -(-(start + length) >> shift)] = i
+            known = self._owners[spans, stop] = (self.device.send(owner)[0], shift)
+        owner, shift = known
+        rows, *there = self.device.send(table.view(np.uint8), *also)
+        return (rows, owner, np.int32(shift)), there
+
+
+def _place_of(array: Array, length: int, what: str) -> tuple[int, int]:
+    """Address and kind of an array that a kernel may read or write.
+
+    Raises:
+        LayoutError: another shape, not contiguous, or no float type.
+    """
+    if array.shape != (length,):
+        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
+    if not array.flags.c_contiguous:
+        raise LayoutError(f"the {what} is a strided view; pass a contiguous copy")
+    kind = KINDS.get(array.dtype)
+    if kind is None:
+        raise LayoutError(
+            f"the {what} has type {array.dtype}; allowed: float16, float32, float64, and uint16 as bits of bfloat16"
+        )
+    return array.data.ptr, kind
+
+
+def _check(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
+    if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
+        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32, or both float64")
+    if v.size >= MOST_ELEMENTS:
+        raise LayoutError(
+            f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
+        )
+    if thresholds is not None and thresholds.shape != (len(work), COLUMNS):
+        raise LayoutError(f"thresholds have shape {thresholds.shape}; expected ({len(work)}, {COLUMNS})")
+    for w in work:
+        if w.offset < 0 or w.length < 0 or w.offset + w.length > v.size:
+            raise LayoutError(f"a segment at {w.offset} of {w.length} elements does not fit into {v.size}")

@@ -1,0 +1,171 @@
+"""A GPU through CuPy: the only module of the core that imports it; only ``choose`` imports this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dgc.core.kernels.base import Array
+from dgc.core.kernels.device import Device, DeviceKernels
+
+HIGHEST_PRIORITY = -100
+"""Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network."""
+
+
+def device_count() -> int:
+    """How many devices this process sees.
+
+    Raises:
+        cupy.cuda.runtime.CUDARuntimeError: there is no driver, or it is too old.
+    """
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+class CurrentDevice:
+    """Makes one device the current one of a thread, where that is needed.
+
+    A thread of ours takes the device once and keeps it. Going back would be to device 0, where a thread begins, and
+    with CUDA 12 that opens a context there: half a gigabyte of the first device's memory for every process of a host.
+    On a caller's thread, ``with`` changes nothing if the device is current, as it is where each process has chosen its
+    own, and else goes back to what was.
+    """
+
+    def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
+        """Take CUDA's ``cudaGetDevice`` and ``cudaSetDevice``."""
+        self._device, self._current, self._choose = device, current, choose
+        self._thread = threading.local()
+
+    def adopt_thread(self) -> None:
+        """This thread is ours: it works on this device and on no other."""
+        self._choose(self._device)
+        self._thread.adopted = True
+
+    def __enter__(self) -> None:
+        """Be current; may be nested."""
+        thread = self._thread
+        if getattr(thread, "adopted", False):
+            return
+        before = self._current()
+        if before != self._device:
+            self._choose(self._device)
+        thread.__dict__.setdefault("before", []).append(before)
+
+    def __exit__(self, *_: object) -> None:
+        """Be what was."""
+        thread = self._thread
+        if getattr(thread, "adopted", False):
+            return
+        before = thread.before.pop()
+        if before != self._device:
+            self._choose(before)
+
+
+class CupyDevice(Device):
+    """One GPU, with a stream that does not wait for the default one: events say when memory may be read."""
+
+    def __init__(self, number: int) -> None:
+        """Take a device by its number, as CUDA counts.
+
+        Raises:
+            cupy.cuda.runtime.CUDARuntimeError: there is no such device.
+        """
+        cuda = cupy.cuda.runtime
+        self.xp, self.name, self.number = cupy, "cupy", number
+        self._current = CurrentDevice(number, cuda.getDevice, cuda.setDevice)
+        with self._current:
+            self.stream = int(cuda.streamCreateWithPriority(cuda.streamNonBlocking, HIGHEST_PRIORITY))
+            self._stream = cupy.cuda.ExternalStream(self.stream, number)
+        self._malloc: Callable[[int], Any] = cupy.cuda.alloc
+        self._thread = threading.local()
+
+    def __enter__(self) -> None:
+        """Be current, with the stream, and with the memory that was given."""
+        with ExitStack() as entered:
+            for each in (self._current, self._stream, *self._memory()):
+                entered.enter_context(each)
+            self._thread.__dict__.setdefault("entered", []).append(entered.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        """Be what was."""
+        self._thread.entered.pop().__exit__(*error)
+
+    def _memory(self) -> list[AbstractContextManager[None]]:
+        return [] if self._malloc is cupy.cuda.alloc else [cupy.cuda.using_allocator(self._malloc)]
+
+    def adopt_thread(self) -> None:  # noqa: D102
+        self._current.adopt_thread()
+
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:  # noqa: D102
+        self.record().synchronize()  # nothing of the other pool is in use
+        pool = cupy.cuda.PythonFunctionAllocator(
+            lambda nbytes, _: allocate(max(1, nbytes), self.stream), lambda address, _: free(address)
+        )
+        self._malloc = pool.malloc
+
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
+        nbytes = n * np.dtype(dtype).itemsize
+        if nbytes == 0:
+            return np.empty(0, dtype)
+        with self._current:
+            memory = cupy.cuda.alloc_pinned_memory(nbytes)
+        return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
+
+    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:  # noqa: D102
+        if n == 0:
+            with self:
+                return cupy.empty(0, dtype)
+        memory = cupy.cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, self.number)
+        return cupy.ndarray((n,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def upload(self, array: Array, host: np.ndarray) -> None:  # noqa: D102
+        self._copy(array.data.ptr, host.ctypes.data, host.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+
+    def fetch(self, array: Array, host: np.ndarray) -> None:  # noqa: D102
+        self._copy(host.ctypes.data, array.data.ptr, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes:
+            with self._current:
+                cupy.cuda.runtime.memcpyAsync(to, source, nbytes, kind, self.stream)
+
+    def record(self) -> Any:  # noqa: D102
+        with self._current:
+            # One that blocks: a thread that spins would take a core from the data loader.
+            event = cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(self._stream)
+        return event
+
+    def wait_for(self, event: int) -> None:  # noqa: D102
+        with self._current:
+            cupy.cuda.runtime.streamWaitEvent(self.stream, event)
+
+    def release_to(self, stream: int) -> None:  # noqa: D102
+        event = self.record()
+        with self._current:
+            cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+class CupyKernels(DeviceKernels):
+    """The device kernels on one GPU. Both types of state are compiled at construction, so that no step waits for it."""
+
+    def __init__(self, number: int = 0) -> None:
+        """Compile and run every kernel: seconds, less where CuPy has them in its cache (``~/.cupy/kernel_cache``).
+
+        Raises:
+            cupy.cuda.runtime.CUDARuntimeError: there is no such device.
+        """
+        super().__init__(CupyDevice(number))
+        for dtype in ("float32", "float64"):
+            self.warm_up(dtype)
+
+    def describe(self) -> str:
+        """One line for a log: what runs where."""
+        number = self.device.number  # type: ignore[attr-defined]
+        properties = cupy.cuda.runtime.getDeviceProperties(number)
+        return f"cupy {cupy.__version__} on device {number} ({properties['name'].decode()})"

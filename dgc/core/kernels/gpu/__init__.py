@@ -1,1 +1,0 @@
-"""The backend for devices: CUDA kernels, and what launches them. Only ``cupy_runtime`` imports CuPy."""

@@ -1,1 +1,0 @@
-"""The kernels in CUDA C++, and what joins them into one source."""
