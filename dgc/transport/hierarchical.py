@@ -92,9 +92,6 @@ class HierarchicalTransport(Transport):
         Args:
             whole: connects all ranks; it belongs to the caller.
             nodes: (ranks,) the first rank of each rank's node; ascending.
-
-        Raises:
-            TransportError: a collective failed.
         """
         firsts = sorted(set(nodes))
         first = nodes[whole.rank]
@@ -112,15 +109,7 @@ class HierarchicalTransport(Transport):
         self._buffers: dict[int, np.ndarray] = {}
 
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every node's message into ``out``. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            message: (m,) uint8, contiguous, the same on every rank of the node.
-            out: (P, m) uint8, contiguous, written.
-
-        Raises:
-            TransportError: a collective failed, or the ranks of a node came with different messages. On all ranks.
-        """
+        """Copy every node's message, which must be the same on all its ranks, into ``out``; else an error of all ranks."""
         check_allgather(message, out, self.size)
         size = message.size
         if size not in self._buffers:
@@ -139,16 +128,7 @@ class HierarchicalTransport(Transport):
         np.copyto(out, gathered[:, _HEAD:])
 
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place over the nodes. See :class:`dgc.core.transport.Transport`.
-
-        Args:
-            array: (n,) float32 or float64, contiguous, overwritten with the result; for a sum the same on every rank of
-                the node, of which one counts.
-            op: "sum", or "max" over all ranks.
-
-        Raises:
-            TransportError: a collective failed.
-        """
+        """Reduce ``array`` in place: a sum counts each node once, whose ranks bring the same; a maximum every rank."""
         check_allreduce(array, op)
         if op == "max":
             self.inside.allreduce(array, op)
@@ -172,11 +152,7 @@ class HierarchicalTransport(Transport):
         self.inside.close()
 
     def _by_leader(self, collective: Callable[[Transport], None]) -> None:
-        """Let the leader exchange with the others, and all ranks of the node know whether that went well.
-
-        Raises:
-            TransportError: it did not.
-        """
+        """Let the leader exchange with the others, and all ranks of the node know whether that went well."""
         told, failure = np.zeros(1 + _TEXT, np.uint8), None
         if self._across is not None:
             try:
@@ -201,11 +177,7 @@ class HierarchicalTransport(Transport):
 
 
 def _gather(across: Transport, own: np.ndarray, gathered: np.ndarray) -> None:
-    """Exchange the leaders' messages.
-
-    Raises:
-        TransportError: the collective failed, or another node came with a message of another size.
-    """
+    """Exchange the leaders' messages, which must be of one size."""
     gathered[:, :_HEAD] = 0
     across.allgather(own, gathered)
     sizes = gathered[:, 8:_HEAD].copy().view(np.int64)[:, 0]
