@@ -109,7 +109,7 @@ class HierarchicalTransport(Transport):
         self._buffers: dict[int, np.ndarray] = {}
 
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every node's message, the same on all its ranks, into ``out``; other messages are an error of all ranks."""
+        """Copy every node's message, the same on all its ranks, into ``out``; others are an error of all ranks."""
         check_allgather(message, out, self.size)
         size = message.size
         if size not in self._buffers:
