@@ -85,13 +85,8 @@ def agree_or_raise(
 
     Args:
         transport: connects the ranks.
-        build: makes this rank's description; may do the local work of a construction on the way.
-        what: as in :func:`require_agreement`.
-        error: as in :func:`require_agreement`.
-        advice: as in :func:`require_agreement`.
-
-    Returns:
-        What ``build`` returned.
+        build: makes this rank's description, which is returned; may do the local work of a construction on the way.
+        what, error, advice: as in :func:`require_agreement`.
 
     Raises:
         Exception: what ``build`` raised on this rank.
@@ -109,9 +104,7 @@ def agree_or_raise(
 def tell_error(transport: Transport, error: Exception) -> None:
     """Tell the others, who compare descriptions now, why this rank has none. Collective, as their comparison is.
 
-    Args:
-        transport: connects the ranks.
-        error: gets a note where it could not be reported to them.
+    The error gets a note where it could not be reported to them.
     """
     try:
         gather_if_different(transport, {ERROR_KEY: [type(error).__name__, str(error)]})

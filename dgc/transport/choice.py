@@ -49,8 +49,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
             every rank can use it, else horovod, with one warning if Horovod itself does run on MPI.
         hvd: the framework's Horovod module, initialised.
-        gather: asks all ranks of the group.
-        make_horovod: makes the framework's Horovod transport for the group.
+        gather, make_horovod: ask all ranks of the group; make the framework's Horovod transport for it.
 
     Raises:
         ConfigError: unknown or differing choices.
