@@ -83,10 +83,8 @@ def agree_or_raise(
     Where ``build`` raises, that rank gets its own exception and all others one that names the rank and the message,
     so that no rank waits for one that gave up.
 
-    Args:
-        transport: connects the ranks.
-        build: makes this rank's description, which is returned; may do the local work of a construction on the way.
-        what, error, advice: as in :func:`require_agreement`.
+    ``build`` makes this rank's description, which is returned, and may do the local work of a construction on the way;
+    all else is as in :func:`require_agreement`.
 
     Raises:
         Exception: what ``build`` raised on this rank.

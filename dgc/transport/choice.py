@@ -49,7 +49,8 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
             every rank can use it, else horovod, with one warning if Horovod itself does run on MPI.
         hvd: the framework's Horovod module, initialised.
-        gather, make_horovod: ask all ranks of the group; make the framework's Horovod transport for it.
+        gather: asks all ranks of the group.
+        make_horovod: makes the framework's Horovod transport for the group.
 
     Raises:
         ConfigError: unknown or differing choices.
