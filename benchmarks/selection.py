@@ -25,7 +25,7 @@ from compress import Gradients, environment, resnet50
 
 from dgc.core.config import DGCConfig, Schedule, entries_to_send
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import top_k
 from dgc.core.layout import Layout, Parameter, make_layout
 

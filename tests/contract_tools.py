@@ -12,7 +12,7 @@ from exchange_tools import gradient, run_step
 
 from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, compressor_class, make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.kernels.choose import choose_kernels
+from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks

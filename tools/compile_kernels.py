@@ -13,7 +13,7 @@ from multiprocessing import get_context
 
 
 def compile_kernels(dtype: str) -> None:
-    from dgc.core.kernels.cpu.backend import NumbaKernels
+    from dgc.core.kernels.cpu import NumbaKernels
 
     for threads in (1, 2):
         NumbaKernels(threads).warm_up(dtype)

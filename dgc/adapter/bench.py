@@ -24,7 +24,7 @@ import numpy as np
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.choose import make_encoders
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.kernels.choose import choose_kernels
+from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError

@@ -1,1 +1,91 @@
-"""Backends of the operations of size n: ``reference`` (NumPy oracle), ``cpu`` (Numba), ``gpu`` (CuPy)."""
+"""The operations of size n, and which backend does them on which device: the one place that decides it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+
+import numpy as np
+
+from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.errors import ConfigError
+
+logger = logging.getLogger("dgc")
+
+DEVICES = ("cpu", "gpu")
+SLOW_WARM_UP = 3.0
+"""Seconds of compiling that are worth a line in the log."""
+
+
+@functools.cache
+def choose_kernels(device: str = "cpu") -> Kernels:
+    """The fastest backend that works here for arrays on ``device``; the same object for every caller of a process.
+
+    On a CPU that is Numba, compiled (or loaded from its cache) and tried out before it is returned.
+
+    Raises:
+        ImportError: Numba is missing.
+        ArithmeticError: a small step comes out wrong.
+        ConfigError: an unknown device, or a GPU ("gpu" is the first one, "gpu:1" the second) where no GPU backend
+            works; the message says why.
+    """
+    kind, _, number = device.partition(":")
+    if kind not in DEVICES or (number and (kind == "cpu" or not number.isdecimal())):
+        raise ConfigError(f"there are no kernels for device {device!r}; allowed: {', '.join(DEVICES)}")
+    kernels = _gpu_kernels(int(number or 0)) if kind == "gpu" else _cpu_kernels()
+    logger.info("compression runs on %s", kernels.describe())
+    return kernels
+
+
+def _cpu_kernels() -> Kernels:
+    from dgc.core.kernels.cpu import NumbaKernels
+
+    kernels = NumbaKernels()
+    start = time.perf_counter()
+    kernels.warm_up()
+    _try_out(kernels)
+    seconds = time.perf_counter() - start
+    if seconds > SLOW_WARM_UP:
+        logger.info("compiling the kernels took %.0f s; they are kept for the next start", seconds)
+    return kernels
+
+
+def _try_out(kernels: Kernels) -> None:
+    """One small step, compared with the reference.
+
+    Raises:
+        ArithmeticError: the results differ.
+    """
+    n = 5000
+    values = np.sin(np.arange(n, dtype=np.float32))
+    outcomes = []
+    for each in (kernels, ReferenceKernels()):
+        memory = each.memory
+        gradient, u, v = (memory.zeros(n, np.float32) for _ in range(3))
+        for array in (gradient, u, v):
+            memory.copy_in(array, values)
+        work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
+        chosen = each.accumulate_and_select(work, u, v, each.new_thresholds(1))
+        outcomes.append((memory.to_host(u), memory.to_host(v), chosen.positions))
+    if not all(np.array_equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True)):
+        raise ArithmeticError("a step gave another result than the reference")
+
+
+def _gpu_kernels(number: int) -> Kernels:
+    try:
+        from dgc.core.kernels.gpu import CupyKernels, device_count
+
+        if number >= device_count():
+            raise ConfigError(f"there is no GPU {number}: this process sees {device_count()}")
+        kernels = CupyKernels(number)
+        _try_out(kernels)
+        return kernels
+    except ConfigError:
+        raise
+    except Exception as error:  # no CuPy, no driver, no compiler
+        raise ConfigError(
+            f"no GPU kernels can be used here ({type(error).__name__}: {error}); install cupy-cuda12x or cupy-cuda13x "
+            "and a driver, or let the gradients pass through the host"
+        ) from error

@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 import numba
 from llvmlite import binding
 
-_OF_THE_CPU = "accumulate choice dense scatter select_candidates select_radix simd threads work_table".split()
-SOURCES = ("compile", "entries", "threshold", *(f"cpu/{name}" for name in _OF_THE_CPU))
+SOURCES = ("compile", "cpu", "entries", "simd", "sweep", "threads", "threshold")
 """Modules whose functions or constants are compiled into kernels."""
 
 

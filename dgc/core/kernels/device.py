@@ -23,7 +23,7 @@ from dgc.core.kernels.threshold import COLUMNS
 from dgc.errors import LayoutError
 
 if TYPE_CHECKING:
-    from dgc.core.kernels.cpu.choice import Choice
+    from dgc.core.kernels.sweep import Choice
 
 MORE, FEW = 1.25, 256
 """Candidates that are copied at once: this multiple of those of the step before, and some. A second copy is a second
@@ -181,7 +181,7 @@ class DeviceKernels(Kernels):
 
     def __init__(self, device: Device) -> None:
         """Take a device over; nothing is compiled yet."""
-        from dgc.core.kernels.cpu.threads import Team, default_threads
+        from dgc.core.kernels.threads import Team, default_threads
 
         self.device, self.name = device, device.name
         self.memory = DeviceMemory(device, self.sums_of_squares)
@@ -335,7 +335,7 @@ class DeviceKernels(Kernels):
     def _begin(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        from dgc.core.kernels.cpu.choice import Choice
+        from dgc.core.kernels.sweep import Choice
 
         kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
         _check(work, u, v, thresholds)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dgc.core.kernels.compile import entry
-from dgc.core.kernels.cpu.simd import lowest_bit
+from dgc.core.kernels.simd import lowest_bit
 
 BLOCK = 1 << 15
 """Positions that are added up at a time: their sums stay in the cache."""

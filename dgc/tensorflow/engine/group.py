@@ -10,7 +10,7 @@ import numpy as np
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper
-from dgc.core.kernels.choose import choose_kernels
+from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError

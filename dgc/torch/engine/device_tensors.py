@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.kernels.choose import choose_kernels
 from dgc.errors import ConfigError
 from dgc.torch.engine.tensors import Result, as_array
 

@@ -9,7 +9,7 @@ import torch
 from fake_device import FakeDevice, host, needs_compiler
 
 from dgc.core.compressors import make_config
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch.engine import device_tensors

@@ -21,7 +21,7 @@ SHAPES = {"a": (300, 400), "b": (300,), "c": (128, 128)}
 
 @pytest.fixture(autouse=True)
 def _kernels():
-    from dgc.core.kernels.choose import choose_kernels
+    from dgc.core.kernels import choose_kernels
 
     try:
         choose_kernels("gpu:0")

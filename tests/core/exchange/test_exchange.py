@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from dgc.core.codecs import SparseCodec
 from dgc.core.compressors import compressor_class, make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
 from dgc.errors import DGCError, LayoutError, RemoteError

@@ -7,7 +7,7 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters
 from fake_device import counts, fake_kernels, needs_compiler
 
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks

@@ -9,7 +9,7 @@ from exchange_tools import train as train_small
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders.topk import TopKEncoder
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
 

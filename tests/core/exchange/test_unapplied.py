@@ -8,7 +8,7 @@ from contract_tools import specs as contract_specs
 from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
 from fake_device import fake_kernels, host
 
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.transport.local import run_ranks
 

@@ -12,14 +12,14 @@ from dgc.core.kernels import compile
 
 FROM_THE_CACHE = """
     import numpy as np
-    from dgc.core.kernels.cpu import scatter
-    from dgc.core.kernels.cpu.backend import NumbaKernels
+    from dgc.core.kernels import cpu
+    from dgc.core.kernels.cpu import NumbaKernels
     positions = np.array([3, 299_999])
     for dtype in (np.float32, np.float64):
         u, v = np.zeros((2, 300_000), dtype)
         NumbaKernels(2).mask(u, v, positions, np.full(2, -2, dtype), masking=True)
         assert (v.sum(), v[299_999]) == (4, 2)
-    stats = scatter.mask.stats
+    stats = cpu.mask_places.stats
     print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
@@ -40,12 +40,12 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
     script = """
         import time, sys
         from numba.core import event
-        from dgc.core.kernels.cpu import scatter
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels import cpu
+        from dgc.core.kernels.cpu import NumbaKernels
         import numpy as np
         u, v, sent = np.zeros((3, 3), np.float32)
         NumbaKernels(1).mask(u, v, np.arange(3), sent, masking=True)
-        hits = sum(scatter.mask.stats.cache_hits.values())
+        hits = sum(cpu.mask_places.stats.cache_hits.values())
         print("hits", hits)
     """
     first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
@@ -62,15 +62,15 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         """
         import sys
         import numpy as np
-        from dgc.core.kernels.cpu import scatter
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels import cpu
+        from dgc.core.kernels.cpu import NumbaKernels
         from dgc.core.codecs import value_codec
         from dgc.core import loops as numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
             NumbaKernels(1).mask(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
             assert v.sum() == 3
-            kept = scatter.mask
+            kept = cpu.mask_places
         else:
             out = np.zeros(16, np.uint8)
             value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import MomentumRule, SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import Part
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError

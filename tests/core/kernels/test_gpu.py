@@ -8,7 +8,7 @@ import pytest
 from device_tools import Bucket, assert_same_selection, convert, draw, same_bits
 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import Part
 from dgc.core.kernels.reference import ReferenceKernels
 

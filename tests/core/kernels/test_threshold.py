@@ -10,9 +10,9 @@ from kernel_tools import Trainee
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.select_radix import select_whole
-from dgc.core.kernels.cpu.threads import Team
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.sweep import select_whole
+from dgc.core.kernels.threads import Team
 
 N = 100_000
 

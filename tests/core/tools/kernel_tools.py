@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dgc.core.kernels import threads as threads_module
 from dgc.core.kernels.base import Kernels, SegmentWork
-from dgc.core.kernels.cpu import threads as threads_module
 from dgc.core.kernels.reference import top_k
 
 FLAGS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernel_tools import FLAGS, KINDS, LENGTHS, as_type, bits, check_selection, entries, offsets_of
 
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 

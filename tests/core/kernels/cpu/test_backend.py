@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from dgc.core.kernels import sweep
 from dgc.core.kernels.base import MomentumRule, SegmentWork
-from dgc.core.kernels.cpu import select_candidates
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 
@@ -91,12 +91,12 @@ def test_a_pass_may_be_finished_by_another_thread():
 def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
     made = []
 
-    class Counted(select_candidates.Scratch):
+    class Counted(sweep.Scratch):
         def __init__(self, *sizes):
             made.append(sizes)
             super().__init__(*sizes)
 
-    monkeypatch.setattr(select_candidates, "Scratch", Counted)
+    monkeypatch.setattr(sweep, "Scratch", Counted)
     buckets = Buckets(NumbaKernels(2))
     for step in range(3):
         buckets.overlapping(step)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from kernel_tools import KINDS, as_type, bits, entries
 
 from dgc.core.kernels.base import MomentumRule
-from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.dense import TILE
+from dgc.core.kernels.cpu import TILE, NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 

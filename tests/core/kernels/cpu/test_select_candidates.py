@@ -5,10 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core.kernels.cpu import select_candidates as module
-from dgc.core.kernels.cpu.select_candidates import UNFINISHED, Workspace, kth_key, write_largest
-from dgc.core.kernels.cpu.work_table import ENTRIES, FIRST_CHUNK, INTEGERS, LENGTH, OUT, REALS, USED
+from dgc.core.kernels import sweep as module
 from dgc.core.kernels.reference import top_k
+from dgc.core.kernels.sweep import (
+    ENTRIES,
+    FIRST_CHUNK,
+    INTEGERS,
+    LENGTH,
+    OUT,
+    REALS,
+    UNFINISHED,
+    USED,
+    Workspace,
+    kth_key,
+    write_largest,
+)
 from dgc.core.kernels.threshold import new_thresholds
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu.backend import NumbaKernels
+from dgc.core.kernels.cpu import NumbaKernels
 
 LARGEST_NAN = {np.float32: np.uint32(0x7FFFFFFF), np.float64: np.uint64(0x7FFFFFFFFFFFFFFF)}
 

@@ -6,8 +6,8 @@ import numba
 import numpy as np
 import pytest
 
-from dgc.core.kernels.cpu import simd
-from dgc.core.kernels.cpu.simd import LANES
+from dgc.core.kernels import simd
+from dgc.core.kernels.simd import LANES
 
 
 @numba.njit(error_model="numpy")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from kernel_tools import LAUNCHER_VARIABLES, offsets_of, run_script
 
+from dgc.core.kernels import threads as threads_module
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import threads as threads_module
-from dgc.core.kernels.cpu.backend import NumbaKernels
-from dgc.core.kernels.cpu.threads import Team, Work, available_cores, default_threads
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.threads import Team, Work, available_cores, default_threads
 from dgc.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ CONCURRENT = """
     import threading, sys
     import numpy as np
     from dgc.core.kernels.base import SegmentWork
-    from dgc.core.kernels.cpu.backend import NumbaKernels
+    from dgc.core.kernels.cpu import NumbaKernels
     from dgc.core.kernels.reference import ReferenceKernels
 
     kernels, reference = NumbaKernels(2), ReferenceKernels()
@@ -72,7 +72,7 @@ def test_after_a_fork_the_child_has_a_team_of_its_own():
         """
         import os
         import numpy as np
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels.cpu import NumbaKernels
         kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
         assert kernels.sums_of_squares([v])[0] == v.size
         child = os.fork()
@@ -90,7 +90,7 @@ def test_a_fork_while_another_thread_is_inside_a_kernel():
         """
         import os, threading
         import numpy as np
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels.cpu import NumbaKernels
         kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
         kernels.sums_of_squares([v])
         stop, calls = threading.Event(), []
@@ -123,7 +123,7 @@ def test_a_dropped_backend_leaves_no_thread():
         """
         import gc, threading, time
         import numpy as np
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels.cpu import NumbaKernels
         kernels = NumbaKernels(2)
         kernels.sums_of_squares([np.ones(3_000_000, np.float32)])
         assert threading.active_count() == 2
@@ -145,7 +145,7 @@ def test_kernels_and_torch_share_a_process():
         import threading
         import numpy as np, torch
         from dgc.core.kernels.base import SegmentWork
-        from dgc.core.kernels.cpu.backend import NumbaKernels
+        from dgc.core.kernels.cpu import NumbaKernels
         torch.set_num_threads(2)
         kernels = NumbaKernels(2)
         stop = threading.Event()
@@ -234,7 +234,7 @@ def test_there_is_at_least_one_thread(bare_environment):
 PIECE = """
     import os, signal, sys, threading, time
     import numpy as np
-    from dgc.core.kernels.cpu.threads import Team
+    from dgc.core.kernels.threads import Team
 
     taken, lock, working = [], threading.Lock(), []
 

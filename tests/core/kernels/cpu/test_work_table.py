@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from dgc.core.kernels import sweep as table
 from dgc.core.kernels.base import SegmentWork
-from dgc.core.kernels.cpu import work_table as table
-from dgc.core.kernels.cpu.work_table import address_of, element_code, make_table, place_of
+from dgc.core.kernels.sweep import address_of, element_code, make_table, place_of
 from dgc.errors import LayoutError
 
 CODES = {"float32": table.FLOAT32, "float64": table.FLOAT64, "float16": table.FLOAT16, "uint16": table.BFLOAT16}

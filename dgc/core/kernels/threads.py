@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.kernels.compile import entry
-from dgc.core.kernels.cpu.simd import fetch_add
+from dgc.core.kernels.simd import fetch_add
 from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"

@@ -1,4 +1,8 @@
-"""The CPU backend in Numba: one pass over memory for all segments of a bucket; see ``accumulate``."""
+"""The CPU backend in Numba: one pass over memory for all segments of a bucket (``sweep``), dense work, and places.
+
+Kernels run on a :class:`~dgc.core.kernels.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64
+counts the pieces that were taken and that are done.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,30 @@ from collections.abc import Callable, Sequence
 
 import numba
 import numpy as np
+from numba import carray, types
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
-from dgc.core.kernels.cpu import scatter
-from dgc.core.kernels.cpu.accumulate import STRIP
-from dgc.core.kernels.cpu.dense import SUM_LANES, TILE, add_tiles, tile_sums, update
-from dgc.core.kernels.cpu.select_candidates import (
+from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.simd import at_address, fetch_add, prefetch_entry
+from dgc.core.kernels.sweep import (
+    FLOAT32,
+    FLOAT64,
+    STRIP,
     UNFINISHED,
     Workspace,
+    address_of,
     begin,
     compress_chunks,
+    make_table,
     outcome,
+    place_of,
     prepare,
+    select_whole,
+    widen,
     without_gaps,
 )
-from dgc.core.kernels.cpu.select_radix import select_whole
-from dgc.core.kernels.cpu.threads import Team, default_threads
-from dgc.core.kernels.cpu.work_table import address_of, make_table, place_of
+from dgc.core.kernels.threads import Team, default_threads
 from dgc.errors import LayoutError
 
 ALONE = 65536
@@ -127,7 +137,7 @@ class NumbaKernels(Kernels):
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != positions.shape:
             raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
-        self._run_places(scatter.mask, positions.size, u, v, positions, decoded, masking)
+        self._run_places(mask_places, positions.size, u, v, positions, decoded, masking)
 
     def scatter_add(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
@@ -148,7 +158,7 @@ class NumbaKernels(Kernels):
         lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
         refused = np.zeros(1, np.int64)
         self._run_places(
-            scatter.scatter_add, positions.size, addresses, lengths, offsets, positions,
+            add_to_results, positions.size, addresses, lengths, offsets, positions,
             np.ascontiguousarray(values, kind), np.array([factor], kind), refused,
         )  # fmt: skip
         if refused[0]:
@@ -168,7 +178,7 @@ class NumbaKernels(Kernels):
             at, code = place_of(parameter, n, "parameter")
         threads = self._threads_for(n)
         self._team.run(
-            threads, update, -(-n // TILE), result, mean, u, at, code, float(rule.momentum), bool(rule.nesterov),
+            threads, update_tiles, -(-n // TILE), result, mean, u, at, code, float(rule.momentum), bool(rule.nesterov),
             weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), result.dtype),
         )  # fmt: skip
 
@@ -178,7 +188,7 @@ class NumbaKernels(Kernels):
         return 1 if elements < ALONE else self._threads
 
     def _run_places(self, kernel: Callable[..., None], k: int, *arguments: object) -> None:
-        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // scatter.PART), *arguments)
+        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // PART), *arguments)
 
     def _begin(
         self,
@@ -243,3 +253,215 @@ def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
         )
     return kind
+
+
+# -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
+
+TILE = 32768
+"""Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads."""
+
+SUM_LANES = 64
+"""Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
+
+
+@helper
+def _squares(array, sums):
+    """The sum of squares of the finite entries; entry i joins sum i % SUM_LANES of the float64 scratch ``sums``."""
+    sums[:] = 0
+    for start in range(0, array.size, SUM_LANES):
+        block = array[start : start + SUM_LANES]
+        for lane in range(block.size):
+            x = np.float64(block[lane])
+            sums[lane] += x * x if abs(x) < np.inf else 0.0
+    total = 0.0
+    for lane in range(SUM_LANES):
+        total += sums[lane]
+    return total
+
+
+@helper
+def _squares_of_tile(address, code, start, stop, strip, sums):
+    if code == FLOAT32:
+        return _squares(carray(at_address(address), (stop,), types.float32)[start:], sums)
+    if code == FLOAT64:
+        return _squares(carray(at_address(address), (stop,), types.float64)[start:], sums)
+    total = 0.0
+    for low in range(start, stop, STRIP):
+        count = min(STRIP, stop - low)
+        widen(address, code, low, count, strip)
+        total += _squares(strip[:count], sums)
+    return total
+
+
+@entry()
+def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
+    """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
+
+    Args:
+        worker: this thread's number, below W.
+        progress: (2,) int64: tiles taken, tiles done.
+        tiles: number of tiles.
+        table: (S, 3) int64: each array's address, element type and length.
+        firsts: (S + 1,) int64: array s has the tiles ``firsts[s]`` to ``firsts[s + 1]``, each TILE elements but the
+            last.
+        strips: (W, STRIP) float32 scratch.
+        sums: (W, SUM_LANES) float64 scratch.
+        partial: (tiles,) float64, filled.
+    """
+    s = len(table) - 1
+    while True:
+        # From the end to the beginning, where the pass over the same gradients starts: it finds those in the caches.
+        tile = tiles - 1 - fetch_add(progress, 0, 1)
+        if tile < 0:
+            break
+        while tile < firsts[s]:
+            s -= 1
+        address, code, length = table[s]
+        start = (tile - firsts[s]) * TILE
+        stop = min(start + TILE, length)
+        partial[tile] = _squares_of_tile(address, code, start, stop, strips[worker], sums[worker])
+        fetch_add(progress, 1, 1)
+
+
+@entry()
+def add_tiles(tiles, partial, out):
+    """``out[s]`` = the sum of tiles ``tiles[s]`` to ``tiles[s + 1]``, in order."""
+    for s in range(out.size):
+        total = 0.0
+        for tile in range(tiles[s], tiles[s + 1]):
+            total += partial[tile]
+        out[s] = total
+
+
+@entry()
+def update_tiles(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
+    """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
+
+    Args:
+        worker: this thread's number, below W.
+        progress: (2,) int64: tiles taken, tiles done.
+        tiles: number of tiles of TILE elements.
+        result: (n,) float32 or float64, written.
+        mean: (n,) of that type.
+        u: (n,) of that type, in place when there is momentum.
+        address: of the parameter, when there is weight decay.
+        code: its element type.
+        momentum: rounded to the type, as are ``decay`` and ``scale``.
+        nesterov: bool.
+        decay: 0 for none.
+        scale: of the result.
+        strips: (W, STRIP) of the type, scratch; not used without weight decay.
+    """
+    n = result.size
+    kind = result.dtype.type
+    m, d, c = kind(momentum), kind(decay), kind(scale)
+    while True:
+        tile = fetch_add(progress, 0, 1)
+        if tile >= tiles:
+            break
+        last = min((tile + 1) * TILE, n)
+        for start in range(tile * TILE, last, STRIP):
+            count = min(STRIP, last - start)
+            # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+            r, g, w = result[start : start + count], mean[start : start + count], u[start : start + count]
+            if decay != 0:
+                p = strips[worker]
+                widen(address, code, start, count, p)
+                for i in range(count):
+                    r[i] = g[i] + p[i] * d
+            else:
+                for i in range(count):
+                    r[i] = g[i]
+            if momentum != 0:
+                for i in range(count):
+                    w[i] = w[i] * m + r[i]
+                if nesterov:
+                    for i in range(count):
+                        r[i] += m * w[i]
+                else:
+                    for i in range(count):
+                        r[i] = w[i]
+            if scale != 1:
+                for i in range(count):
+                    r[i] *= c
+        fetch_add(progress, 1, 1)
+
+
+# -- the k selected places: positions are ascending and unique, so threads that take disjoint parts never meet ---------
+
+PART = 4096
+"""Entries that a thread takes at a time."""
+
+SOON = 16
+"""Entries between the one that is worked on and the one whose places in u and v are asked for."""
+
+
+@entry()
+def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
+    """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking."""
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        for i in range(part * PART, min((part + 1) * PART, positions.size)):
+            if i + SOON < positions.size:
+                prefetch_entry(v, positions[i + SOON])
+                prefetch_entry(u, positions[i + SOON])
+            p = positions[i]
+            v[p] -= decoded[i]
+            if masking:
+                u[p] = 0
+        fetch_add(progress, 1, 1)
+
+
+@helper
+def _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
+    s = 0
+    i = first
+    while i < last:
+        p = positions[i]
+        # The segment that holds p, by bisection; the next entries are mostly in the same one.
+        s, high = 0, len(lengths)
+        while high - s > 1:
+            middle = (s + high) // 2
+            if offsets[middle] <= p:
+                s = middle
+            else:
+                high = middle
+        start = offsets[s]
+        stop = start + lengths[s]
+        result = carray(at_address(addresses[s]), (lengths[s],), values.dtype)
+        if p < start or p >= stop:
+            return False
+        while i < last and positions[i] < stop:
+            if positions[i] < start:
+                return False
+            result[positions[i] - start] += values[i] * factor
+            i += 1
+    return True
+
+
+@entry()
+def add_to_results(worker, progress, parts, addresses, lengths, offsets, positions, values, factor, refused):
+    """Add ``values * factor`` at ``positions`` to S results.
+
+    Args:
+        worker: see above.
+        progress: see above.
+        parts: see above.
+        addresses: (S,) int64, of arrays of the values' type.
+        lengths: (S,) int64, their lengths.
+        offsets: (S + 1,) int64, the position where each begins.
+        positions: (k,) int64.
+        values: (k,) float32 or float64.
+        factor: (1,) of the values' type.
+        refused: (1,) int64, receives 1 when a position lies in no result; other entries may have been added then.
+    """
+    while True:
+        part = fetch_add(progress, 0, 1)
+        if part >= parts:
+            break
+        first, last = part * PART, min((part + 1) * PART, positions.size)
+        if not _add_part(addresses, lengths, offsets, positions, values, factor[0], first, last):
+            refused[0] = 1
+        fetch_add(progress, 1, 1)

@@ -1,1 +1,0 @@
-"""The backend for processors, in Numba."""

@@ -1,0 +1,862 @@
+"""The compress pass of one bucket: momentum correction, the entries above a threshold, and the k largest of them.
+
+All chunks of all segments are shared out to the threads; the last to finish picks. A chunk is a piece of one segment.
+Threads take chunks by ticket and write candidates into room of their own. Whoever finishes a segment's last chunk picks
+its entries at once, so no thread waits for another in between. Chunks do not depend on the number of threads and a
+segment's candidates are read in the order of its chunks, so neither do results.
+
+Imports Numba, as do ``cpu``, ``simd``, ``threads``, ``entries`` and ``compile``: to be loaded on first use.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from ctypes import addressof, c_char
+
+import numpy as np
+from numba import carray, types
+from numba.extending import register_jitable
+
+from dgc.core.kernels import threshold as rules
+from dgc.core.kernels.base import SegmentWork, Selection
+from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.simd import (
+    AHEAD,
+    LANES,
+    add,
+    at_address,
+    bits_of,
+    count_bits,
+    fetch_add,
+    load,
+    load_bfloat,
+    load_half,
+    lowest_bit,
+    multiply,
+    prefetch,
+    reaching,
+    splat,
+    store,
+    threshold,
+)
+from dgc.core.kernels.threads import Team
+from dgc.core.kernels.threshold import ENOUGH
+from dgc.errors import LayoutError
+
+# -- a bucket's work as two tables of numbers, so that no Python object is left in a loop ------------------------------
+# S segments; addresses stand for arrays, so that one compiled kernel serves every mix of types and no array is copied.
+
+GRADIENT, GRADIENT_TYPE, PARAMETER, PARAMETER_TYPE, OFFSET, LENGTH, ENTRIES, FORM = range(8)
+"""Columns of the (S, 13) int64 table that Python fills."""
+KEY, MOST, FIRST_CHUNK, OUT, UNUSED = range(8, 13)
+"""Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output place."""
+INTEGERS = 13
+
+MOMENTUM, DECAY, SCALE, USED = range(4)
+"""Columns of the (S, 4) float64 table; USED, the threshold of this pass, is filled by a kernel."""
+REALS = 4
+
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
+"""Codes of element types."""
+NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
+"""Forms of momentum."""
+
+_character_at = c_char.from_buffer
+_FLOAT32 = np.dtype(np.float32)
+_CODES = {
+    _FLOAT32: FLOAT32,
+    np.dtype(np.float64): FLOAT64,
+    np.dtype(np.float16): FLOAT16,
+    # NumPy has no bfloat16: its bits are kept as uint16.
+    np.dtype(np.uint16): BFLOAT16,
+}
+
+
+def element_code(array: np.ndarray, length: int, what: str) -> int:
+    """Code of a 1-D array's type, once it is known to be what a kernel may read at its address.
+
+    Raises:
+        LayoutError: another shape, not contiguous, not aligned, or no float type.
+    """
+    if array.ndim != 1 or array.shape[0] != length:
+        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        raise LayoutError(f"the {what} is a strided or unaligned view; pass a contiguous copy")
+    if array.dtype is _FLOAT32:
+        return FLOAT32
+    code = _CODES.get(array.dtype)
+    if code is not None:
+        return code
+    if array.dtype.name == "bfloat16":
+        return BFLOAT16
+    raise LayoutError(
+        f"the {what} has type {array.dtype}; allowed: float16, float32, float64, bfloat16 (also as its bits, uint16)"
+    )
+
+
+def address_of(array: np.ndarray) -> int:
+    """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
+    try:
+        return addressof(_character_at(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):  # read-only, empty, or a type that buffers do not know
+        return array.ctypes.data
+
+
+def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
+    """Address and type of a 1-D array of ``length`` elements.
+
+    Raises:
+        LayoutError: as for :func:`element_code`.
+    """
+    # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
+    if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
+        return addressof(_character_at(array)), FLOAT32  # type: ignore[arg-type]
+    return address_of(array), element_code(array, length, what)
+
+
+def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (S, 13) int64 and (S, 4) float64 tables of a bucket's work.
+
+    Args:
+        work: the segments.
+        size: elements of v; segments must lie inside.
+
+    Raises:
+        LayoutError: an array or a segment is not what a kernel may touch.
+    """
+    given: list[int] = []
+    reals: list[float] = []
+    for w in work:
+        length, offset = w.length, w.offset
+        if offset < 0 or length < 0 or offset + length > size:
+            raise LayoutError(f"a segment at {offset} of {length} elements does not fit into {size}")
+        decay, place = w.weight_decay, (0, 0)
+        if decay and w.parameter is not None:
+            place = place_of(w.parameter, length, "parameter")
+        m = w.momentum
+        form = (NESTEROV if w.nesterov else HEAVY_BALL) if m else NO_MOMENTUM
+        given += place_of(w.gradient, length, "gradient")
+        given += place
+        given += (offset, length, min(w.k, length), form)
+        reals += (m, decay, w.scale, 0.0)
+    integers = np.zeros((len(work), INTEGERS), np.int64)
+    integers[:, :KEY] = np.array(given, np.int64).reshape(len(work), KEY)
+    return integers, np.array(reals, np.float64).reshape(len(work), REALS)
+
+
+# -- one chunk ---------------------------------------------------------------------------------------------------------
+# 20 bytes an element in float32: g, u and v are read, u and v written, each once. LANES entries at a time are updated
+# in registers and compared with the threshold; the comparison leaves one mask of LANES bits, and only a mask that is
+# not 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so that the same mask also
+# shows an update that is not finite before anything was stored; such a block is computed again entry by entry.
+
+STRIP = 4096
+"""Elements of another type that are widened at a time: they stay in the first two caches."""
+
+_UINT64_1 = np.uint64(1)
+
+
+@helper
+def magnitude_mask(itemsize: int) -> int:
+    """Bits of a float without its sign."""
+    return 0x7FFFFFFF if itemsize == 4 else 0x7FFFFFFFFFFFFFFF
+
+
+@helper
+def infinity_key(itemsize: int) -> int:
+    """Bits of infinity."""
+    return 0x7F800000 if itemsize == 4 else 0x7FF0000000000000
+
+
+@helper
+def key_of(value: float, like: np.ndarray) -> int:
+    """Bits of a magnitude, rounded to the type of ``like``, (1,) scratch."""
+    like[0] = value
+    return np.int64(bits_of(like)[0])  # type: ignore[return-value]
+
+
+@helper
+def value_of(key: int, like: np.ndarray) -> float:
+    """The magnitude whose bits ``key`` is, in float64."""
+    bits_of(like)[0] = key
+    return np.float64(like[0])
+
+
+@helper
+def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
+    """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one.
+
+    Where finite values add up to infinity, u and v stay what they were, and that counts as one.
+    """
+    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+    nonfinite = False
+    for i in range(start, stop):
+        x = g[i - g0] * scale
+        if decays:
+            x += p[i - p0] * decay
+        # v's place serves to look at the bits; its old value is back before it is used.
+        old = v[i]
+        v[i] = x
+        if bits[i] & mask >= infinity:
+            nonfinite = True
+            x = v.dtype.type(0)
+        if form == NO_MOMENTUM:
+            velocity = x
+            v[i] = old + x
+        else:
+            velocity = m * u[i] + x
+            v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
+        if bits[i] & mask >= infinity:
+            nonfinite = True
+            v[i] = old
+        elif form != NO_MOMENTUM:
+            u[i] = velocity
+    return nonfinite
+
+
+@helper
+def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
+    """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
+
+    g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
+    """
+    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
+    ms, decays_, scales = splat(m), splat(decay), splat(scale)
+    keys, infinities = threshold(v, key), threshold(v, infinity)
+    nonfinite = False
+    i = start
+    while i + LANES <= stop:
+        prefetch(g, i - g0 + AHEAD)
+        prefetch(v, i + AHEAD)
+        if form != NO_MOMENTUM:
+            prefetch(u, i + AHEAD)
+        if decays:
+            prefetch(p, i - p0 + AHEAD)
+        x = multiply(load(g, i - g0), scales)
+        if decays:
+            x = add(x, multiply(load(p, i - p0), decays_))
+        if form == NO_MOMENTUM:
+            velocity = x
+            y = add(load(v, i), x)
+        else:
+            velocity = add(multiply(ms, load(u, i)), x)
+            y = add(load(v, i), add(x, multiply(ms, velocity)) if form == NESTEROV else velocity)
+        found = reaching(y, keys)
+        if found != 0 and reaching(y, infinities) != 0:
+            nonfinite |= _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, i, i + LANES, m, decay, scale)
+            found = reaching(load(v, i), keys)
+        else:
+            store(v, i, y)
+            if form != NO_MOMENTUM:
+                store(u, i, velocity)
+        if found != 0 and n <= full:
+            while found != 0:
+                j = i + lowest_bit(found)
+                positions[n] = j
+                values[n] = v[j]
+                n += 1
+                found &= found - _UINT64_1
+        i += LANES
+    if i < stop:
+        nonfinite |= _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, i, stop, m, decay, scale)
+        if n <= full:
+            for j in range(i, stop):
+                if bits[j] & mask >= key:
+                    positions[n] = j
+                    values[n] = v[j]
+                    n += 1
+    return n, nonfinite
+
+
+@helper
+def widen(address, code, start, count, out):
+    """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type."""
+    # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+    out = out[:count]
+    if code == FLOAT32:
+        single = carray(at_address(address), (start + count,), types.float32)[start:]
+        for i in range(count):
+            out[i] = single[i]
+    elif code == FLOAT64:
+        double = carray(at_address(address), (start + count,), types.float64)[start:]
+        for i in range(count):
+            out[i] = double[i]
+    else:
+        words = carray(at_address(address), (start + count,), types.uint16)[start:]
+        whole = count // LANES * LANES
+        if code == FLOAT16:
+            for i in range(0, whole, LANES):
+                store(out, i, load_half(words, i))
+            for i in range(whole, count):
+                out[i] = _half(words[i])
+        else:
+            for i in range(0, whole, LANES):
+                store(out, i, load_bfloat(words, i))
+            bits = np.empty(1, np.uint32)
+            for i in range(whole, count):
+                bits[0] = np.uint32(words[i]) << np.uint32(16)
+                out[i] = bits.view(np.float32)[0]
+
+
+@helper
+def _half(word):
+    """The number whose float16 bits ``word`` is."""
+    exponent, fraction = (np.int64(word) >> 10) & 31, np.int64(word) & 1023
+    if exponent == 31:
+        value = np.nan if fraction else np.inf
+    elif exponent == 0:
+        value = fraction * 2.0**-24
+    else:
+        value = math.ldexp(float(1024 + fraction), exponent - 25)  # type: ignore[arg-type]
+    return -value if word & 0x8000 else value
+
+
+@helper
+def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):
+    """Update elements ``start`` to ``stop`` of segment s, as ``_sweep``. ``wide``: (2 * STRIP,) scratch of v's type."""
+    offset, length = integers[s, OFFSET], integers[s, LENGTH]
+    form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
+    kind = v.dtype.type
+    m, decay, scale = kind(reals[s, MOMENTUM]), kind(reals[s, DECAY]), kind(reals[s, SCALE])
+    own = FLOAT32 if v.itemsize == 4 else FLOAT64
+    g_direct = integers[s, GRADIENT_TYPE] == own
+    p_direct = not decays or integers[s, PARAMETER_TYPE] == own
+    gradient = carray(at_address(integers[s, GRADIENT]), (length,), v.dtype)
+    parameter = carray(at_address(integers[s, PARAMETER]), (length,), v.dtype)
+    step = stop - start if g_direct and p_direct else STRIP
+    nonfinite = False
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        g, g0, p, p0 = gradient, offset, parameter, offset
+        if not g_direct:
+            g, g0 = wide[:STRIP], offset + low
+            widen(integers[s, GRADIENT], integers[s, GRADIENT_TYPE], low, high - low, g)
+        if not p_direct:
+            p, p0 = wide[STRIP:], offset + low
+            widen(integers[s, PARAMETER], integers[s, PARAMETER_TYPE], low, high - low, p)
+        n, met = _sweep(
+            form, decays, g, g0, p, p0, u, v, bits, offset + low, offset + high,
+            m, decay, scale, key, positions, values, n, full,
+        )  # fmt: skip
+        nonfinite |= met
+    return n, nonfinite
+
+
+# -- the choice among candidates ---------------------------------------------------------------------------------------
+# Candidates lie in runs (one for each chunk of the segment), each in ascending order of position. Magnitudes are
+# compared as the bits of ``|v|``, called keys. Exactly the k largest are picked without sorting: a partition of the
+# candidates' keys gives the k-th largest, and one more walk over the candidates writes the entries, in order.
+
+
+@helper
+def _order_statistic(keys, place):
+    """The key that would stand at ``place`` if ``keys`` were sorted; reorders them (Hoare's selection).
+
+    Numba's own np.partition gives the same and takes a third of the whole compile time.
+    """
+    low, high = 0, keys.size - 1
+    while low < high:
+        a, b, c = keys[low], keys[(low + high) >> 1], keys[high]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = low, high
+        while i <= j:
+            while keys[i] < pivot:
+                i += 1
+            while keys[j] > pivot:
+                j -= 1
+            if i <= j:
+                keys[i], keys[j] = keys[j], keys[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            high = j
+        elif place >= i:
+            low = i
+        else:
+            break
+    return keys[place]
+
+
+@helper
+def kth_key(bits, starts, counts, first, last, total, k):
+    """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
+
+    Args:
+        bits: the candidates' values as integers; run c is ``bits[starts[c] : starts[c] + counts[c]]``.
+        starts: (chunks,) int64, as is ``counts``.
+        counts: see starts.
+        first: the segment's first run.
+        last: the run after its last one.
+        total: number of candidates.
+        k: 0 < k <= total.
+
+    Returns:
+        (key, ties): all keys above ``key`` belong to the k largest, and the first ``ties`` equal to it.
+    """
+    mask, keys, n = magnitude_mask(bits.itemsize), np.empty(total, bits.dtype), 0
+    for c in range(first, last):
+        for i in range(starts[c], starts[c] + counts[c]):
+            keys[n] = bits[i] & mask
+            n += 1
+    key = np.int64(_order_statistic(keys, total - k))
+    greater = 0
+    for each in keys:
+        greater += each > key
+    return key, k - greater
+
+
+@helper
+def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):
+    """Write the k candidates above ``key``, or among the first ``ties`` equal to it, from ``place`` on, in order."""
+    mask = magnitude_mask(bits.itemsize)
+    n, end = place, place + k
+    for c in range(first, last):
+        for i in range(starts[c], starts[c] + counts[c]):
+            if n == end:
+                return
+            # Written in any case and kept by advancing: no branch to mispredict.
+            out_positions[n] = positions[i]
+            out_values[n] = values[i]
+            candidate = bits[i] & mask
+            tie = np.int64(candidate == key) & np.int64(ties > 0)
+            ties -= tie
+            n += np.int64(candidate > key) | tie
+
+
+@helper
+def write_all(positions, values, starts, counts, first, last, out_positions, out_values, place):
+    """Write all candidates from ``place`` on, in order."""
+    n = place
+    for c in range(first, last):
+        for i in range(starts[c], starts[c] + counts[c]):
+            out_positions[n] = positions[i]
+            out_values[n] = values[i]
+            n += 1
+
+
+CHUNK = 131072
+"""Elements that a thread takes at a time; a multiple of LANES."""
+
+UNFINISHED = -1
+"""In place of a count: the segment's candidates were too many or too few, or it collected none."""
+
+# The rules are plain Python, for every backend; this lets kernels call them by name.
+for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn, rules.log2, rules.exp2):
+    register_jitable(_rule)
+
+
+@entry()
+def prepare(integers, reals, thresholds, selecting, like):
+    """Fill the columns of the work tables that depend on the thresholds.
+
+    Args:
+        integers: (S, 13) int64, in place.
+        reals: (S, 4) float64, in place.
+        thresholds: (S, COLUMNS) float64; not read when nothing is selected.
+        selecting: whether entries are to be selected.
+        like: (1,) float32 or float64, scratch of the state's type.
+
+    Returns:
+        Number of chunks, room for the candidates of one thread, number of entries to select, number of elements.
+    """
+    chunks, room, out, elements = 0, 0, 0, 0
+    for s in range(len(integers)):
+        length, k = integers[s, LENGTH], integers[s, ENTRIES]
+        used = rules.threshold(thresholds[s], k, length) if selecting else np.inf
+        key = max(key_of(used, like), 1)
+        integers[s, KEY] = key
+        reals[s, USED] = like[0] if key > 1 else 0.0
+        integers[s, FIRST_CHUNK] = chunks
+        chunks += (length + CHUNK - 1) // CHUNK
+        elements += length
+        integers[s, MOST] = rules.most_candidates(k, length) if used < np.inf else 0
+        if used < np.inf:
+            room += integers[s, MOST] + LANES
+        integers[s, OUT] = out
+        if selecting:
+            out += k
+    return chunks, room + LANES, out, elements
+
+
+@entry()
+def begin(integers, chunk_table, left, spent, nonfinite, taken):
+    """Set the scratch arrays of :func:`compress_chunks` up; for their meaning see there."""
+    nonfinite[:] = 0
+    taken[:] = 0
+    for s in range(len(integers)):
+        spent[:, s] = 0
+        left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
+        for c in range(left[s]):
+            chunk_table[0, integers[s, FIRST_CHUNK] + c] = s
+
+
+@entry()
+def outcome(taken, nonfinite):
+    """Sum up what :func:`compress_chunks` left behind; in NumPy each of these starts with cold caches.
+
+    Returns:
+        Whether a segment is UNFINISHED, the number of entries picked, and whether a non-finite entry was met.
+    """
+    unfinished, total, met = False, 0, False
+    for n in taken:
+        unfinished |= n == UNFINISHED
+        total += n
+    for n in nonfinite:
+        met |= n != 0
+    return unfinished, total, met
+
+
+@helper
+def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, counts, like, out_positions, out_values):
+    """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
+    k, key = integers[s, ENTRIES], integers[s, KEY]
+    if k == 0:
+        return 0
+    if key >= infinity_key(like.itemsize):
+        return UNFINISHED
+    length, used = integers[s, LENGTH], reals[s, USED]
+    first = integers[s, FIRST_CHUNK]
+    last = first + (length + CHUNK - 1) // CHUNK
+    total = 0
+    for c in range(first, last):
+        if counts[c] < 0:
+            return UNFINISHED
+        total += counts[c]
+    if total > integers[s, MOST]:
+        return UNFINISHED
+    # At threshold 0 all non-zero entries are there: fewer than k is then the whole truth.
+    if total < k and used > 0.0 and total < ENOUGH * k:
+        return UNFINISHED
+    if total <= k:
+        write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
+        kth = rules.estimate(thresholds[s], k, used, total) if used > 0.0 else 0.0
+    if total >= k:
+        kth_bits, ties = kth_key(bits, starts, counts, first, last, total, k)
+        kth = value_of(kth_bits, like)
+        if total > k:
+            write_largest(
+                positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
+                integers[s, OUT],
+            )  # fmt: skip
+    rules.learn(thresholds[s], k, used, total, kth)
+    return min(total, k)
+
+
+@entry()
+def compress_chunks(
+    worker, progress, chunks, integers, reals, thresholds, u, v, selecting, room, chunk_table, left,
+    positions, values, spent, nonfinite, taken, out_positions, out_values,
+):  # fmt: skip
+    """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
+
+    A kernel for :class:`dgc.core.kernels.threads.Team`, W threads.
+
+    Args:
+        worker: this thread's number, below W.
+        progress: (2,) int64: chunks taken, chunks done.
+        chunks: C, number of chunks.
+        integers: (S, 13) int64 work table, prepared.
+        reals: (S, 4) float64 work table, prepared.
+        thresholds: (S, COLUMNS) float64, updated.
+        u: (·,) float32 or float64, in place.
+        v: (·,) of u's type, in place.
+        selecting: False updates only.
+        room: candidates that one thread may hold.
+        chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
+        left: (>= S,) int64 scratch: chunks of each segment that are not done.
+        positions: (>= W * room,) int32 scratch.
+        values: (>= W * room,) of u's type, scratch.
+        spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
+        nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
+        taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
+        out_positions: (k,) int64; segment s fills its part from its OUT on.
+        out_values: (k,) of u's type, likewise.
+    """
+    chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
+    v_bits, value_bits = bits_of(v), bits_of(values)
+    wide, like = np.empty(2 * STRIP, v.dtype), np.empty(1, v.dtype)
+    n = worker * room
+    while True:
+        c = fetch_add(progress, 0, 1)
+        if c >= chunks:
+            break
+        s = chunk_segment[c]
+        start = (c - integers[s, FIRST_CHUNK]) * CHUNK
+        stop = min(start + CHUNK, integers[s, LENGTH])
+        # More than this from one thread alone is too many for the segment, whatever the others find.
+        allowed = integers[s, MOST] - spent[worker, s]
+        key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
+        first = n
+        n, met = sweep_chunk(
+            integers, reals, s, start, stop, u, v, v_bits, key, wide, positions, values, n, n + allowed
+        )
+        if met:
+            nonfinite[worker] = 1
+        found = n - first
+        if found > allowed:
+            found, n = UNFINISHED, first
+            spent[worker, s] = integers[s, MOST] + 1
+        else:
+            spent[worker, s] += found
+        starts[c], counts[c] = first, found
+        if fetch_add(left, s, -1) == 1 and selecting:
+            taken[s] = _conclude(
+                integers, reals, thresholds, s, positions, values, value_bits, starts, counts, like, out_positions,
+                out_values,
+            )  # fmt: skip
+        fetch_add(progress, 1, 1)
+
+
+def without_gaps(
+    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and values of all segments, where some have picked fewer than there is room for."""
+    inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
+    return np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])
+
+
+class Scratch:
+    """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
+
+    def __init__(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> None:
+        self.sizes = (workers, segments, chunks, workers * room)
+        self.chunks = np.empty((3, chunks), np.int64)
+        self.left = np.empty(segments, np.int64)
+        self.spent = np.empty((workers, segments), np.int64)
+        self.positions = np.empty(workers * room, np.int32)
+        self.values = np.empty(workers * room, kind)
+
+
+class Workspace(threading.local):
+    """What a Python thread keeps from call to call: it grows, and stays."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[np.dtype, list[Scratch]] = {}
+
+    def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> Scratch:
+        """Return scratch arrays for buckets of type ``kind`` that have no other user, grown when they are too small."""
+        kept = self._scratch.setdefault(kind, [])
+        if kept:
+            scratch = kept.pop()
+            w, s, c, r = scratch.sizes
+            if workers <= w and segments <= s and chunks <= c and workers * room <= r:
+                return scratch
+            workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
+            room = max(room, -(-r // workers))
+        return Scratch(kind, workers, segments, chunks, room)
+
+    def give_back(self, kind: np.dtype, scratch: Scratch) -> None:
+        """Keep scratch arrays for the next call."""
+        self._scratch.setdefault(kind, []).append(scratch)
+
+
+# -- the choice among all entries, for when no threshold helps ---------------------------------------------------------
+# A radix selection on the bits of ``|v|``: histograms of BINS bins from the top bits down give the k-th largest
+# magnitude, and one more pass writes the entries in order. A bounded number of passes that only read v (4 bytes an
+# element), whatever the values are. With the candidates' own search a step at a density of 25 % takes twice as long.
+
+BINS = 2048
+_ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@helper
+def _count(v, bits, key):
+    """How many entries reach ``key``."""
+    mask, keys, count = magnitude_mask(v.itemsize), threshold(v, key), 0
+    whole = v.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        count += count_bits(reaching(load(v, i), keys))
+    for i in range(whole, v.size):
+        count += (bits[i] & mask) >= key
+    return count
+
+
+@helper
+def _tally(v, bits, low, high, shift, bins):
+    """Histogram of the keys from ``low`` to ``high``, by ``(key - low) >> shift``."""
+    mask = magnitude_mask(v.itemsize)
+    bins[:] = 0
+    if low == 0 and high == mask:
+        for i in range(v.size):
+            bins[(bits[i] & mask) >> shift] += 1
+        return
+    # No key is above the largest one, whose successor would be negative.
+    lows, highs = threshold(v, low), threshold(v, min(high, mask - 1) + 1)
+    unlimited = _ALL_LANES if high == mask else np.uint64(0)
+    whole = v.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        x = load(v, i)
+        found = reaching(x, lows) & (~reaching(x, highs) | unlimited)
+        while found != 0:
+            bins[((bits[i + lowest_bit(found)] & mask) - low) >> shift] += 1
+            found &= found - _UINT64_1
+    for i in range(whole, v.size):
+        key = bits[i] & mask
+        if low <= key and key <= high:
+            bins[(key - low) >> shift] += 1
+
+
+@helper
+def _kth_key_of_all(v, bits, k, bins):
+    """The k-th largest key, and how many entries of just that key are among the k largest; more than k are not 0."""
+    low, high, wanted = 0, magnitude_mask(v.itemsize), k
+    while low < high:
+        shift = 0
+        while (high - low) >> shift >= BINS:
+            shift += 1
+        _tally(v, bits, low, high, shift, bins)
+        b = BINS - 1
+        while wanted > bins[b] and b > 0:
+            wanted -= bins[b]
+            b -= 1
+        bottom = low + (b << shift)
+        low, high = max(bottom, 1), min(high, bottom + (1 << shift) - 1)
+    return low, wanted
+
+
+@helper
+def _write(v, bits, key, ties, offset, out_positions, out_values):
+    """Fill the outputs with the entries above ``key``, or among the first ``ties`` equal to it, in order."""
+    mask, n, i = magnitude_mask(v.itemsize), 0, 0
+    keys = threshold(v, max(key, 1))
+    while n < out_positions.size:
+        last = i + LANES > v.size
+        found = np.uint64((bits[i] & mask) >= max(key, 1)) if last else reaching(load(v, i), keys)
+        while found != 0 and n < out_positions.size:
+            j = i + lowest_bit(found)
+            found &= found - _UINT64_1
+            tie = (bits[j] & mask) == key
+            if not tie or ties > 0:
+                out_positions[n] = offset + j
+                out_values[n] = v[j]
+                n += 1
+            ties -= tie
+        i += 1 if last else LANES
+
+
+@entry()
+def select_whole(
+    worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
+):  # fmt: skip
+    """Select segments from all their entries, each by one thread. A kernel for ``Team``.
+
+    Args:
+        worker: not used.
+        progress: (2,) int64: segments taken, segments done.
+        count: number of segments.
+        v: (n,) float32 or float64.
+        integers: (S, 13) work table.
+        thresholds: (S, COLUMNS) float64, updated.
+        which: (count,) int64 rows of both.
+        out_positions: (k,) int64; segment s fills its part from its OUT on.
+        out_values: (k,) of v's type, likewise.
+        taken: (S,) int64, receives the number of entries picked.
+    """
+    all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, v.dtype)
+    while True:
+        ticket = fetch_add(progress, 0, 1)
+        if ticket >= count:
+            break
+        s = which[ticket]
+        start, k, out = integers[s, OFFSET], integers[s, ENTRIES], integers[s, OUT]
+        # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+        own, bits = v[start : start + integers[s, LENGTH]], all_bits[start : start + integers[s, LENGTH]]
+        nonzero = _count(own, bits, 1)
+        key, ties, kth, reached = 0, 0, 0.0, 0
+        if nonzero > k:
+            key, ties = _kth_key_of_all(own, bits, k, bins)
+            kth = value_of(key, like)
+            reached = _count(own, bits, key_of(rules.WIDER * kth, like))
+        taken[s] = min(k, nonzero)
+        _write(own, bits, key, ties, start, out_positions[out : out + taken[s]], out_values[out : out + taken[s]])
+        rules.learn(thresholds[s], k, rules.WIDER * kth, reached, kth)
+        fetch_add(progress, 1, 1)
+
+
+# -- for a device, which has found the candidates ----------------------------------------------------------------------
+
+
+@entry()
+def _choose(integers, reals, thresholds, positions, values, starts, counts, like, taken, out_positions, out_values):
+    bits = bits_of(values)
+    for s in range(len(integers)):
+        taken[s] = _conclude(
+            integers, reals, thresholds, s, positions, values, bits, starts, counts, like, out_positions, out_values
+        )
+
+
+class Choice:
+    """One bucket's choice in one step.
+
+    Attributes:
+        limits: (S,) float64, the least magnitude of each segment's candidates; infinity where there are none.
+        most: (S,) int64, how many candidates of each segment are kept; of one with more, none is used.
+        room: how many that makes.
+    """
+
+    def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray, kind: np.dtype) -> None:
+        """Take the work of a pass and what is known from those before it: (S, COLUMNS), updated."""
+        self._thresholds, self._kind = thresholds, kind
+        self._integers, self._reals = np.zeros((len(work), INTEGERS), np.int64), np.zeros((len(work), REALS))
+        self._integers[:, OFFSET] = [w.offset for w in work]
+        self._integers[:, LENGTH] = [w.length for w in work]
+        self._integers[:, ENTRIES] = [max(0, min(w.k, w.length)) for w in work]
+        _, _, self._k, _ = prepare(self._integers, self._reals, thresholds, True, np.empty(1, kind))
+        self.most = self._integers[:, MOST]
+        self.limits = np.where(self.most > 0, self._reals[:, USED], np.inf)
+        self.room = int(self.most.sum())
+        self._positions, self._values = np.empty(self._k, np.int64), np.empty(self._k, kind)
+        self._taken = np.full(len(work), UNFINISHED)
+
+    def among(self, places: np.ndarray, values: np.ndarray, totals: np.ndarray) -> np.ndarray:
+        """Choose among candidates; returns the segments, by number, that need :meth:`among_all`.
+
+        Args:
+            places: (n,) int32 in the bucket, in any order.
+            values: (n,) of the state's type.
+            totals: (S,) how many candidates each segment had, with those that were not kept.
+        """
+        order = np.argsort(places)
+        places, values = places[order], values[order]
+        # A segment's candidates are one run; the CPU's own are one for each of its chunks.
+        offsets, lengths = self._integers[:, OFFSET], self._integers[:, LENGTH]
+        chunks = -(-lengths // CHUNK)
+        first = np.cumsum(chunks) - chunks
+        starts, counts = np.zeros(int(chunks.sum()), np.int64), np.zeros(int(chunks.sum()), np.int64)
+        used = lengths > 0
+        starts[first[used]] = np.searchsorted(places, offsets[used])
+        counts[first[used]] = np.searchsorted(places, offsets[used] + lengths[used]) - starts[first[used]]
+        counts[first[used & (totals > self.most)]] = UNFINISHED
+        _choose(
+            self._integers, self._reals, self._thresholds, places, values, starts, counts, np.empty(1, self._kind),
+            self._taken, self._positions, self._values,
+        )  # fmt: skip
+        return np.flatnonzero(self._taken == UNFINISHED)
+
+    def span(self, which: np.ndarray) -> slice:
+        """Where in the bucket those segments lie, and what is between them."""
+        offsets = self._integers[which, OFFSET]
+        return slice(int(offsets[0]), int(offsets[-1] + self._integers[which[-1], LENGTH]))
+
+    def among_all(self, which: np.ndarray, v: np.ndarray, team: Team, threads: int) -> None:
+        """Choose among all entries of these segments: ``v`` is that of their :meth:`span`."""
+        start = self.span(which).start
+        integers = self._integers.copy()
+        integers[:, OFFSET] -= start
+        team.run(
+            threads, select_whole, which.size, v, integers, self._thresholds, which, self._positions, self._values,
+            self._taken,
+        )  # fmt: skip
+        for s in which:
+            out = integers[s, OUT]
+            self._positions[out : out + self._taken[s]] += start
+
+    def selection(self, nonfinite: bool) -> Selection:
+        """What was chosen of all segments, in order."""
+        positions, values = self._positions, self._values
+        if int(self._taken.sum()) < self._k:
+            positions, values = without_gaps(self._integers, self._taken, positions, values)
+        return Selection(positions, nonfinite, values)
