@@ -20,8 +20,7 @@ def train(compression: dgc.DGCCompressor | None, epochs: int = EPOCHS) -> nn.Mod
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
     if compression is not None:
-        state = dgc.ddp.CompressionState(compression, optimizer, model.module.named_parameters())
-        model.register_comm_hook(state, dgc.ddp.compression_hook)
+        dgc.ddp.register(model, optimizer, compression)
 
     train_set, _ = digits()
     sampler = DistributedSampler(train_set)

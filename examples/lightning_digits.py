@@ -1,4 +1,4 @@
-"""Lightning's Trainer with dgc's communication hook, registered by a callback.
+"""Lightning's Trainer with dgc's callback, which registers DDP's communication hook.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_digits.py
 """
@@ -8,21 +8,12 @@ from __future__ import annotations
 import lightning
 import torch
 from _digits import EPOCHS, digits, make_model, show, warmed_up
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
 import dgc.torch as dgc
-
-
-class CompressGradients(lightning.Callback):
-    """As a callback: ``DDPStrategy(ddp_comm_hook=...)`` is skipped on a CPU, and comes before the optimizer."""
-
-    def __init__(self, compression: dgc.DGCCompressor) -> None:
-        self.compression = compression
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        state = dgc.ddp.CompressionState(self.compression, trainer.optimizers[0], pl_module.named_parameters())
-        trainer.strategy.model.register_comm_hook(state, dgc.ddp.compression_hook)
+from dgc.torch.trainers import lightning_callback
 
 
 class Classifier(lightning.LightningModule):
@@ -37,13 +28,19 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
 
 
-def train(compression: dgc.DGCCompressor | None, epochs: int = EPOCHS) -> nn.Module:
+def train(
+    compression: dgc.DGCCompressor | None, epochs: int = EPOCHS, folder: str = "", checkpoint: str | None = None
+) -> nn.Module:
+    """With a folder: save there after every epoch."""
     model = Classifier()
+    callbacks = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
+    if compression is not None:
+        callbacks.append(lightning_callback(compression))
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, callbacks=[] if compression is None else [CompressGradients(compression)],
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, logger=False,
+        enable_checkpointing=bool(folder), enable_progress_bar=False, callbacks=callbacks,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(digits()[0], batch_size=16, shuffle=True, drop_last=True))
+    trainer.fit(model, DataLoader(digits()[0], batch_size=16, shuffle=True, drop_last=True), ckpt_path=checkpoint)
     return model.net
 
 

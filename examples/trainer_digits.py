@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with dgc's communication hook, registered by a callback.
+"""Hugging Face's Trainer with dgc's callback, which registers DDP's communication hook.
 
 torchrun --standalone --nproc-per-node 2 examples/trainer_digits.py
 """
@@ -6,24 +6,14 @@ torchrun --standalone --nproc-per-node 2 examples/trainer_digits.py
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
 from _digits import EPOCHS, digits, make_model, show, warmed_up
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import dgc.torch as dgc
-
-
-class CompressGradients(TrainerCallback):
-    def __init__(self, trainer: Trainer, compression: dgc.DGCCompressor) -> None:
-        self.trainer, self.compression = trainer, compression
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model = self.trainer.model_wrapped  # kwargs["model"] is the one without DDP
-        state = dgc.ddp.CompressionState(self.compression, kwargs["optimizer"], model.module.named_parameters())
-        model.register_comm_hook(state, dgc.ddp.compression_hook)
+from dgc.torch.trainers import trainer_callback
 
 
 class Classifier(nn.Module):
@@ -36,19 +26,23 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def train(compression: dgc.DGCCompressor | None, epochs: int = EPOCHS) -> nn.Module:
+def train(
+    compression: dgc.DGCCompressor | None, epochs: int = EPOCHS, folder: str = "", checkpoint: str | None = None
+) -> nn.Module:
+    """With a folder: save there after every epoch."""
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
     arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(), num_train_epochs=epochs, per_device_train_batch_size=16, use_cpu=True,
-        ddp_backend="gloo", dataloader_drop_last=True, save_strategy="no", logging_strategy="no", report_to=[],
+        output_dir=folder or tempfile.gettempdir(), num_train_epochs=epochs, per_device_train_batch_size=16,
+        use_cpu=True, ddp_backend="gloo", dataloader_drop_last=True, save_strategy="epoch" if folder else "no",
+        logging_strategy="no", report_to=[],
         max_grad_norm=0.0,  # clipping would limit the velocity, which is in the compressor: see docs/ddp.md
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in digits()[0]]
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
     if compression is not None:
-        trainer.add_callback(CompressGradients(trainer, compression))
-    trainer.train()
+        trainer.add_callback(trainer_callback(trainer, compression))
+    trainer.train(resume_from_checkpoint=checkpoint)
     return model.net
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import require_own_shards
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.owner import announce_owner
+from dgc.torch.engine.step.saved_state import take_stepped
 from dgc.torch.engine.step.scaler import read_scale
 from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
 from dgc.torch.engine.step.untraced import leave_hooks_untraced
@@ -28,6 +30,10 @@ from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod
 from dgc.torch.stock import HorovodCompressor
 
 _ADVICE = "model.named_parameters()"
+_DROPPED = (
+    "the optimizer's state is of a run with a compressor, and one process compresses nothing: what the ranks had "
+    "not sent yet, and their momentum, are dropped"
+)
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -92,7 +98,13 @@ class DGCCompressor(HorovodCompressor):
             engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.is_scaled)
             return engine
 
+        had_state = self._pending is not None
         self._bind(process_set, open_engine)
+        if optimizer is not None and take_stepped(optimizer.param_groups) and not had_state:
+            if self.engine is not None:
+                self.engine.watch.saved.bound_after_steps()
+            elif self.takes_part:
+                warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:
             leave_hooks_untraced()
             steps = self._watch_horovod(self.engine)

@@ -1,6 +1,10 @@
 """DDP's communication hook: the gradients of ``DistributedDataParallel``, compressed and averaged.
 
-state = dgc.ddp.CompressionState(dgc.Compression.dgc(sparsity=0.999), optimizer)
+state = dgc.ddp.register(model, optimizer, dgc.Compression.dgc(sparsity=0.999))
+
+is short for
+
+state = dgc.ddp.CompressionState(dgc.Compression.dgc(sparsity=0.999), optimizer, model.module.named_parameters())
 model.register_comm_hook(state, dgc.ddp.compression_hook)
 
 DDP calls the hook with each bucket that the backward pass has completed. The call with the last one waits for the
@@ -12,14 +16,17 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from dgc.adapter.compression import check_compression
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.checkpoint import gathered_states, load_gathered
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.engine.engine import Engine
@@ -128,6 +135,32 @@ class CompressionState(Joinable):
         else:
             self._steps.hand_over(bucket, future)
         return future
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's residuals, momentum and step, for a checkpoint that rank 0 writes. Collective, between steps.
+
+        On rank 0 it takes memory for the states of all ranks, mostly 8 bytes for each parameter and rank; on the
+        others it is empty.
+
+        Raises:
+            LayoutError: called in the middle of a step, or after one that failed.
+        """
+        return gathered_states(self.compression)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned on rank 0; call it on all ranks.
+
+        On another number of ranks the residuals and momentum are shared out so that their mean is kept.
+
+        Raises:
+            LayoutError: it belongs to another model or op, or is damaged; no rank's state is changed then.
+
+        Warns:
+            RuntimeWarning: what the ranks had not sent yet is dropped, as a single process exchanges nothing.
+        """
+        load_gathered(self.compression, state_dict)
 
     # -- Join ------------------------------------------------------------------------------------------------------
 
@@ -313,6 +346,35 @@ class _Update(JoinHook):
 
     def main_hook(self) -> None:
         self._steps.step_joined()
+
+
+def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> CompressionState:
+    """Register the hook on a DDP model, after all that wraps it and before the first backward pass; collective.
+
+    Args:
+        model: a ``DistributedDataParallel``, or a wrapper of one.
+        optimizer: that steps it; plain, or Accelerate's, Lightning's or Fabric's wrapper of one.
+        compression: of ``dgc.Compression``, used nowhere else.
+
+    Returns:
+        The hook's state, which saves and loads that of the compressor. Where a job of one process has left DDP out,
+        nothing is registered, and the optimizer keeps its momentum.
+
+    Raises:
+        ConfigError: no DDP model in a job of several processes, or as for :class:`CompressionState`.
+        LayoutError: ranks disagree about the parameters.
+    """
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
+        return CompressionState(compression)
+    if len(found) != 1:
+        raise ConfigError(
+            f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
+        )
+    (wrapped,) = found
+    state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
+    wrapped.register_comm_hook(state, compression_hook)
+    return state
 
 
 @untraced

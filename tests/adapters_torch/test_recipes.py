@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from documented import shown
 from launch_tools import REPOSITORY, run_mpi
 from rank_jobs import TORCHRUN, each_case
 
@@ -12,6 +13,15 @@ test_recipe = each_case(Path(__file__).parent / "workers" / "recipes_cases.py", 
 SCRIPTS = {"torchrun": (2, 10), "fsdp": (4, 15)}
 """Ranks and epochs; the training loops of the others are cases of the worker."""
 OTHERS = dict.fromkeys(("ddp", "accelerate", "trainer", "lightning", "fabric"), (2,))
+
+
+def test_the_examples_hold_the_lines_of_checkpoints_md():
+    blocks = shown("checkpoints.md", "Accelerate, Hugging Face's Trainer, Lightning, Fabric")
+    for name, block in zip(("accelerate", "trainer", "lightning", "fabric"), blocks, strict=True):
+        code = (REPOSITORY / "examples" / f"{name}_digits.py").read_text()
+        lines = list(filter(None, block.splitlines()))
+        assert len(lines) <= 3
+        assert {line for line in lines if line not in code} == set(), name
 
 
 @pytest.mark.mpi

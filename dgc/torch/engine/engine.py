@@ -104,6 +104,7 @@ class Engine(EngineBase):
     def follow(self, watch: StepWatch) -> None:
         """Let a front end hand over gradients and follow the optimizer's steps."""
         self.watch.end()
+        watch.saved.take_over(self.watch.saved)
         self.watch = watch
 
     def begin(self, index: int) -> None:
@@ -316,9 +317,9 @@ class Engine(EngineBase):
             state.reset()
             state.step = steps  # the schedule goes on
         absorbed = self.adoption.absorb(owner, zeros=change.restored)
-        if change.restored and self.transport.rank == 0:
+        if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            self.watch.saved.warn_of_loss(steps, absorbed or not momentum or not (steps or change.stepped))
+            self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum)
         self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _conclude(self) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import torch
-from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical
+import torch.distributed as dist
+from _digits import digits, make_model
+from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest, gathered
+from torch.utils.data import DataLoader
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
 STEPS = 28  # of an epoch
+
+
+WARMING_UP = {"sparsity": [0.75, 0.99], "rampup_step": 40, "rampup_begin_step": 5}
 
 
 def check(train, **arguments):
@@ -32,6 +41,30 @@ def check(train, **arguments):
     assert sparse.stats.last.ratio > 20
     assert_identical(model)
     sparse.close()
+    return dense
+
+
+def check_resume(train, **first_epoch):
+    """Two epochs equal one and one bit for bit, in the middle of a warm-up; saving changes nothing."""
+    folder = shared_folder()
+    runs = {"unbroken": {}, "saving": {"folder": folder}, "resumed": {"folder": folder, **first_epoch}}
+    ends = {}
+    for name, arguments in runs.items():
+        torch.manual_seed(7 if name != "resumed" else 8)
+        compression = dgc.Compression.dgc(**WARMING_UP)
+        arguments = {k: v.format(folder) if isinstance(v, str) else v for k, v in arguments.items()}
+        ends[name] = digest(train(compression, epochs=2, **arguments))
+        assert compression.stats.steps == STEPS * (1 if name == "resumed" else 2)
+        assert compression.describe()["step"] == 2 * STEPS
+        compression.close()
+    assert ends["saving"] == ends["unbroken"]
+    assert ends["resumed"] == ends["unbroken"]
+
+
+def shared_folder():
+    folder = gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @case
@@ -45,8 +78,21 @@ def ddp():
 def accelerate():
     import accelerate_digits
 
-    check(accelerate_digits.train)
-    check(accelerate_digits.train, accumulate=2)
+    for accumulate in (1, 2):
+        dense = check(accelerate_digits.train, accumulate=accumulate)
+        assert_close(dense, plain_training(batch=32 * accumulate))
+    check_resume(accelerate_digits.train, start=1)
+
+
+def plain_training(batch):
+    """One process on the batches of both ranks, micro-batches put together."""
+    model, order = make_model(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
+    for x, y in DataLoader(digits()[0], batch_size=batch, shuffle=True, generator=order, drop_last=True):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
 
 
 @case
@@ -54,6 +100,7 @@ def trainer():
     import trainer_digits
 
     check(trainer_digits.train)
+    check_resume(trainer_digits.train, checkpoint=f"{{}}/checkpoint-{STEPS}")
 
 
 @case
@@ -61,6 +108,7 @@ def lightning():
     import lightning_digits
 
     check(lightning_digits.train)
+    check_resume(lightning_digits.train, checkpoint="{}/epoch=0.ckpt")
 
 
 @case
@@ -69,6 +117,7 @@ def fabric():
 
     check(fabric_digits.train)
     check(fabric_digits.train, accumulate=4)
+    check_resume(fabric_digits.train, start=1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ dropped, on every rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,16 @@ from dgc.torch.engine.owner import broadcasting
 from dgc.torch.engine.step.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"
-"""A key beside ``state`` and ``param_groups``: a state without momentum may be a new one, or one after steps."""
+"""A key of saved ``param_groups``: a state without momentum may be a new one, or one after steps.
 
-_ADVICE = "dgc.torch.save_checkpoint() and load_checkpoint() keep both"
+It survives ``load_state_dict`` of an optimizer that is not bound yet, where binding finds it. The groups of a bound
+optimizer never hold it, nor do those that Horovod broadcasts: all ranks need the same keys then.
+"""
+
+_ADVICE = (
+    "dgc.torch.save_checkpoint() and load_checkpoint() keep both, and so does what docs/checkpoints.md shows for "
+    "Accelerate, Hugging Face's Trainer, Lightning and Fabric"
+)
 
 
 class Change(NamedTuple):
@@ -31,7 +38,8 @@ class Change(NamedTuple):
     Attributes:
         restored: a state was loaded into it, and none into the compressor.
         broadcast: it was broadcast.
-        stepped: the state that was loaded is one after steps with a compressor, which had its momentum.
+        stepped: the state that was loaded, perhaps before binding, is one after steps with a compressor, which had its
+            momentum and residuals.
         kept: a state was loaded into the compressor; what is loaded into the optimizer with it belongs to it.
     """
 
@@ -74,6 +82,14 @@ class SavedState:
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
+    def bound_after_steps(self) -> None:
+        """The optimizer held a state after steps with a compressor when it was bound, and the compressor none."""
+        self.pending = Change(stepped=True)
+
+    def take_over(self, other: SavedState) -> None:
+        """Go on from what another one of the same engine knows."""
+        self.pending, self._has_stepped = other.pending, other._has_stepped
+
     def forget(self) -> None:
         """Nothing was loaded or broadcast."""
         self.pending = Change()
@@ -85,7 +101,8 @@ class SavedState:
             TransportError: the collective failed.
         """
         change = self.pending
-        change = change._replace(restored=change.restored and not change.kept)
+        if change.kept:
+            change = change._replace(restored=False, stepped=False)
         if change.broadcast:
             # The root alone may have loaded what all ranks have now.
             told = np.empty((transport.size, 2), np.uint8)
@@ -95,18 +112,21 @@ class SavedState:
         self.pending, self._has_stepped = Change(), True
         return change
 
-    def warn_of_loss(self, steps: int, momentum: bool) -> None:
+    def warn_of_loss(self, steps: int, change: Change, momentum: bool) -> None:
         """Warn once of what a state that was loaded into the optimizer alone does not restore.
 
         Args:
             steps: that the compressor has made in the run that was left.
+            change: what was loaded.
             momentum: whether the optimizer's momentum came with the state, or there was none.
         """
-        if self._warned or (not steps and momentum):
+        lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
+        if change.stepped and not steps:
+            lost.append("what the saved run had not sent yet is dropped")
+        lost += [] if momentum or not (steps or change.stepped) else ["momentum begins at 0"]
+        if self._warned or not lost:
             return
         self._warned = True
-        lost = [] if not steps else [f"what was not sent yet in the {steps} steps before is dropped"]
-        lost += [] if momentum else ["momentum begins at 0"]
         warnings.warn(
             f"a state was loaded into the optimizer, but none into the compressor, which holds residuals and momentum: "
             f"{' and '.join(lost)}; {_ADVICE}",
@@ -123,17 +143,25 @@ class SavedState:
             self.pending = self.pending._replace(broadcast=True)
 
     def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        if self._has_stepped or self.pending.stepped:
-            saved[_STEPPED] = True
+        if (self._has_stepped or self.pending.stepped) and not broadcasting():
+            for group in saved["param_groups"]:
+                group[_STEPPED] = True
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
-        """The state dict without empty entries."""
+        """The state dict without empty entries, and without our key."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
-        self.pending = self.pending._replace(stepped=_STEPPED in saved)
-        return {**saved, "state": {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}}
+        groups = [dict(group) for group in saved.get("param_groups", ())]
+        self.pending = self.pending._replace(stepped=take_stepped(groups))
+        state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
+        return {**saved, "state": state, "param_groups": groups}
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         self.pending = self.pending._replace(restored=True)
         self._when_loaded()
+
+
+def take_stepped(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether groups of an optimizer's state come from a run with a compressor; they do not say so afterwards."""
+    return any([group.pop(_STEPPED, False) for group in groups])

@@ -1,22 +1,18 @@
-"""On real ranks: checkpoints that cannot be written, share a directory, or come at the wrong moment."""
+"""On real ranks: checkpoints that cannot be written, or come at the wrong moment."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import os
-import threading
 
 import horovod.torch as hvd
-import torch
-from adapters_torch.workers.models import flat, make_model, on_every_rank
+from adapters_torch.workers.models import make_model, on_every_rank
 from checkpoint_tools import OPTIONS, Job, files_of, folders, sgd
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.torch.checkpoint import save as save_module
 
 
 @contextlib.contextmanager
@@ -79,27 +75,6 @@ def ranks_that_name_different_folders_write_nothing():
 
 
 @case
-def a_rank_that_writes_says_so_all_the_while():
-    """So that the others, who wait for it in a collective, do not give it up."""
-    flush, said = os.fsync, []
-
-    def fsync(file):
-        said.append(any(thread.name == "dgc-busy" for thread in threading.enumerate()))
-        flush(file)
-
-    with folders("busy") as folder:
-        job = Job().train(1)
-        os.fsync = fsync
-        try:
-            job.save(folder)
-        finally:
-            os.fsync = flush
-        assert said, "nothing was written"
-        assert all(said) or job.compression.engine.transport.name != "mpi"
-        job.close()
-
-
-@case
 def a_state_that_is_not_finite_does_not_replace_a_good_one():
     with folders("finite") as folder:
         job = Job().train(1)
@@ -109,59 +84,6 @@ def a_state_that_is_not_finite_does_not_replace_a_good_one():
             job.compression.engine.exchange.state.buckets[0].v[3] = float("inf")
         on_every_rank(dgc.LayoutError, "not finite", functools.partial(job.save, folder))
         assert files_of(folder) == before
-        job.close()
-
-
-@case
-def two_jobs_that_save_into_one_directory_leave_each_others_files_alone():
-    """The second saves while the first has written its ranks' files, and not yet the file that names them."""
-    with folders("shared") as folder:
-        first, second = Job().train(1), Job(seed=5).train(2)
-        write, seen = save_module._write, []
-
-        def interrupted(ranks, written, work, what):
-            if what == "write the checkpoint" and not seen:
-                seen.append(files_of(folder))
-                second.save(folder, extra="second")
-                seen.append(files_of(folder))
-            write(ranks, written, work, what)
-
-        save_module._write = interrupted
-        try:
-            first.save(folder, extra="first")
-        finally:
-            save_module._write = write
-        assert set(seen[0]) < set(seen[1]), "the first job's files are still there"
-        assert len(files_of(folder)) == 1 + hvd.size(), "what the first has replaced is gone"
-        loaded = Job(seed=9)
-        assert loaded.load(folder) == "first"
-        assert torch.equal(flat(loaded.model), flat(first.model))
-        for job in (first, second, loaded):
-            job.close()
-
-
-@case
-def leftovers_of_dead_saves_and_of_more_ranks_are_deleted_and_nothing_else():
-    dead, live, old = "d" * 16, "a" * 16, "0" * 16
-    with folders("left") as folder:
-        job = Job().train(1)
-        kept = [f"compressor-{live}-00001-of-00002.pt", "checkpoint.pt.bak", "notes.txt", "compressor-mine.pt"]
-        if hvd.rank() == 0:
-            gone = [f"compressor-{old}-{rank:05d}-of-00004.pt" for rank in range(4)]
-            gone += [f"compressor-{dead}-00003-of-00004.pt", f"compressor-{dead}-00000-of-00002.pt.partial"]
-            gone += [f"checkpoint-{dead}.pt.partial", "checkpoint.pt.partial"]
-            for name in (*gone, *kept):
-                (folder / name).write_bytes(b"x")
-            torch.save({"token": old, "size": 4}, folder / "checkpoint.pt")
-        hvd.barrier()
-        with (folder / kept[0]).open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_SH)  # as a save that is under way
-            job.save(folder)
-            files = files_of(folder)
-        assert set(kept) < set(files), files
-        assert len(files) == len(kept) + 1 + hvd.size(), files
-        job.save(folder)
-        assert kept[0] not in files_of(folder), "whoever wrote it is gone"
         job.close()
 
 

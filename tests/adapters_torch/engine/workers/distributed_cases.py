@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import (
     EXACT,
     SGD,
@@ -22,7 +19,6 @@ from adapters_torch.torchrun_tools import (
     on_every_rank,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -152,69 +148,6 @@ def a_scaler_that_overflows_on_one_rank():
         scaler.update()
     assert compression.stats.refused_steps == 1
     assert_identical(model)
-    compression.close()
-
-
-@case
-def a_resumed_run_continues_bit_for_bit():
-    straight, resumed = make_model(), make_model(seed=1)
-    optimizer, compression = wrap(straight, sparsity=0.9)
-    train(optimizer, straight, 5)
-    buffer = io.BytesIO()
-    torch.save((straight.state_dict(), optimizer.state_dict(), compression.state_dict()), buffer)
-    train(optimizer, straight, 5, start=5)
-    compression.close()
-    buffer.seek(0)
-    weights, state, own = torch.load(buffer)  # weights_only=True
-    resumed.load_state_dict(weights)
-    optimizer, compression = wrap(resumed, sparsity=0.9)
-    optimizer.load_state_dict(state)
-    compression.load_state_dict(own)
-    train(optimizer, resumed, 5, start=5)
-    assert digest(resumed) == digest(straight)
-    compression.close()
-
-
-@case
-def checkpoints_of_a_whole_job():
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    straight, resumed = make_model(), make_model(seed=1)
-    optimizer, compression = wrap(straight, sparsity=0.9)
-    train(optimizer, straight, 5)
-    dgc.save_checkpoint(folder[0], model=straight, optimizer=optimizer, compression=compression, extra=5)
-    train(optimizer, straight, 5, start=5)
-    compression.close()
-    unbound = {"model": resumed, "optimizer": optimizer, "compression": dgc.Compression.dgc()}
-    on_every_rank(dgc.ConfigError, "wrap the optimizer first", lambda: dgc.load_checkpoint(folder[0], **unbound))
-    optimizer, compression = wrap(resumed, sparsity=0.9)
-    assert dgc.load_checkpoint(folder[0], model=resumed, optimizer=optimizer, compression=compression) == 5
-    train(optimizer, resumed, 5, start=5)
-    assert digest(resumed) == digest(straight)
-    compression.close()
-
-
-@case
-def states_of_torch_distributed_checkpoint():
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    straight, resumed = make_model(), make_model(seed=1)
-    optimizer, compression = wrap(straight, sparsity=0.9)
-    train(optimizer, straight, 5)
-    optimizer.zero_grad()  # without gradients torch lets the optimizer step, at learning rate 0, to make its state
-    weights, state = get_state_dict(straight, optimizer)
-    assert compression.stats.steps == 5
-    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression)}
-    dcp.save(content, checkpoint_id=folder[0])
-    train(optimizer, straight, 5, start=5)
-    compression.close()
-    optimizer, compression = wrap(resumed, sparsity=0.9)
-    weights, state = get_state_dict(resumed, optimizer)
-    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression)}
-    dcp.load(content, checkpoint_id=folder[0])
-    set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(optimizer, resumed, 5, start=5)
-    assert digest(resumed) == digest(straight)
     compression.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from types import SimpleNamespace
 
 import horovod.torch as hvd
 import torch
@@ -25,7 +24,6 @@ from zero_tools import (
 )
 
 from dgc.errors import ConfigError, LayoutError, RemoteError
-from dgc.torch.checkpoint.before import Before
 from dgc.torch.zero import ZeroRedundancyOptimizer as Zero
 
 
@@ -255,40 +253,6 @@ def save_or_continue(action, path):
             plain.load_state_dict({k: v for k, v in saved[second].items() if k != "partition"})
             step_both(zero, plain, own, other, 3, start=3)
         report(name)
-
-
-@case
-def a_load_that_is_put_back_leaves_no_trace():
-    """What ``load_checkpoint`` does where another rank could not load: also with what a sharded optimizer remembers."""
-    finished = []
-    for loads in (False, True):
-        model = make_model()
-        zero = Zero(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        own = list(model.parameters())
-        for step in range(2):
-            set_mean_gradients(own, step)
-            zero.step()
-        zero.consolidate_state_dict(to=0)
-        kept = {k: dict(e) for k, e in zero.optim.state.items()}
-        if loads:
-            before = Before(model, zero, SimpleNamespace(engine=None))
-            other = torch.optim.SGD(make_model(5).parameters(), lr=9.0)
-            for entry in zero.optim.state.values():  # some optimizers load into the entries that they have
-                entry["momentum_buffer"] = torch.full_like(entry["momentum_buffer"], 7.0)
-            zero.load_state_dict(other.state_dict())
-            with torch.no_grad():
-                own[0].fill_(3.0)
-            assert zero._state_loaded
-            before.put_back()
-        assert not zero._state_loaded
-        assert (zero._consolidated is not None) == (hvd.rank() == 0)
-        assert zero.param_groups[0]["lr"] == 0.1
-        for key, entry in kept.items():
-            assert zero.optim.state[key]["momentum_buffer"] is entry["momentum_buffer"]
-        set_mean_gradients(own, 2)
-        zero.step()
-        finished.append([p.detach().clone() for p in own])
-    assert_bits_equal(*finished)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,16 @@ import shutil
 
 import horovod.torch as hvd
 import torch
-from models import assert_replicas_identical, flat, loss_of, make_model, raises, shared_folder, train, wrap
+from adapters_torch.workers.models import (
+    assert_replicas_identical,
+    flat,
+    loss_of,
+    make_model,
+    raises,
+    shared_folder,
+    train,
+    wrap,
+)
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -64,29 +73,6 @@ def the_checkpoint_is_also_a_dense_one():
     plain.load_state_dict(saved["model"])
     plain_optimizer.load_state_dict(saved["optimizer"])
     assert torch.equal(flat(plain), flat(model))
-
-
-@case
-def saving_twice_keeps_only_the_newest_files_and_a_lost_file_is_named():
-    model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), **OPTIONS)
-    folder = shared_folder("twice")
-    for _ in range(2):
-        train(optimizer, model, 2)
-        dgc.save_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
-    hvd.barrier()
-    files = sorted(p.name for p in folder.iterdir())
-    assert len(files) == 1 + hvd.size(), files
-    hvd.barrier()
-    if hvd.rank() == 1:
-        next(folder.glob("compressor-*-00001-of-*")).unlink()
-    hvd.barrier()
-    error = raises(
-        (FileNotFoundError, dgc.DGCError),
-        "00001-of-",
-        lambda: dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression),
-    )
-    assert isinstance(error, FileNotFoundError) == (hvd.rank() == 1)
 
 
 @case
@@ -167,31 +153,6 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
         hvd.barrier()
         if hvd.rank() == 0:
             shutil.rmtree(folder)
-
-
-@case
-def a_checkpoint_of_other_ranks_is_redistributed():
-    """States of three made-up old ranks: the mean residual of this job equals the old one's."""
-    model = make_model()
-    optimizer, compression = wrap("b", model, sgd(model), **{**OPTIONS, "rampup_begin_step": 0})
-    train(optimizer, model, 6)
-    own = compression.state_dict()
-    states = hvd.allgather_object(own, name="states")
-    old = [*states, states[0]][: hvd.size() + 1]
-    old = [{**s, "rank": r, "size": len(old)} for r, s in enumerate(old)]
-    raises(dgc.LayoutError, "resize=True", lambda: compression.load_state_dict(old[hvd.rank()]))
-    compression.load_state_dict(old, resize=True)
-    mine = compression.state_dict()
-    gathered = hvd.allgather_object(mine, name="resized")
-    for name, entry in own["parameters"].items():
-        for key in ("u", "v"):
-            if key not in entry:
-                continue
-            before = sum(s["parameters"][name][key] for s in old) / len(old)
-            after = sum(s["parameters"][name][key] for s in gathered) / hvd.size()
-            assert torch.allclose(before, after, atol=1e-6), name
-    train(optimizer, model, 3, start=6)
-    assert_replicas_identical(model, "redistributed")
 
 
 if __name__ == "__main__":

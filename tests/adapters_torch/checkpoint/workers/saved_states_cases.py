@@ -1,0 +1,247 @@
+"""Under torchrun: states of optimizer and compressor, loaded in any order, together or one without the other."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import shutil
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+WARMING_UP = {"sparsity": [0.75, 0.9], "rampup_step": 8, "rampup_begin_step": 2}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.001, betas=(0.0, 0.99))
+
+
+class Hook:
+    """A model, its optimizer and its compressor in training, with DDP's hook."""
+
+    def __init__(self, make=sgd, seed=0):
+        self.model = self.wrapped(make_model(seed), seed)
+        self.optimizer, self.compression, self.steps = make(self.model), dgc.Compression.dgc(**WARMING_UP), 0
+
+    def wrapped(self, module, seed):
+        return DistributedDataParallel(module, bucket_cap_mb=0.1 if seed else 0.004)
+
+    def bind(self):
+        self.state = dgc.ddp.register(self.model, self.optimizer, self.compression)
+        return self
+
+    def train(self, steps):
+        for step in range(self.steps, self.steps + steps):
+            self.optimizer.zero_grad()
+            loss_of(self.model, step).backward()
+            self.optimizer.step()
+        self.steps += steps
+        return self
+
+    def saved(self):
+        """What a file would hold of the model, the optimizer, and this rank's compressor."""
+        buffer = io.BytesIO()
+        torch.save((self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()), buffer)
+        return buffer.getvalue()
+
+
+class Optimizer(Hook):
+    """The same with dgc's own optimizer."""
+
+    def wrapped(self, module, seed):
+        return module
+
+    def bind(self):
+        dgc.DistributedOptimizer(self.optimizer, self.model.named_parameters(), compression=self.compression)
+        return self
+
+
+FRONT_ENDS = (Hook, Optimizer)
+
+
+def loaded(saved):
+    return torch.load(io.BytesIO(saved), weights_only=True)
+
+
+def told(job, steps=3):
+    """Warnings of a loss in the next steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.train(steps)
+    return [str(w.message) for w in caught if "none into the compressor" in str(w.message)]
+
+
+@case
+def a_run_goes_on_bit_for_bit_in_whatever_order_its_states_are_loaded():
+    orders = sorted(set(itertools.permutations(("bind", "optimizer", "compressor"))))
+    for front_end, make in itertools.product(FRONT_ENDS, (sgd, adam)):
+        straight = front_end(make).bind().train(5)
+        saved = straight.saved()
+        straight.train(5)
+        for order in orders:
+            resumed = front_end(make, seed=1)
+            weights, optimizer, compressor = loaded(saved)
+            resumed.model.load_state_dict(weights)
+            do = {
+                "bind": resumed.bind,
+                "optimizer": lambda: resumed.optimizer.load_state_dict(optimizer),  # noqa: B023
+                "compressor": lambda: resumed.compression.load_state_dict(compressor),  # noqa: B023
+            }
+            for part in order:
+                do[part]()
+            resumed.steps = 5
+            assert not told(resumed, 5), order
+            assert digest(resumed.model) == digest(straight.model), (front_end, make, order)
+            resumed.compression.close()
+        straight.compression.close()
+
+
+def in_a_directory(job, folder, save):
+    objects = {"model": job.model, "optimizer": job.optimizer, "compression": job.compression}
+    if save:
+        dgc.save_checkpoint(folder, **objects, extra=job.steps)
+    else:
+        job.steps = dgc.load_checkpoint(folder, **objects)
+
+
+def in_torchs_distributed_checkpoint(job, folder, save):
+    job.optimizer.zero_grad()  # without gradients torch lets the optimizer step, at rate 0, to make its state
+    steps = job.compression.stats.steps
+    weights, options = get_state_dict(job.model, job.optimizer)
+    assert job.compression.stats.steps == steps
+    content = {"model": weights, "optimizer": options, "compression": dgc.RankState(job.compression)}
+    if save:
+        dcp.save(content, checkpoint_id=folder)
+    else:
+        dcp.load(content, checkpoint_id=folder)
+        set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
+        job.steps = 5
+
+
+@case
+def a_run_goes_on_bit_for_bit_from_a_checkpoint_of_the_whole_job():
+    for front_end, make, way in itertools.product(
+        FRONT_ENDS, (sgd, adam), (in_a_directory, in_torchs_distributed_checkpoint)
+    ):
+        folder = gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+        straight, resumed = front_end(make).bind().train(5), front_end(make, seed=1)
+        way(straight, folder, save=True)
+        straight.train(5)
+        if way is in_a_directory:
+            on_every_rank(dgc.ConfigError, "wrap the optimizer first", lambda: way(resumed, folder, save=False))  # noqa: B023
+        resumed.bind()
+        way(resumed, folder, save=False)
+        assert not told(resumed, 5)
+        assert digest(resumed.model) == digest(straight.model), (front_end, make, way)
+        straight.compression.close()
+        resumed.compression.close()
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@case
+def a_state_without_the_compressors_is_told_once():
+    """Whether the optimizer loads before it is bound, as in the Trainer and Lightning, or after."""
+    for front_end, make, early in itertools.product(FRONT_ENDS, (sgd, adam), (True, False)):
+        first = front_end(make).bind().train(3)
+        _, optimizer, _ = loaded(first.saved())
+        first.compression.close()
+        again = front_end(make)
+        again.optimizer.load_state_dict(optimizer) if early else again.bind()
+        again.bind() if early else again.optimizer.load_state_dict(optimizer)
+        said = told(again)
+        assert len(said) == (dist.get_rank() == 0), said
+        assert all("what the saved run had not sent yet is dropped" in text for text in said), said
+        assert all(("momentum begins at 0" in text) == (make is sgd) for text in said), said
+        assert_identical(again.model)
+        groups = again.optimizer.param_groups
+        assert all("stepped_with_compressor" not in group for group in groups), "of a bound optimizer"
+        again.compression.close()
+
+
+@case
+def one_process_says_what_it_drops():
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    first = Optimizer().bind().train(3)
+    _, optimizer, _ = loaded(first.saved())
+    first.compression.close()
+    again = Optimizer()
+    again.optimizer.load_state_dict(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dgc.DistributedOptimizer(again.optimizer, compression=again.compression, group=alone)
+    assert any("not sent yet, and their momentum, are dropped" in str(w.message) for w in caught)
+    assert not any("stepped_with_compressor" in group for group in again.optimizer.param_groups)
+
+
+@case
+def a_dense_or_a_new_state_lacks_nothing():
+    for front_end, steps, early in itertools.product(FRONT_ENDS, (0, 3), (True, False)):
+        dense = front_end()
+        if front_end is Hook:
+            dense.train(steps)
+        again = front_end()
+        again.optimizer.load_state_dict(dense.optimizer.state_dict()) if early else again.bind()
+        again.bind() if early else again.optimizer.load_state_dict(dense.optimizer.state_dict())
+        assert not told(again)
+        again.compression.close()
+
+
+@case
+def the_hooks_state_holds_every_ranks():
+    """What rank 0 saves: bit for bit on as many ranks; shared out, with the same mean, on others."""
+    job = Hook().bind().train(5)
+    saved = gathered(job.state.state_dict())
+    assert [len(each["ranks"]) for each in saved] == [dist.get_world_size()] + [0] * (dist.get_world_size() - 1)
+    own = job.compression.state_dict()
+    for ranks, more in ((saved[0]["ranks"], 0), ([*saved[0]["ranks"], saved[0]["ranks"][0]], 1)):
+        states = [loaded(state.numpy().tobytes()) for state in ranks]
+        states = [{**state, "rank": rank, "size": len(states)} for rank, state in enumerate(states)]
+        other = Hook(seed=3).bind()
+        if more:
+            own_alone = lambda: other.compression.load_state_dict(states[dist.get_rank()])  # noqa: B023, E731
+            on_every_rank(dgc.LayoutError, "resize=True", own_alone)
+        other.state.load_state_dict({"ranks": [as_bytes(state) for state in states]})
+        mine = other.compression.state_dict()
+        assert mine["step"] == own["step"] == 5
+        for name, entry in own["parameters"].items():
+            if "v" not in entry:
+                continue
+            now = [state["parameters"][name]["v"] for state in gathered(mine)]
+            before = [state["parameters"][name]["v"] for state in states]
+            torch.testing.assert_close(sum(now) / len(now), sum(before) / len(before))
+            assert more or torch.equal(mine["parameters"][name]["v"], entry["v"])
+        other.compression.close()
+
+    foreign = {"ranks": [as_bytes({**state, "rank": 7}) for state in states[:2]]}
+    cut = {"ranks": [state[: -20 if dist.get_rank() else None] for state in saved[0]["ranks"]]}
+    for wrong, text in ((foreign, "rank"), (cut, "damaged"), ({"ranks": 3}, "damaged")):
+        on_every_rank(dgc.DGCError, text, lambda: job.state.load_state_dict(wrong))  # noqa: B023
+    one = saved[0] if dist.get_rank() == 0 else {}
+    on_every_rank(dgc.LayoutError, "file that rank 0 has written", lambda: job.state.load_state_dict(one))
+    same = job.compression.state_dict()
+    assert all(torch.equal(same["parameters"][n]["u"], e["u"]) for n, e in own["parameters"].items())
+    job.compression.close()
+
+
+def as_bytes(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+if __name__ == "__main__":
+    run_cases()
