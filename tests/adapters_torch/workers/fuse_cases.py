@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import horovod.torch as hvd
 import torch
-from adapters_torch.zero.workers.zero_tools import assert_replicas_identical, raises
+from adapters_torch.workers.tensors import assert_replicas_identical, raises
 from torch import nn
 from worker_tools import case, run_cases
 

@@ -218,11 +218,6 @@ def bad_input():
     on_every_rank(dgc.ConfigError, "process group as group=", lambda: wrapped(process_set="all"))
     on_every_rank(dgc.ConfigError, '"average" and "sum"', lambda: wrapped(op="max"))
     on_every_rank(dgc.ConfigError, "DistributedDataParallel.*needs Horovod", lambda: wrapped(compression=None))
-    on_every_rank(
-        dgc.ConfigError,
-        "needs Horovod.*FSDP2",
-        lambda: dgc.ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1),
-    )
     momentum = {"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0}
     on_every_rank(
         dgc.ConfigError,

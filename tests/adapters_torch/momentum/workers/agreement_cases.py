@@ -7,7 +7,7 @@ import pickle
 
 import horovod.torch as hvd
 import torch
-from adapters_torch.zero.workers.zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
+from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises, twin
 from torch import nn
 from worker_tools import case, run_cases
 

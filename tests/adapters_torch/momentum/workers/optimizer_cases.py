@@ -8,7 +8,7 @@ import itertools
 import horovod.torch as hvd
 import numpy as np
 import torch
-from adapters_torch.zero.workers.zero_tools import assert_bits_equal, assert_replicas_identical, raises, twin
+from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises, twin
 from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, run_cases

@@ -1,0 +1,692 @@
+"""``ZeroRedundancyOptimizer``: any torch optimizer, of which every rank keeps and updates its share of the parameters.
+
+P = number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from dgc.adapter.engine import Uncopied
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.distributed import TorchJob, job_of
+from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.momentum.optimizer import DGCMomentum
+from dgc.transport.agreement import agree_or_raise, gather_values
+
+Group = dict[str, Any]
+
+_NO_OPTIONS = ("params", "param_names")
+
+_ADVICE = (
+    "Set the same options, learning rates above all, on every rank: give schedulers such as ReduceLROnPlateau a value "
+    "averaged over the ranks, and load a state on every rank, where each takes its share. An optimizer whose update "
+    "itself sets an option from its share of the parameters or its own loss cannot be sharded."
+)
+
+
+class Partition:
+    """Owners of the parameters of all groups so far.
+
+    Attributes:
+        loads: (P,) elements per rank; carried from group to group, so that the whole model is balanced.
+        owners: by group, the owning rank of each parameter in registration order.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Start with ``size`` = P empty ranks."""
+        self.loads = [0] * size
+        self.owners: list[list[int]] = []
+
+    def add_group(self, numels: Sequence[int]) -> list[int]:
+        """Give each parameter of a new group to the rank with the least elements so far, the largest first.
+
+        Earlier groups keep their owners. Ties go to the lower rank and, among parameters, to the earlier one. Elements
+        and owners are in registration order.
+
+        Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
+        """
+        owners = [0] * len(numels)
+        for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
+            owners[i] = self.loads.index(min(self.loads))
+            self.loads[owners[i]] += numels[i]
+        self.owners.append(owners)
+        return owners
+
+    def indices(self) -> list[list[list[int]]]:
+        """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
+        table: list[list[list[int]]] = [[[] for _ in self.owners] for _ in self.loads]
+        number = 0
+        for group, owners in enumerate(self.owners):
+            for owner in owners:
+                table[owner][group].append(number)
+                number += 1
+        return table
+
+
+class ZeroRedundancyOptimizer(Uncopied, Optimizer):
+    """Any torch optimizer, of which every rank holds and steps its share of the parameters.
+
+    Each rank keeps the optimizer state of about 1/P of the elements; after its update it broadcasts the new values to
+    the others, so that all ranks hold the same bits after every step.
+
+    Gradients must have been averaged before ``step()``: by ``DistributedDataParallel``, or by Horovod's or this
+    package's ``DistributedOptimizer`` around this optimizer.
+
+    ``param_groups`` hold all parameters, so schedulers, ``zero_grad`` and the like work as with any optimizer. All
+    ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together.
+
+    It cannot be copied or pickled; save its ``state_dict()``.
+
+    Attributes:
+        optim: the local optimizer of this rank's share.
+        optimizer_class: its class.
+
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054, stage 1; interface of torch.distributed.optim.
+    """
+
+    param_groups: list[Group]
+    defaults: dict[str, Any]
+    optim: Optimizer
+    optimizer_class: type[Optimizer]
+    _job: TorchJob
+    _transport: Transport
+    _partition: Partition
+
+    _ready = False
+    _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
+
+    uncopied = (
+        "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
+        "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer] | None = None,
+        group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        process_group: Any = None,
+        process_set: Any = None,
+        **defaults: Any,
+    ) -> None:
+        """Shard an optimizer. Collective over its ranks.
+
+        Args:
+            params: parameters, (name, parameter) pairs or group dicts, the same on every rank.
+            optimizer_class: class of the local optimizers, such as ``torch.optim.Adam``. It must update each parameter
+                by itself: a class that computes a norm or step size over several of them would see its share only.
+            group: a ``torch.distributed`` process group, or a ``hvd.ProcessSet``; None means all ranks, of Horovod
+                where it is initialised, else of torch.distributed.
+            parameters_as_bucket_view: keep each rank's parameters in one flat buffer per device (``p.data`` becomes a
+                view of it), which is sent in one broadcast instead of one for each parameter.
+            overlap_with_ddp: must be False.
+            process_group: another name for ``group``.
+            process_set: another name for ``group``.
+            **defaults: options of the local optimizers.
+
+        Raises:
+            TypeError: ``params``, ``optimizer_class`` or ``group`` is something else than described.
+            ConfigError: (a ValueError) ``overlap_with_ddp=True``, a class that cannot be sharded, or neither Horovod
+                nor torch.distributed is ready.
+            LayoutError: (a ValueError) parameters that are sparse or complex, of different types, listed twice or in
+                the same memory; or parameters or options differ between ranks.
+            RemoteError: another rank met one of these.
+        """
+        if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod derives a class, and builds it anew
+            self._take_over(params)
+            return
+        self._job = _job_among(group, process_group, process_set)
+        self._job.require_ready()
+        self._transport = self._job.make_transport()
+        self._partition = Partition(self._transport.size)
+        self._flat: list[tuple[int, Tensor]] | None = [] if parameters_as_bucket_view else None
+        self._places: list[Tensor] = []  # of the parameters in flat buffers
+        self._consolidated: list[dict[Any, Any]] | None = None
+        self._loads = 0  # states loaded so far
+
+        def build() -> dict[str, Any]:
+            if overlap_with_ddp:
+                raise ConfigError(
+                    "overlap_with_ddp=True is not supported; leave it out: gradients are averaged during the backward "
+                    "pass, and parameters are sent after the update"
+                )
+            self.optimizer_class = _checked_class(optimizer_class)
+            Optimizer.__init__(self, _listed(params), dict(defaults))
+            _require_shardable(self.param_groups)
+            for each in self.param_groups:
+                self._partition.add_group([p.numel() for p in each["params"]])
+            self.optim = self.optimizer_class(self._local_groups(), **defaults)
+            return {
+                "optimizer_class": self.optimizer_class.__name__,
+                "parameters_as_bucket_view": bool(parameters_as_bucket_view),
+                **{name: f"{tuple(p.shape)} {p.dtype}" for name, p in zip(self._names(), self._all(), strict=True)},
+                **{f"option {key}": _plain(value) for key, value in defaults.items()},
+                **self._options(),
+            }
+
+        what = "parameters and options of the sharded optimizer"
+        advice = "Build the same model and the same optimizer on every rank."
+        agree_or_raise(self._transport, build, what, LayoutError, advice)
+        self.defaults = {**self.optim.defaults, **self.defaults}
+        self._settle()
+
+    def _take_over(self, groups: _OwnedGroups) -> None:
+        """Be what the optimizer with these groups is, in a class that Horovod has derived from it."""
+        origin = groups.owner()
+        assert origin is not None, "Horovod holds it"
+        taken = ("optim", "optimizer_class", "_job", "_transport", "_partition", "_flat", "_places", "_consolidated")
+        Optimizer.__init__(self, list(groups), origin.defaults)
+        self.__dict__.update({name: vars(origin)[name] for name in (*taken, "_loads")})
+        self._settle()
+
+    def _settle(self) -> None:
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self.param_groups = _OwnedGroups(self.param_groups)
+        self.param_groups.owner = weakref.ref(self)
+        self._known = self._ids()
+        self._fill_buffers()
+        self._ready = True
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Update this rank's share and bring all new values to all ranks. Collective.
+
+        Args:
+            closure: recomputes the loss; evaluated once. Under Horovod's ``DistributedOptimizer`` the gradients that
+                it computes are averaged before the update: call ``step(closure)`` in ``skip_synchronize()`` there.
+            **kwargs: passed on to the local optimizer's ``step``.
+
+        Returns:
+            What the local optimizer's ``step`` returned.
+
+        Raises:
+            ConfigError: the gradients are averaged over other ranks than those of this optimizer.
+            LayoutError: the ranks disagree about the groups' options, their learning rates for instance; or
+                ``param_groups`` were changed by hand.
+            RemoteError: the update failed on another rank. Ranks whose update succeeded have changed their own share;
+                the next step makes all ranks equal.
+            TransportError: the new values could not be sent.
+        """
+        results = []
+
+        def update() -> dict[str, Any]:
+            arguments = () if closure is None else (self._averaging(closure),)
+            _require_same_ranks(self, self._job)
+            self._require_known_parameters()
+            _copy_options(self.param_groups, self.optim.param_groups)
+            results.append(self.optim.step(*arguments, **kwargs))
+            _copy_options(self.optim.param_groups, self.param_groups)
+            return {**self._options(), "states loaded": self._loads}
+
+        agree_or_raise(self._transport, update, "options of the sharded optimizer", LayoutError, _ADVICE)
+        self._share()
+        return results[0]
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, followed by the averaging of its gradients if Horovod's hooks have begun it."""
+        optimizer: Any = self
+        if not hasattr(optimizer, "_handles"):
+            return closure
+
+        def closure_then_average() -> Any:
+            loss = closure()
+            if optimizer._handles:
+                optimizer.synchronize()
+                optimizer._synchronized = False
+            return loss
+
+        return closure_then_average
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Overwrite every rank's parameters with those of their owners."""
+        if self._transport.size == 1:
+            return
+        if self._flat is None:
+            owners = [owner for group in self._partition.owners for owner in group]
+            tensors = [(owner, p) for owner, p in zip(owners, self._all(), strict=True) if p.numel()]
+        else:
+            if not all(map(_is_at, self._ordered(), self._places)):  # model.to() and the like re-point parameters
+                self._fill_buffers()
+            tensors = self._flat
+        self._job.broadcast((f"dgc.zero.{i}", owner, tensor) for i, (owner, tensor) in enumerate(tensors))()
+
+    @torch.no_grad()
+    def _fill_buffers(self) -> None:
+        """Move each owner's parameters to flat buffers, one for each device and type."""
+        if self._flat is None:
+            return
+        self._flat, self._places, start = [], [], 0
+        ordered = self._ordered()
+        shares = [[n for group in groups for n in group] for groups in self._partition.indices()]
+        for owner, share in enumerate(shares):
+            members, start = ordered[start : start + len(share)], start + len(share)
+            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for p in members:
+                kinds.setdefault((p.device, p.dtype), []).append(p)
+            places = {}
+            for (device, dtype), each in kinds.items():
+                flat = torch.empty(sum(p.numel() for p in each), dtype=dtype, device=device)
+                for p, part in zip(each, flat.split([p.numel() for p in each]), strict=True):
+                    places[id(p)] = part.view(p.shape)
+                    p.data = places[id(p)].copy_(p.data)
+                if flat.numel():
+                    self._flat.append((owner, flat))
+            self._places += [places[id(p)] for p in members]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, which are given to the ranks with the least elements; old ones keep their owners.
+
+        Call it on all ranks; the next ``step()`` finds out if one has not.
+
+        Raises:
+            TypeError: not a dict, or no tensors in it.
+            LayoutError: sparse, complex, of another type than the other parameters, or in the same memory.
+            ConfigError: a ``DistributedOptimizer`` has been wrapped around, and would not average the new ones.
+        """
+        if not self._ready:  # torch's constructor calls this for every group
+            super().add_param_group(param_group)
+            return
+        if hasattr(self, "skip_synchronize"):
+            raise ConfigError(
+                "DistributedOptimizer averages the gradients of the parameters that the optimizer had when it was "
+                "wrapped, and not those of a new group; call add_param_group before wrapping"
+            )
+        self._require_known_parameters()
+        super().add_param_group(*_listed([param_group]))
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        loads = list(self._partition.loads)
+        try:
+            _require_shardable(self.param_groups)
+            owners = self._partition.add_group([p.numel() for p in group["params"]])
+            self.optim.add_param_group(_local_group(group, owners, self._transport.rank))
+        except Exception:
+            self._partition.loads[:] = loads
+            del self.param_groups[number:], self.optim.param_groups[number:], self._partition.owners[number:]
+            raise
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._known = self._ids()
+        self._fill_buffers()
+
+    def partition_parameters(self) -> list[list[Group]]:
+        """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
+        return [self._local_groups(rank) for rank in range(self._transport.size)]
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all shards to one rank, as copies on the CPU. Collective.
+
+        Args:
+            to: the rank, counted within the optimizer's ranks, whose ``state_dict()`` works afterwards.
+
+        Raises:
+            ConfigError: no such rank, or not the same on all ranks.
+            LayoutError: ``param_groups`` were changed by hand.
+            RemoteError: it failed on another rank.
+        """
+        rank, size = self._transport.rank, self._transport.size
+        data = torch.empty(0, dtype=torch.uint8)
+
+        def build() -> dict[str, int]:
+            nonlocal data
+            number = operator.index(to)
+            if not 0 <= number < size:
+                raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {size - 1}")
+            self._require_known_parameters()
+            _copy_options(self.param_groups, self.optim.param_groups)
+            buffer = io.BytesIO()
+            torch.save(_full_entries(self.optim.state_dict(), self._partition.indices()[rank]), buffer)
+            data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            return {"to": number}
+
+        what, advice = "arguments of consolidate_state_dict", "Name the same rank everywhere."
+        agree_or_raise(self._transport, build, what, advice=advice)
+        self._consolidated = None
+        device = next(iter(self._all())).device  # NCCL carries nothing else
+        found = []
+        for owner, length in enumerate(gather_values(self._transport, data.numel())):
+            part = data if owner == rank else data.new_empty(length)
+            if owner != to:
+                moved = part.to(device)
+                self._job.broadcast([("dgc.zero.state", owner, moved)])()
+                part = moved.cpu()
+            if rank == to:
+                found.append(part)
+        if rank == to:  # bytes of other ranks of this job
+            files = [io.BytesIO(part.numpy().tobytes()) for part in found]
+            self._consolidated = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.
+
+        It loads into an unsharded optimizer, or into a sharded one on any number of ranks. One key is added:
+        ``"partition"``, by rank and group the numbers of the parameters that the rank owns. The dict is the caller's:
+        nothing changes it later, nor does changing it reach the optimizer.
+
+        Raises:
+            RuntimeError: this rank has no consolidated state, or loaded another one since.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self._transport.rank} holds only its own share of the optimizer's state: call "
+                f"consolidate_state_dict(to={self._transport.rank}) on all ranks first (and instead of broadcasting a "
+                "state, load_state_dict on every rank: each takes its share)"
+            )
+        packed, number = [], 0
+        for group in self.param_groups:
+            numbers = list(range(number, number + len(group["params"])))
+            packed.append({**{k: _copied(v) for k, v in group.items() if k != "params"}, "params": numbers})
+            number += len(numbers)
+        entries = {key: _copied(value) for part in self._consolidated for key, value in part.items()}
+        ordered = dict(sorted(entries.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
+        full = {"state": ordered, "param_groups": packed, "partition": self._partition.indices()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, full)
+            full = full if changed is None else changed
+        return full
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this class or of the unsharded optimizer on every rank, where each takes its share.
+
+        The given dict is neither changed nor kept.
+
+        Raises:
+            LayoutError: (a ValueError) it is no state dict, or has other groups.
+        """
+        _require_state_dict(state_dict)
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._require_known_parameters()
+        saved, here = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if saved != here:
+            raise LayoutError(
+                f"the loaded state dict has parameter groups of {saved} parameters, the optimizer of {here}; it "
+                "belongs to another model or another choice of groups"
+            )
+        self.optim.load_state_dict(_local_dict(state_dict, self._partition.indices()[self._transport.rank]))
+        _copy_options(state_dict["param_groups"], self.param_groups)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+        self._loads += 1
+        if _momentum_is_adopted(self):
+            # Every rank's compressor looks for the whole model's momentum in the outer optimizer's state.
+            for key, p in zip(_keys(state_dict), self._all(), strict=True):
+                buffer = state_dict["state"].get(key, {}).get("momentum_buffer")
+                if buffer is not None:
+                    self.state[p]["momentum_buffer"] = buffer.detach().to(p.device, copy=True)
+                self.optim.state.get(p, {}).pop("momentum_buffer", None)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The local optimizer's own ``state_dict()``: this rank's share, numbered within it."""
+        return self.optim.state_dict()
+
+    @staticmethod
+    def rank_local_state_dict(rank: int, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """One rank's share of what :meth:`state_dict` returned, as its local optimizer loads it.
+
+        Args:
+            rank: the rank, counted within the ranks of the optimizer that was saved.
+            state_dict: the whole state.
+
+        Raises:
+            LayoutError: (a ValueError) it says nothing about ranks, or there is no such rank.
+        """
+        partition = state_dict.get("partition")
+        if partition is None:
+            raise LayoutError("the state dict has no 'partition': no sharded optimizer made it")
+        if not 0 <= rank < len(partition):
+            raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
+        return _local_dict(state_dict, partition[rank])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[Tensor]:
+        """All parameters in registration order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _ordered(self) -> list[Tensor]:
+        """All parameters, those of rank 0 first."""
+        parameters = self._all()
+        return [parameters[n] for groups in self._partition.indices() for group in groups for n in group]
+
+    def _names(self) -> list[str]:
+        """Every parameter's place, followed by its own name if it has one; no two are alike."""
+        names = []
+        for g, group in enumerate(self.param_groups):
+            own = group.get("param_names") or [""] * len(group["params"])
+            names += [f"group {g} parameter {i}" + (f" ({name})" if name else "") for i, name in enumerate(own)]
+        return names
+
+    def _options(self) -> dict[str, Any]:
+        """What all ranks must have in common of the groups' options, by name."""
+        return {
+            f"group {g} option {key}": _plain(value)
+            for g, group in enumerate(self.param_groups)
+            for key, value in group.items()
+            if key not in _NO_OPTIONS
+        }
+
+    def _local_groups(self, rank: int | None = None) -> list[Group]:
+        rank = self._transport.rank if rank is None else rank
+        pairs = zip(self.param_groups, self._partition.owners, strict=True)
+        return [_local_group(group, owners, rank) for group, owners in pairs]
+
+    def _ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
+    def _require_known_parameters(self) -> None:
+        if self._ids() != self._known:
+            raise LayoutError(
+                "param_groups no longer hold the parameters that the ranks share out: parameters or groups were put "
+                "in, taken out or replaced by hand; use add_param_group, or build a new optimizer"
+            )
+
+
+class _OwnedGroups(list[Group]):
+    """``param_groups`` with a reference to their optimizer, of which Horovod builds another one by them alone."""
+
+    owner: weakref.ref[ZeroRedundancyOptimizer]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[list[Group]], tuple[list[Group]]]:
+        """Copy as a plain list, which belongs to no optimizer."""
+        return list, (list(self),)
+
+
+def _job_among(*names: Any) -> TorchJob:
+    given = [value for value in names if value is not None]
+    if len(given) > 1:
+        raise ConfigError("group, process_group and process_set mean the same; give one of them")
+    if not given:
+        return job_of()
+    if hasattr(given[0], "process_set_id"):
+        return job_of().of(given[0])
+    if not isinstance(given[0], torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(given[0]).__name__}; give a torch.distributed process group, a "
+            "horovod.torch.ProcessSet, or None for all ranks"
+        )
+    return job_of(given[0])
+
+
+def _require_same_ranks(optimizer: Optimizer, job: TorchJob) -> None:
+    """Refuse to shard over other ranks than those that average; Horovod's optimizer names its process set."""
+    averaged = getattr(optimizer, "process_set", None)
+    theirs, ours = (getattr(ranks, "process_set_id", None) for ranks in (averaged, job.members))
+    if averaged is not None and theirs != ours:
+        raise ConfigError(
+            f"gradients are averaged over {averaged}, but the optimizer is sharded over {job.members}; give both the "
+            "same process set"
+        )
+
+
+def _momentum_is_adopted(optimizer: Any) -> bool:
+    """Whether the optimizer was wrapped together with a compressor that takes its momentum."""
+    compressor = getattr(optimizer, "compression", None) or getattr(optimizer, "_compression", None)
+    engine = getattr(compressor, "engine", None)
+    return engine is not None and engine.adoption.active
+
+
+def _checked_class(optimizer_class: object) -> type[Optimizer]:
+    """The class of the local optimizers, if it can be sharded."""
+    if not isinstance(optimizer_class, type):
+        raise TypeError(f"optimizer_class is {optimizer_class!r}; give a class such as torch.optim.Adam")
+    name = optimizer_class.__name__
+    if not issubclass(optimizer_class, Optimizer):
+        raise ConfigError(
+            f"optimizer_class is {name}, which is no torch.optim.Optimizer; functional optimizers exist to overlap "
+            "with torch's DDP, which is not supported: give the ordinary class"
+        )
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it as it is")
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in optimizer_class.__mro__):
+        raise ConfigError(
+            "optimizer_class is a ZeroRedundancyOptimizer, and a shard cannot be sharded again; give the class that "
+            "updates the parameters, such as torch.optim.Adam"
+        )
+    if issubclass(optimizer_class, DGCMomentum) or hasattr(optimizer_class, "skip_synchronize"):
+        raise ConfigError(
+            f"optimizer_class {name} averages gradients itself, and each rank would average those of other parameters; "
+            "give a plain class such as torch.optim.SGD and wrap the sharded optimizer in "
+            "dgc.torch.DistributedOptimizer, with compression=Compression.dgc() if you like"
+        )
+    return optimizer_class
+
+
+def _listed(params: Any) -> Any:
+    """A generator as a list; what is wrong with it otherwise, torch's constructor says."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"params is a {type(params).__name__}; give an iterable of tensors or of group dicts")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params is a set, whose order differs between ranks; give a list")
+    items = list(params)
+    for item in items:
+        if isinstance(item, dict) and "params" not in item:
+            raise LayoutError(f"a parameter group has no 'params', only {sorted(item)}")
+    if 0 < sum(isinstance(item, dict) for item in items) < len(items):
+        raise TypeError("params mixes tensors and group dicts; give one or the other")
+    return items
+
+
+def _require_shardable(groups: Iterable[Group]) -> None:
+    """Refuse parameters that ranks cannot own one by one."""
+    tensors = [p for group in groups for p in group["params"]]
+    seen: dict[Any, int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            raise LayoutError(f"parameter number {i} is {tensor.layout}; only dense parameters can be sharded")
+        if tensor.is_complex():
+            raise LayoutError(
+                f"parameter number {i} is complex, which Horovod and Gloo do not move; hold it as a real parameter "
+                "(torch.view_as_real) and view it as complex where the model needs that"
+            )
+        if tensor.type() != tensors[0].type():
+            raise LayoutError(
+                f"parameter number {i} is a {tensor.type()}, the first one a {tensors[0].type()}; build one optimizer "
+                "for each type"
+            )
+        first = seen.setdefault((tensor.device, tensor.data_ptr()), i) if tensor.numel() else i
+        if first != i:
+            same = "the same" if tensors[first] is tensor else "in the same memory"
+            raise LayoutError(
+                f"parameters number {first} and {i} are {same}; list each one once, and to tie weights let both "
+                "modules hold one Parameter"
+            )
+
+
+def _plain(value: object) -> object:
+    """A value that JSON knows and that is the same on two ranks if the option is; of objects only their type is."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return f"<{type(value).__name__}>"
+
+
+def _copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[Group]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update((k, v) for k, v in given.items() if k not in _NO_OPTIONS)
+
+
+def _local_group(group: Mapping[str, Any], owners: Sequence[int], rank: int) -> Group:
+    """A rank's share of a group; it may be empty, so that every rank has every group."""
+    owned = [p for p, owner in zip(group["params"], owners, strict=True) if owner == rank]
+    return {**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": owned}
+
+
+def _is_at(parameter: Tensor, place: Tensor) -> bool:
+    return parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
+
+
+def _copied(value: object) -> Any:
+    """``value`` with a copy of every tensor inside."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
+
+
+def _full_entries(local: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[Any, Any]:
+    """The state of a local ``state_dict()`` under full numbers, its tensors copied to the CPU.
+
+    Args:
+        local: it.
+        owned: by group, the full numbers of the parameters that the rank owns, in the order of its local groups.
+    """
+    return {
+        number: tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), local["state"][place])
+        for place, number in enumerate(n for group in owned for n in group)
+        if place in local["state"]
+    } | {key: value for key, value in local["state"].items() if not isinstance(key, int)}
+
+
+def _local_dict(full: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What a rank's local optimizer loads: its entries of a full state dict, copied."""
+    groups: list[Group] = []
+    state, place, keys = {}, 0, _keys(full)
+    for saved, members in zip(full["param_groups"], owned, strict=True):
+        numbers = list(range(place, place + len(members)))
+        groups.append({**{k: v for k, v in saved.items() if k not in _NO_OPTIONS}, "params": numbers})
+        for number in members:
+            if keys[number] in full["state"]:
+                state[place] = _copied(full["state"][keys[number]])
+            place += 1
+    state.update({k: _copied(v) for k, v in full["state"].items() if not isinstance(k, int)})
+    return {"state": state, "param_groups": groups}
+
+
+def _keys(full: Mapping[str, Any]) -> list[Any]:
+    """The state dict's own key of each parameter: usually 0, 1, 2, ... in order."""
+    return [key for group in full["param_groups"] for key in group["params"]]
+
+
+def _require_state_dict(value: object) -> None:
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    sound = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not sound or not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
+        found = f"a dict of {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise LayoutError(
+            f"an optimizer's state dict holds 'state' and 'param_groups' with 'params', but this is {found}; load on "
+            "every rank what state_dict() returned on the rank that consolidate_state_dict(to=...) named"
+        )

@@ -1,0 +1,56 @@
+"""Comparing tensors bit by bit, also between ranks, whichever library connects them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """(P, ...) every rank's tensor."""
+    if dist.is_available() and dist.is_initialized():
+        rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, tensor.contiguous())
+        return torch.stack(rows)
+    import horovod.torch as hvd
+
+    global _count
+    _count += 1
+    return hvd.allgather(tensor.unsqueeze(0), name=f"gathered.{_count}")
+
+
+_count = 0
+
+
+def bits(tensors) -> torch.Tensor:
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def assert_replicas_identical(parameters) -> None:
+    """All ranks call this equally often."""
+    rows = gathered(bits(parameters))
+    assert all(torch.equal(rows[0], row) for row in rows)
+
+
+def assert_bits_equal(actual, expected) -> None:
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(bits([a]), bits([e])), f"tensor {i} differs in {(a != e).sum().item()} elements"
+
+
+def twin(parameters) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+
+
+def raises(error, match, function):
+    """The error that is raised; fails when nothing or something else is."""
+    try:
+        function()
+    except error as raised:
+        found = raised
+    else:
+        raise AssertionError(f"{error} was not raised")
+    assert re.search(match, str(found)), f"{match!r} not in {found}"
+    return found

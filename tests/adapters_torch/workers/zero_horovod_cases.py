@@ -1,0 +1,204 @@
+"""On real ranks: the sharded optimizer inside Horovod's and dgc's distributed optimizers, and over process sets."""
+
+from __future__ import annotations
+
+import itertools
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from adapters_torch.workers.models import loss_of, make_model, train, wrap
+from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises
+from torch import nn
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+from dgc.errors import ConfigError
+
+Zero = dgc.ZeroRedundancyOptimizer
+VIEWS = (False, True)
+hvd.init()
+
+
+def horovods(model, optimizer):
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def trained(make_optimizer, steps=8, **kwargs):
+    model = make_model(**kwargs)
+    optimizer = make_optimizer(model)
+    train(optimizer, model, steps)
+    assert_replicas_identical(model.parameters())
+    return model, optimizer
+
+
+@case
+def inside_horovods_optimizer():
+    kinds = (torch.optim.Adam, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    for (cls, options), views in itertools.product(kinds, VIEWS):
+        expected, _ = trained(lambda m: horovods(m, cls(m.parameters(), **options)))  # noqa: B023
+        actual, optimizer = trained(
+            lambda m: horovods(m, Zero(m.parameters(), cls, parameters_as_bucket_view=views, **options))  # noqa: B023
+        )
+        assert_bits_equal(actual.parameters(), expected.parameters())
+        assert isinstance(optimizer, Zero)
+        assert isinstance(optimizer.optim, cls)
+        assert len(optimizer.optim.state) < len(list(actual.parameters()))
+
+
+@case
+def state_loaded_before_wrapping_is_kept():
+    model, optimizer = trained(lambda m: horovods(m, torch.optim.Adam(m.parameters(), lr=0.01)), 3)
+    resumed = make_model(seed=5)
+    resumed.load_state_dict(model.state_dict())
+    zero = Zero(resumed.parameters(), torch.optim.Adam, lr=0.01)
+    zero.load_state_dict(optimizer.state_dict())
+    distributed = horovods(resumed, zero)
+    for opt, m in ((optimizer, model), (distributed, resumed)):
+        train(opt, m, 3, start=3)
+    assert_bits_equal(resumed.parameters(), model.parameters())
+    distributed.consolidate_state_dict(to=0)
+    if hvd.rank() == 0:
+        whole = distributed.state_dict()
+        for key, entry in optimizer.state_dict()["state"].items():
+            assert torch.equal(entry["exp_avg"], whole["state"][key]["exp_avg"])
+
+
+@case
+def schedulers_made_before_or_after_wrapping():
+    for early in (False, True):
+        model, reference = make_model(), make_model()
+        zero = Zero(model.parameters(), torch.optim.SGD, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(zero, 2, 0.5) if early else None
+        optimizer = horovods(model, zero)
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        plain = horovods(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+        other = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+        train(optimizer, model, 5, after=lambda step: scheduler.step())  # noqa: B023
+        train(plain, reference, 5, after=lambda step: other.step())  # noqa: B023
+        assert_bits_equal(model.parameters(), reference.parameters())
+
+
+@case
+def gradients_of_a_closure_are_averaged():
+    model, reference = make_model(), make_model()
+    optimizer = horovods(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
+    train(horovods(reference, torch.optim.SGD(reference.parameters(), lr=0.1)), reference, 3)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        with optimizer.skip_synchronize():
+            assert optimizer.step(closure).item() > 0
+    assert_bits_equal(model.parameters(), reference.parameters())
+
+
+@case
+def grad_scaler_skips_the_same_step_everywhere():
+    def run(make):
+        model = make_model()
+        optimizer = make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            # The overflow arises within backward: afterwards the exchange may already be under way.
+            overflow = model.last.weight.register_hook(lambda grad: grad * float("inf"))
+            if step != 2 or hvd.rank() != 1:
+                overflow.remove()
+            scaler.scale(loss_of(model, step)).backward()
+            overflow.remove()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+        return list(model.parameters())
+
+    sgd = dict(lr=0.05, momentum=0.9)
+    expected = run(lambda m: horovods(m, torch.optim.SGD(m.parameters(), **sgd)))
+    actual = run(lambda m: horovods(m, Zero(m.parameters(), torch.optim.SGD, **sgd)))
+    assert_bits_equal(actual, expected)
+    assert_replicas_identical(actual)
+
+
+@case
+def a_group_that_would_not_be_averaged_is_refused():
+    for make in (
+        horovods,
+        lambda m, zero: dgc.DistributedOptimizer(zero, m.named_parameters(), compression=dgc.Compression.dgc()),
+    ):
+        model = make_model()
+        optimizer = make(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
+        group = {"params": [nn.Parameter(torch.zeros(5))]}
+        raises(ConfigError, "add_param_group before wrapping", lambda: optimizer.add_param_group(group))  # noqa: B023
+        train(optimizer, model, 2)
+        assert_replicas_identical(model.parameters())
+
+
+@case
+def with_dgc_it_equals_the_unsharded_run():
+    """Same exchange, same momentum in the compressor, same bits."""
+    sgd, schedule = dict(lr=0.05, momentum=0.9, weight_decay=1e-3), torch.optim.lr_scheduler.OneCycleLR
+    for way, views in itertools.product("ab", VIEWS):
+        models, states = (make_model(), make_model()), []
+        for model, sharded in zip(models, (False, True), strict=True):
+            inner = torch.optim.SGD(model.parameters(), **sgd)
+            if sharded:
+                inner = Zero(model.parameters(), torch.optim.SGD, parameters_as_bucket_view=views, **sgd)
+            optimizer, compression = wrap(way, model, inner, sparsity=0.95, rampup_begin_step=2)
+            scheduler = schedule(optimizer, max_lr=0.2, total_steps=12)
+            train(optimizer, model, 10, after=lambda step: scheduler.step())  # noqa: B023
+            states.append(compression.state_dict()["parameters"])
+            compression.close()
+        assert_bits_equal(models[1].parameters(), models[0].parameters())
+        assert_replicas_identical(models[1].parameters())
+        assert optimizer.param_groups[0]["momentum"] > 0.8
+        assert not any(s.get("momentum_buffer") is not None for s in optimizer.optim.state.values())
+        for ours, theirs in zip(states[1].values(), states[0].values(), strict=True):
+            np.testing.assert_array_equal(ours["u"], theirs["u"])
+
+
+@case
+def with_dgc_a_dense_checkpoints_momentum_reaches_every_rank():
+    sgd = dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    for way in "ab":
+        model, dense = trained(lambda m: horovods(m, torch.optim.SGD(m.parameters(), **sgd)), 6)
+        checkpoint = dense.state_dict()
+        resumed = make_model(seed=5)
+        resumed.load_state_dict(model.state_dict())
+        zero, _ = wrap(way, resumed, Zero(resumed.parameters(), torch.optim.SGD, **sgd), rampup_begin_step=1000)
+        zero.load_state_dict(checkpoint)
+        train(dense, model, 5, start=6)
+        train(zero, resumed, 5, start=6)
+        for a, e in zip(resumed.parameters(), model.parameters(), strict=True):
+            assert (a - e).abs().max() <= 1e-6 * e.abs().max()
+        assert not any("momentum_buffer" in s for s in zero.optim.state.values())
+
+
+@case("4ranks")
+def over_process_sets():
+    pairs = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+    mine = pairs[hvd.rank() % 2]
+    p = nn.Parameter(torch.full((6,), float(hvd.rank())))
+    q = nn.Parameter(torch.full((5,), float(hvd.rank())))
+    zero = Zero([p, q], torch.optim.SGD, group=mine, lr=1.0)
+    p.grad, q.grad = torch.ones(6), torch.ones(5)
+    zero.step()
+    first, second = mine.ranks
+    assert (p[0].item(), q[0].item()) == (first - 1.0, second - 1.0)
+    raises(ConfigError, "is not in", lambda: Zero([p], torch.optim.SGD, group=pairs[1 - hvd.rank() % 2], lr=1.0))
+    model = make_model()
+    optimizer = horovods(model, Zero(model.parameters(), torch.optim.SGD, group=mine, lr=0.1))
+    loss_of(model, 0).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        raises(ConfigError, "give both the same process set", optimizer.step)
+    hvd.barrier()
+
+
+if __name__ == "__main__":
+    run_cases()
