@@ -34,7 +34,8 @@ LAYOUT = np.dtype(
         ("error_code", "<u2"),
         ("error_parameter", "<u4"),
         ("dense_codec", "u1"),
-        ("reserved", "V15"),
+        ("reserved", "V7"),
+        ("absent", "<u8"),
     ]
 )
 """The bytes. Every field lies on a multiple of its own size."""
@@ -89,6 +90,8 @@ class Header(NamedTuple):
     """The number of the parameter that the error is about."""
     dense_codec: int = 0
     """:class:`ValueCodecId` of the small tensors at the start of the dense section; 0 when there are none."""
+    absent: int = 0
+    """Digest of which parameters of the bucket have no gradient on the sender; 0 when all have one. It may differ."""
 
 
 _TOO_LARGE = tuple(1 << 8 * LAYOUT[name].itemsize for name in Header._fields)
@@ -123,7 +126,7 @@ def pack_header(header: Header, out: np.ndarray) -> None:
     for name, value, limit in zip(Header._fields, header, _TOO_LARGE, strict=True):
         if not 0 <= value < limit:
             raise WireError(f"header: {name} is {value}, it must be in 0..{limit - 1}.")
-    out[:HEADER_BYTES].view(LAYOUT)[0] = (MAGIC, VERSION, *header, _RESERVED)
+    out[:HEADER_BYTES].view(LAYOUT)[0] = (MAGIC, VERSION, *header[:-1], _RESERVED, header.absent)
 
 
 def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
@@ -135,7 +138,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
     origin = "message" if sender is None else f"message from rank {sender}"
     if message.size < HEADER_BYTES:
         raise WireError(f"{origin}: {message.size} bytes came, a header alone takes {HEADER_BYTES}.")
-    magic, version, *fields, reserved = message[:HEADER_BYTES].view(LAYOUT)[0].item()
+    magic, version, *fields, reserved, absent = message[:HEADER_BYTES].view(LAYOUT)[0].item()
     if magic != MAGIC:
         raise WireError(
             f"{origin}: it starts with {magic!r}, expected {MAGIC!r}. These bytes are no message of this package: "
@@ -146,7 +149,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
             f"{origin}: version {version} came, version {VERSION} was expected. Install the same release of this "
             "package on every host."
         )
-    header = Header(*fields)
+    header = Header(*(*fields, absent))
     if header.flags & ~_KNOWN_FLAGS:
         raise WireError(
             f"{origin}: flags {header.flags:#x} came, known bits are {_KNOWN_FLAGS:#x}. The message is damaged, or a "

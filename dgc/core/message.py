@@ -46,6 +46,8 @@ class Incoming:
     coded: np.ndarray
     joined: int
     """Of :class:`Flags`: JOINED, BY_TRAINING."""
+    absent: int = 0
+    """Digest of the parameters without a gradient."""
 
     def damaged(self, error: errors.DGCError) -> errors.WireError:
         """The error about this message, by what its content was refused for."""
@@ -106,10 +108,11 @@ class Sender:
         at = self._plan.inline_bytes_at
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
-    def finish(self, *, count: int, nonfinite: bool, joined: int = 0) -> None:
+    def finish(self, *, count: int, nonfinite: bool, joined: int = 0, absent: int = 0) -> None:
         """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank that has run out of data."""
         self._joined = joined
-        pack_header(self._header._replace(count=count, flags=joined | Flags.NONFINITE * nonfinite), self._message)
+        flags = joined | Flags.NONFINITE * nonfinite
+        pack_header(self._header._replace(count=count, flags=flags, absent=absent), self._message)
 
     def write_error(self, error: errors.DGCError, parameter: int | None) -> None:
         """Write a message that carries an error; its text takes the place of the payload."""
@@ -167,6 +170,7 @@ class Sender:
                 inline=data[at : at + plan.inline_bytes],
                 coded=data[coded:at],
                 joined=joined,
+                absent=header.absent,
             )
             incoming.append(message)
         return incoming

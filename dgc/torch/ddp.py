@@ -247,7 +247,7 @@ class _Steps(StepWatch):
                 # As autograd gives both parameters of a.view(s) + b.view(s): DDP would write both results there.
                 p.grad = p.grad.clone()
             gradient = _in_strides_of(p, gradient)
-            engine.submit(index, gradient)
+            engine.submit(index, gradient, absent=index not in self._used and p.grad is None)
             self._results[index] = gradient
         self._waiting.append((future, buffer))
         if bucket.is_last():
@@ -268,9 +268,9 @@ class _Steps(StepWatch):
         self._waiting = []
 
     def _keep_unused(self, engine: Engine) -> None:
-        """DDP drops the result of a parameter that no rank has used, which holds momentum and residuals."""
+        """DDP drops the result of a parameter that no rank has used, also where ``.grad`` was not None."""
         views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
-        for index in self._results.keys() - self._used:
+        for index in self._results.keys() - self._used - engine.left_alone:
             p, result = engine.parameters[index], self._results[index]
             if p.grad is not None:
                 p.grad.copy_(result)

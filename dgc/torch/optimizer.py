@@ -192,8 +192,8 @@ class Steps(StepWatch):
                 "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
             )
         if self.averaged and engine.is_done():
-            for p in self._parameters:
-                if p.grad is None:
+            for i, p in enumerate(self._parameters):
+                if p.grad is None and i not in engine.left_alone:
                     p.grad = torch.zeros_like(p)  # taken out of the step by hand
             return
         self.averaged = False
@@ -203,7 +203,9 @@ class Steps(StepWatch):
         self._require_unchanged(optimizer)
         engine.finish()
         for i, exchanged in self._exchanged.items():
-            if exchanged.result is not self._parameters[i].grad:
+            if i in engine.left_alone:
+                self._parameters[i].grad = None
+            elif exchanged.result is not self._parameters[i].grad:
                 _deliver(self._parameters[i], exchanged.result)
         self.begin_anew()
         self.averaged = True
@@ -315,12 +317,12 @@ class Steps(StepWatch):
             self._hand_over(index, p)
 
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)  # unused on this rank in this step; the others may have used it
+        if absent := p.grad is None:
+            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
         gradient = p.grad
         if gradient.is_sparse and index in self._dense:
             gradient = gradient.to_dense()
-        result = self._engine.submit(index, gradient)
+        result = self._engine.submit(index, gradient, absent=absent)
         values = scattered_values(p.grad) if is_sharded(p.grad) else None
         self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 

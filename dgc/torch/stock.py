@@ -68,6 +68,15 @@ class HorovodSteps(StepWatch):
     def _all_left(self, o: Any) -> bool:
         return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
 
+    def is_untouched(self, p: torch.Tensor) -> bool:
+        """Whether no backward pass has come to a parameter in this step: its gradient is zeros of Horovod's."""
+        return bool(self._optimizer._allreduce_delay.get(p) == self._optimizer.backward_passes_per_step)
+
+    def before_update(self, closure: bool) -> None:
+        """Horovod has made gradients of what no rank has any of; Adam would move those parameters."""
+        for index in () if self.begun else self.watched.left_alone:
+            self.watched.parameters[index].grad = None
+
     @property
     def first_pass(self) -> bool:  # noqa: D102
         o = self._optimizer
@@ -232,7 +241,8 @@ class HorovodCompressor(CompressorBase[Engine]):
                 )
             )
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
-        return engine.submit(index, tensor)
+        absent = self._steps is not None and self._steps.is_untouched(engine.parameters[index]) and not tensor.any()
+        return engine.submit(index, tensor, absent=absent)
 
     def _watch_horovod(self, engine: Engine) -> HorovodSteps:
         """Follow the steps of the optimizer that Horovod makes with this compressor."""

@@ -40,6 +40,53 @@ def loss_of(model, step, *arguments):
     return nn.functional.cross_entropy(model(x, *arguments), x[:, :5].argmax(1))
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.sometimes, self.never = (nn.Linear(20, 5) for _ in range(3))
+
+    def forward(self, x, sometimes=False):
+        return self.always(x) + self.sometimes(x) if sometimes else self.always(x)
+
+
+def freezing(model, optimizer, of_rank_1=True):
+    """Train while a layer is frozen on all ranks for some steps, and on rank 1 alone for some; one is never used."""
+    layer = getattr(model, "module", model).sometimes
+    for step in range(24):
+        frozen = 6 <= step < 12 or (of_rank_1 and 16 <= step < 20 and dist.get_rank() == 1)
+        layer.requires_grad_(not frozen)
+        optimizer.zero_grad()
+        loss_of(model, step, True).backward()
+        optimizer.step()
+
+
+def assert_frozen(model, optimizer, compression):
+    """A frozen layer and what the compressor holds of it do not move by a bit; replicas are identical."""
+
+    def seen():
+        entries = compression.state_dict()["parameters"].items()
+        held = [a for (_, entry), used in zip(entries, ours, strict=True) if used for a in entry.values()]
+        return digest([torch.as_tensor(a) for a in held]), digest(layer.parameters())
+
+    layer = getattr(model, "module", model).sometimes
+    ours = ["sometimes" in name for name, _ in model.named_parameters()]
+    for step in range(12):
+        if step == 4:
+            layer.requires_grad_(False)
+            before = seen()
+        optimizer.zero_grad()
+        loss_of(model, step, True).backward()
+        optimizer.step()
+    assert seen() == before
+    layer.requires_grad_(True)
+    optimizer.zero_grad()
+    loss_of(model, step, True).backward()
+    optimizer.step()
+    assert digest(layer.parameters()) != before[1]
+    assert_identical(model)
+
+
 def gathered(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -7,8 +7,9 @@ buffer must not take in a refused step.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.layout import Bucket
+from dgc.core.layout import Bucket, Segment
 from dgc.core.message import Incoming, Sender
 from dgc.core.plan import Mode
 from dgc.core.state import BucketState, State
@@ -80,6 +81,14 @@ class BucketExchange:
         self.has_run = False
         self.at = BucketStep(step, self.encoder.plan_at(step.density), state, self._sender, self.vector)
 
+    def keep_absent(self) -> None:
+        """Copy what the state holds of parameters without a gradient here, before the step changes it."""
+        at = self.at
+        absent = at.step.submissions.absent.get(self.bucket.index, ())
+        at.kept = {
+            s: [a.copy() for a in self._held(at.state, s)] for s in self.bucket.segments if s.parameter in absent
+        }
+
     def run(self) -> None:
         """Exchange the bucket; all its gradients are in.
 
@@ -97,11 +106,13 @@ class BucketExchange:
         nonfinite |= self.vector.code_small(plan, at.state, self._sender.coded)
         if plan.inline_bytes:
             self._sender.inline(self.vector.values[plan.plain_start :])
-        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.joins)
+        absent = _digest([s.parameter for s in at.kept])
+        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.joins, absent=absent)
         since = stats.lap("compress", since)
         messages = self._exchange_messages(at)
         at.flagged_by = tuple([m.sender for m in messages if m.nonfinite])
         at.flagged = bool(at.flagged_by)
+        at.absent = tuple([m.absent for m in messages])
         step.joined = {m.sender: m.joined for m in messages if m.joined}
         if plan.allreduces:
             plain = self.vector.values[plan.plain_start :]
@@ -136,12 +147,17 @@ class BucketExchange:
         self._sender.write_error(error, parameter)
         self._exchange_messages(at)
 
-    def finish(self, *, refused: bool) -> None:
-        """Write the results of dense tensors.
+    def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
+        """Write the results of dense tensors; what no rank has a gradient of is as before the step, its result 0.
 
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
         at = self.at
+        at.kept = {segment: kept for segment, kept in at.kept.items() if segment.parameter in left_alone}
+        self._finish(at, refused=refused)
+        self._put_back(at.state)
+
+    def _finish(self, at: BucketStep, *, refused: bool) -> None:
         self.encoder.finish(at, refused=refused)
         if refused and at.flagged:
             for item in at.step.submissions.of(self.bucket.segments):
@@ -151,6 +167,8 @@ class BucketExchange:
         if not refused:
             self.vector.commit(at.plan, at.state)
         self.vector.write(at.step, at.state.u, refused=refused)
+        for segment in at.kept:
+            self._memory.fill(at.step.submissions[segment.parameter].result, 0)
         if refused or at.deferred is None:
             self.write_deferred()
 
@@ -164,7 +182,9 @@ class BucketExchange:
             return None
         at = self.at
         at.is_committed = copy is None
-        return self.encoder.commit(at, copy or at.state)
+        sent = self.encoder.commit(at, copy or at.state)
+        self._put_back(copy or at.state)
+        return sent
 
     def take_deferred(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""
@@ -198,6 +218,20 @@ class BucketExchange:
             "(loss_scale=scaler), or do not call step() when a gradient is NaN"
         )
 
+    def _held(self, state: BucketState, segment: Segment) -> list[Array]:
+        """Views of all that a state holds of one tensor."""
+        held, first = [state.u[segment.slice]], segment.offset - self.bucket.sparse_size
+        if first < 0:
+            return [*held, state.v[segment.slice], state.thresholds[self.bucket.sparse.index(segment)]]
+        return [*held, state.error[first : first + segment.length]] if first < self.bucket.small_size else held
+
+    def _put_back(self, state: BucketState) -> None:
+        """Let a state hold again what was kept."""
+        for segment, kept in self.at.kept.items():
+            for held, values in zip(self._held(state, segment), kept, strict=True):
+                held[...] = values
+            state.residual_pending |= bool(len(kept) == 2 and kept[1].any())
+
     def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
         """Gather the messages of all ranks.
 
@@ -209,6 +243,14 @@ class BucketExchange:
         at.step.stats.bytes_sent += at.plan.message_bytes
         at.step.stats.bytes_received += at.plan.message_bytes * (self._transport.size - 1)
         return self._sender.receive()
+
+
+def _digest(parameters: Sequence[int]) -> int:
+    """64 bits that tell sets of parameters apart; 0 for none."""
+    if not parameters:
+        return 0
+    digest = hashlib.blake2b(np.array(parameters, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def _worst(gradient: object) -> float:

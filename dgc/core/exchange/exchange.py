@@ -47,6 +47,7 @@ class Exchange:
         joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data: it submits zeros,
             and can drop a step exactly.
         joined: rank -> those flags, of the ranks that took part in the latest step like that.
+        left_alone: parameters of which no rank had a gradient in the latest step: their u and v are as before it.
         on_joined: called with the context of a step in which some ranks did, before it finishes; may be collective.
     """
 
@@ -78,6 +79,7 @@ class Exchange:
         self.hyper = Hyper.uniform(len(layout.parameters), config)
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
+        self.left_alone: set[int] = set()
         self._kernels = kernels
         made = make_encoders(layout, config, kernels, transport)
         self._buckets = [
@@ -105,6 +107,8 @@ class Exchange:
         parameter: np.ndarray | None = None,
         limit: float | None = None,
         ready: object = None,
+        *,
+        absent: bool = False,
     ) -> None:
         """Hand over one parameter's gradient of this step; its bucket starts when it was the last one.
 
@@ -115,6 +119,7 @@ class Exchange:
             parameter: (numel,) the parameter's values; needed when its weight decay is not 0.
             limit: largest finite value of the type that the result will be cast to, if narrower than float32.
             ready: for arrays on a device, see :class:`~dgc.core.exchange.records.Submission`.
+            absent: this rank has no gradient, and hands over zeros; see :attr:`left_alone`.
 
         Raises:
             LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
@@ -131,7 +136,7 @@ class Exchange:
             with self.latest.lock:
                 context = self.latest.context or self._begin()
                 context.has_limits |= limit is not None
-                if context.submissions.add(index, Submission(gradient, result, parameter, limit, ready)):
+                if context.submissions.add(index, Submission(gradient, result, parameter, limit, ready, absent)):
                     self.latest.lock.notify_all()
         except LayoutError as error:
             self.fail(error, index)
@@ -202,8 +207,9 @@ class Exchange:
         refused = bool(flagged)
         if flagged and not callable(self.loss_scale):
             self._warn_of_refusal(flagged[0])
+        self.left_alone = self._absent_everywhere(context)
         for bucket in self._buckets:
-            bucket.finish(refused=refused)
+            bucket.finish(refused=refused, left_alone=self.left_alone)
         self.state.step += not refused
         self.joined = context.joined
         step.finish(refused=refused)
@@ -217,6 +223,18 @@ class Exchange:
         """Parameters whose gradients of the step under way were not given."""
         given = () if self.latest.context is None else self.latest.context.submissions
         return [i for i in range(len(self.layout.parameters)) if i not in given]
+
+    def _absent_everywhere(self, context: StepContext) -> set[int]:
+        """Parameters of which no rank has a gradient. Collective where all ranks lack some, and not the same."""
+        buckets = [bucket for bucket in self._buckets if all(bucket.at.absent)]
+        own = {s.parameter for bucket in buckets for s in bucket.at.kept}
+        if all(len(set(bucket.at.absent)) == 1 for bucket in buckets):
+            return own
+        mine = np.array([i in own for i in range(len(self.layout.parameters))], np.uint8)
+        rows = np.empty((self.transport.size, mine.size), np.uint8)
+        self.transport.allgather(mine, rows)
+        context.stats.count_collective(mine.size)
+        return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 
     def require_complete(self) -> None:
         """Raise on all ranks unless every gradient of this step was given.

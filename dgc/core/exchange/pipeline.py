@@ -191,7 +191,7 @@ class Pipeline:
                     nodes.collect(context, each.bucket)
         except Exception as error:
             self._step.announce(_told(error))
-        announced = nodes.agree(self._step.announced)
+        announced = nodes.agree(self._step.announced, context, [each.bucket for each in buckets])
         if announced is None:
             for each in buckets:
                 nodes.add_up(context, each.bucket)
@@ -206,6 +206,7 @@ class Pipeline:
         bucket = self._buckets[index]
         since = time.perf_counter()
         self._clip(context, index)
+        bucket.keep_absent()
         if self._kernels.overlaps and bucket.encoder.begins_early:
             bucket.encoder.begin(bucket.at)
         context.stats.lap("compress", since)

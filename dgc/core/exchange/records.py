@@ -22,6 +22,7 @@ class Submission:
 
     ``result`` may be the gradient's own memory: it is written after the gradient was read for the last time.
     ``limit`` is the largest finite value of the type that the result will be cast to, if that is a narrower one.
+    ``absent``: this rank has no gradient, for which zeros stand here.
     ``ready`` is for arrays on a device: its ``stream`` (comparable) is that on which they are made, its ``record()``
     returns an event behind everything that this stream has been given, with its CUDA handle as ``handle``.
     """
@@ -31,6 +32,7 @@ class Submission:
     parameter: np.ndarray | None = None
     limit: float | None = None
     ready: Any = None
+    absent: bool = False
 
 
 class Submissions(dict[int, Submission]):
@@ -42,6 +44,8 @@ class Submissions(dict[int, Submission]):
         self._layout = layout
         self.missing = [len(b.segments) for b in layout.buckets]
         """Gradients of each bucket that have not arrived."""
+        self.absent: dict[int, set[int]] = {}
+        """By bucket, its parameters of which this rank has no gradient."""
         self._events: dict[int, list[Any]] = {}
 
     def of(self, segments: Sequence[Segment]) -> list[Submission]:
@@ -62,6 +66,8 @@ class Submissions(dict[int, Submission]):
         self[parameter] = item
         bucket, _ = self._layout.places[parameter]
         self.missing[bucket] -= 1
+        if item.absent:
+            self.absent.setdefault(bucket, set()).add(parameter)
         if self.missing[bucket] or item.ready is None:
             return self.missing[bucket] == 0
         # One event for each stream: it stands behind all that the stream was given before.

@@ -43,6 +43,8 @@ class Engine(EngineBase):
         updates: whether they are applied as entries.
         excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
+        left_alone: parameters of which no rank had a gradient in the latest step: DDP's find_unused_parameters leaves
+            them as they are, and so does this package.
         learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
     """
@@ -78,6 +80,7 @@ class Engine(EngineBase):
         self.parameters: list[torch.Tensor] = []
         self.on_step_begin: Callable[[], None] | None = None
         self.learning_rates: tuple[float, ...] = ()
+        self.left_alone: set[int] = set()
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self.error: DGCError | None = None
@@ -112,13 +115,16 @@ class Engine(EngineBase):
         if (failed := self._open_step(index)) is not None:
             self.fail(failed)
 
-    def submit(self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None) -> torch.Tensor:
+    def submit(
+        self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None, *, absent: bool = False
+    ) -> torch.Tensor:
         """Hand over a gradient.
 
         Args:
             index: the parameter's place.
             gradient: of the parameter's shape; of a sharded one its shard is exchanged.
             decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
+            absent: this rank has no gradient, and hands over zeros; see :attr:`left_alone`.
 
         Returns:
             A tensor, shard of a sharded one, that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
@@ -144,7 +150,7 @@ class Engine(EngineBase):
         decayed = self.parameters[index] if decayed is None else decayed
         try:
             decay = self._tensors.array(local(decayed)) if self.adoption.hyper.weight_decay[index] else None
-            self.exchange.submit(index, values, place.array, decay, place.limit, ready)
+            self.exchange.submit(index, values, place.array, decay, place.limit, ready, absent=absent)
         except DGCError as error:
             self._fail_with(error)
             raise
@@ -167,6 +173,7 @@ class Engine(EngineBase):
                     self.refuse_sparse(index)
             self.exchange.require_complete()
             self.exchange.finish()
+            self.left_alone = self.exchange.left_alone
             if self.updates.concluded(self.watch.owner, self.watch.in_step):
                 self.updates.take(self.exchange.deferred(), self.parameters)
             else:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
     EXACT,
     SGD,
+    Branches,
     assert_close,
+    assert_frozen,
     assert_identical,
     digest,
+    freezing,
     loss_of,
     make_model,
     on_every_rank,
@@ -226,14 +229,19 @@ def clipping_the_velocity_is_a_warning():
     assert warned(lambda: clipped(1e9, new_scaler()), match) == 0
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.always, self.sometimes, self.never = nn.Linear(20, 5), nn.Linear(20, 5), nn.Linear(20, 5)
-
-    def forward(self, x, sometimes=False):
-        return self.always(x) + self.sometimes(x) if sometimes else self.always(x)
+@case
+def frozen_layers():
+    for view in (False, True):
+        ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+        both(freezing, Branches, **ddp)
+        both(freezing, Branches, options=LEFT, **ddp)
+        both(freezing, Branches, lambda m: torch.optim.AdamW(m.parameters()), {**EXACT, "momentum": 0.0}, **ddp)
+        for options in ({}, {"momentum": 0.0, "weight_decay": 0.0}):
+            options = {"sparsity": 0.9, "min_numel": 64, **options}
+            make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.0 if "momentum" in options else 0.9)
+            model, optimizer, state = hooked(Branches(), lambda m, make=make: make(m.parameters()), options, **ddp)
+            assert_frozen(model, optimizer, state.compression)
+            state.compression.close()
 
 
 @case
@@ -244,36 +252,17 @@ def unused_parameters():
             loss_of(model, step, (step + dist.get_rank()) % 2 == 0).backward()
             optimizer.step()
 
-    def plain(model):
-        return sgd(model, weight_decay=0)
-
     for view in (False, True):
-        both(by_one_rank, Branches, plain, find_unused_parameters=True, gradient_as_bucket_view=view)
+        both(by_one_rank, Branches, find_unused_parameters=True, gradient_as_bucket_view=view)
 
-    def by_none(model, optimizer):  # a gradient of 0, as Horovod has it; DDP alone would skip the parameter
+    def by_none(model, optimizer):
         for step in range(20):
             optimizer.zero_grad(set_to_none=step % 3 == 0)
             loss_of(model, step, step % 2 == 0).backward()
             optimizer.step()
 
     for view in (False, True):
-        model, optimizer, state = hooked(
-            Branches(), plain, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.001
-        )
-        by_none(model, optimizer)
-        reference = Branches()
-        reference_optimizer = plain(reference)
-        for step in range(20):
-            reference_optimizer.zero_grad()
-            loss_of(reference, step, step % 2 == 0).backward()
-            for p in reference.parameters():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            reference_optimizer.step()
-        assert_close(model, reference)
-        assert_identical(model)
-        state.compression.close()
+        both(by_none, Branches, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.001)
 
 
 class Strided(nn.Module):

@@ -13,6 +13,7 @@ from models import (
     batch,
     dense_reference,
     each_way,
+    flat,
     loss_of,
     make_model,
     raises,
@@ -95,6 +96,33 @@ def unused_parameters_count_as_zero_gradients():
     optimizer, _ = wrap("b", model, sgd(model), **EXACT)
     train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
     assert worst_difference(model, expected) <= 1e-5
+
+
+@case
+def a_frozen_layer_is_left_alone():
+    def freeze(model, step):
+        model.left.requires_grad_(not 3 <= step < 9)
+
+    for way in "ab":
+        model = make_model()
+        own = dict(momentum=0.9, weight_decay=0.01)
+        expected = dense_reference(model, 14, before=freeze, **own)
+        optimizer, _ = wrap(way, model, sgd(model, **own), **EXACT)
+        for step in range(14):
+            freeze(model, step)
+            train(optimizer, model, 1, start=step)
+        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
+        makes = (sgd, lambda m: sgd(m, momentum=0.0), lambda m: torch.optim.AdamW(m.parameters()))
+        for number, make in enumerate(makes):
+            model = make_model()
+            options = {} if make is sgd else {"momentum": 0.0}
+            optimizer, _ = wrap(way, model, make(model), sparsity=0.99, **options)
+            train(optimizer, model, 4)
+            model.left.requires_grad_(False)
+            before = flat(model.left)
+            train(optimizer, model, 6, start=4)
+            assert torch.equal(flat(model.left), before), way
+            assert_replicas_identical(model, f"frozen {way} {number}")
 
 
 @case

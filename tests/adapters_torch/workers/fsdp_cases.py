@@ -106,6 +106,32 @@ def training_equals_hsdp_at_sparsity_0():
 
 
 @case
+def unused_and_frozen_layers_are_left_alone():
+    class Spare(Net):
+        def __init__(self):
+            super().__init__()
+            self.never = nn.Linear(8, 8)
+
+    def trained(over, wrapped):
+        torch.manual_seed(0)
+        model, where = Spare(), MESH if over is None else MESH[over]
+        fully_shard(model.layers[0], mesh=where)
+        fully_shard(model, mesh=where)
+        optimizer, compression = torch.optim.SGD(model.parameters(), **SGD), None
+        if wrapped:
+            optimizer, compression = wrap(model, optimizer, **EXACT)
+        for step in range(20):
+            model.layers[0].requires_grad_(not 6 <= step < 14)
+            train(optimizer, model, 1, step)
+        return model, compression
+
+    (model, compression), (expected, _) = trained("shard", True), trained(None, False)
+    assert_close(shards(model), shards(expected))
+    assert_identical(model)
+    compression.close()
+
+
+@case
 def accumulation_clipping_and_mixed_precision_equal_hsdp():
     equals_hsdp(passes=2)
     equals_hsdp(step_of=clip, compression={"momentum": 0.0})

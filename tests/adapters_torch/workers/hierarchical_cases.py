@@ -42,6 +42,21 @@ def sparsity_0_equals_dense_sgd():
 
 
 @case
+def what_no_rank_uses_is_left_alone():
+    def branch(rank, step):
+        return "left" if step % 3 == 0 or (step % 3 == 1 and rank != 3) else "both"
+
+    for way in "ab":
+        model = make_model()
+        expected = dense_reference(model, 12, branch=branch, **OPTIMIZERS["nesterov decay"])
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIMIZERS["nesterov decay"])
+        optimizer, _ = wrap(way, model, inner, hierarchical=2, **EXACT)
+        train(optimizer, model, 12, branch=lambda step: branch(hvd.rank(), step))
+        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
+        assert_replicas_identical(model, f"{way} unused")
+
+
+@case
 def groups_of_one_batch_each_are_ranks():
     """Two ranks of a group have the same gradients, so each group's mean is that of either: 2 ranks of the flat way."""
     group, pairs = hvd.rank() // 2, [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]

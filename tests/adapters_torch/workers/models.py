@@ -93,7 +93,15 @@ def train(optimizer, model, steps, *, start=0, branch=lambda step: "both", after
 
 
 def dense_reference(
-    model: nn.Module, steps: int, *, lr=0.1, op="average", schedule=None, branch=lambda r, s: "both", **sgd
+    model: nn.Module,
+    steps: int,
+    *,
+    lr=0.1,
+    op="average",
+    schedule=None,
+    branch=lambda r, s: "both",
+    before=lambda model, step: None,
+    **sgd,
 ):
     """torch.optim.SGD on the ranks' averaged gradients, all ranks' batches computed here; returns the trained copy."""
     model = copy.deepcopy(model)
@@ -101,18 +109,17 @@ def dense_reference(
     scheduler = schedule(optimizer) if schedule else None
     size = hvd.size()
     for step in range(steps):
+        before(model, step)
         optimizer.zero_grad()
         sums = {}
         for rank in range(size):
             model.zero_grad()
             loss_of(model, step, branch(rank, step), rank).backward()
             for name, p in model.named_parameters():
-                if p.requires_grad:
-                    g = p.grad if p.grad is not None else torch.zeros_like(p)
-                    sums[name] = sums[name] + g if name in sums else g.clone()
+                if p.grad is not None:
+                    sums[name] = sums[name] + p.grad if name in sums else p.grad.clone()
         for name, p in model.named_parameters():
-            if p.requires_grad:
-                p.grad = sums[name] / (size if op == "average" else 1)
+            p.grad = sums[name] / (size if op == "average" else 1) if name in sums else None
         optimizer.step()
         if scheduler:
             scheduler.step()

@@ -48,6 +48,7 @@ def packed(header=HEADER):
         error_code=U16,
         error_parameter=U32,
         dense_codec=U8,
+        absent=U64,
     )
 )
 def test_reads_what_was_written(header):
@@ -76,6 +77,7 @@ def test_read_only_messages_can_be_read():
         ("error_code", 16),
         ("error_parameter", 32),
         ("dense_codec", 8),
+        ("absent", 64),
     ],
 )
 def test_field_that_does_not_fit_is_named(name, bits):
@@ -107,7 +109,7 @@ def test_short_buffers_are_refused():
         (40, 16, "flags 0x10 came, known bits are 0xf"),
         (41, 0x80, "flags 0x8000 came"),
         (49, 1, "reserved bytes are not 0"),
-        (63, 255, "reserved bytes are not 0"),
+        (55, 255, "reserved bytes are not 0"),
     ],
 )
 def test_foreign_bytes_are_refused(offset, value, complaint):
@@ -152,8 +154,8 @@ def test_difference_names_sender_field_values_and_remedy(change, complaint):
 
 
 def test_every_damaged_byte_of_a_field_that_must_equal_is_noticed():
-    # Flags, error code and parameter mean what they say; count and payload bytes have upper limits, tested above.
-    for offset in [*range(28), *range(36, 40), 41, *range(48, 64)]:
+    # Flags, error code, parameter and what is absent mean what they say; count and payload bytes have upper limits.
+    for offset in [*range(28), *range(36, 40), 41, *range(48, 56)]:
         for bit in range(8):
             message = packed()
             message[offset] ^= 1 << bit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.dense_vector import DenseVector
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels, SegmentWork
-from dgc.core.layout import Bucket
+from dgc.core.layout import Bucket, Segment
 from dgc.core.message import Incoming, Sender
 from dgc.core.plan import BucketPlan
 from dgc.core.state import BucketState
@@ -41,6 +41,8 @@ class BucketStep:
         is_out: whether this rank's message is out; an error can no longer be reported in it.
         is_committed: whether what was sent has left the residual.
         deferred: the results of the sparsified tensors that have not been written.
+        absent: each rank's digest of the parameters of which it has no gradient, once the messages are in.
+        kept: by segment, what the state held of those that are absent on this rank, before the step.
     """
 
     step: StepContext
@@ -55,6 +57,8 @@ class BucketStep:
     is_out: bool = False
     is_committed: bool = False
     deferred: EntrySum | None = None
+    absent: tuple[int, ...] = ()
+    kept: dict[Segment, list[Array]] = field(default_factory=dict)
 
     def start_message(self) -> None:
         """Begin a message of the plan's sizes; in each step before anything of it or of the vector is written."""
@@ -191,7 +195,7 @@ class Encoder(ABC):
         """Add up the entries that came, and write or defer their sum."""
         total = EntrySum.of(self._bucket, entries, factor)
         at.flagged = not np.isfinite(total.values).all()
-        if at.step.defers and not at.flagged:
+        if at.step.defers and not at.flagged and not (at.absent and all(at.absent)):
             at.deferred = total
         else:
             total.write(at.step, self._kernels)

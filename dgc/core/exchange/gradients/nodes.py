@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,20 @@ class NodeSums:
         self._sums: dict[int, np.ndarray] = {}
         self._vectors: dict[int, Any] = {}  # the same on a device
 
-    def agree(self, own: Announced | None) -> Announced | None:
-        """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective."""
-        fails = np.array([own is not None], np.uint8)
-        flags = np.empty((self._inside.size, 1), np.uint8)
-        self._inside.allgather(fails, flags)
-        if not flags.any():
+    def agree(self, own: Announced | None, step: StepContext, buckets: Sequence[Bucket]) -> Announced | None:
+        """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective.
+
+        The parameters of these buckets without a gradient become those that no rank of the node has one of.
+        """
+        absent = step.submissions.absent
+        places = [(bucket.index, s.parameter) for bucket in buckets for s in bucket.segments]
+        mine = np.array([own is not None, *(p in absent.get(b, ()) for b, p in places)], np.uint8)
+        flags = np.empty((self._inside.size, mine.size), np.uint8)
+        self._inside.allgather(mine, flags)
+        for column, (b, p) in enumerate(places, 1):
+            if not flags[:, column].all():
+                absent.get(b, set()).discard(p)
+        if not flags[:, 0].any():
             return None
         text = np.zeros(16 + _TEXT_BYTES, np.uint8)
         if own is not None:

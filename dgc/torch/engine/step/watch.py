@@ -35,6 +35,7 @@ class Watched(Protocol):
     updates: SparseUpdates
     error: DGCError | None
     is_scaled: bool
+    left_alone: set[int]
 
     def follow(self, watch: StepWatch) -> None: ...  # noqa: D102
 
@@ -273,7 +274,7 @@ def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     All gradients and learning rates are 0 in it. An exchange would send entries that are not applied.
     """
     return set(learning_rates_of(optimizer)) == {0.0} and all(
-        p.grad is not None and not bool(local(p.grad).any()) for p in parameters
+        p.grad is not None and not bool(local(p.grad).any()) for p in parameters if p.requires_grad
     )
 
 

@@ -10,15 +10,19 @@ import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
     EXACT,
     SGD,
+    Branches,
     assert_close,
+    assert_frozen,
     assert_identical,
     digest,
+    freezing,
     gathered,
     loss_of,
     make_model,
     on_every_rank,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -82,6 +86,50 @@ def training_equals_dense_at_sparsity_0():
         train(optimizer, model, 20, passes=passes)
         assert_close(model, dense(20, passes))
         assert_identical(model)
+        compression.close()
+
+
+@case
+def frozen_and_unused_layers_are_left_alone_as_by_ddp():
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), **SGD)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters())
+
+    def switching(model, optimizer):  # used by one rank, by the other, by none
+        for step in range(24):
+            optimizer.zero_grad()
+            loss_of(model, step, step % 3 == dist.get_rank()).backward()
+            optimizer.step()
+
+    for make, options in ((sgd, {}), (sgd, {"rampup_begin_step": 8}), (adamw, {"momentum": 0.0})):
+        for steps_of in (freezing, switching):
+            model = Branches()
+            optimizer, compression = wrap(model, make(model), **EXACT, **options)
+            steps_of(model, optimizer)
+            expected = DistributedDataParallel(Branches(), find_unused_parameters=True)
+            steps_of(expected, make(expected))
+            assert_close(model, expected)
+            assert_identical(model)
+            compression.close()
+
+
+@case
+def a_frozen_layer_does_not_move_by_a_bit():
+    for options in ({}, {"small": "float32", "bucket_bytes": 1}, {"rampup_begin_step": 100}):
+        for momentum in (0.0, 0.9):
+            model = Branches()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+            optimizer, compression = wrap(model, plain, sparsity=0.9, min_numel=64, **options)
+            assert_frozen(model, optimizer, compression)
+            compression.close()
+    for algorithm in ("onebit", "qsgd", "strom", "adacomp"):
+        model = Branches()
+        compression = getattr(dgc.Compression, algorithm)(min_numel=64)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression)
+        assert_frozen(model, optimizer, compression)
         compression.close()
 
 
