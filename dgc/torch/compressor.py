@@ -123,6 +123,8 @@ class DGCCompressor(HorovodCompressor):
     def _read_loss_scale(self, value: object) -> LossScale:
         """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
+        if get_scale is not None and not getattr(value, "is_enabled", lambda: True)():
+            return 1.0  # a script for the GPU, without one
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
 

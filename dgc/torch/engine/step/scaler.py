@@ -51,7 +51,7 @@ def steps_by_scaler() -> bool:
 
 def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch's scaler has divided the gradients of an optimizer since its latest ``update()``."""
-    states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) else {}
+    states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) and scaler.is_enabled() else {}
     return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
 
 
