@@ -78,7 +78,7 @@ class DGCCompressor(HorovodCompressor):
                 "each model and optimizer"
             )
         named = list(named_parameters)
-        require_own_shards(named, self._job)
+        require_own_shards(named if optimizer is None else _owned(named, optimizer), self._job)
 
         def open_engine(transport: Transport) -> Engine:
             engine = Engine(
@@ -218,6 +218,13 @@ def _layout_of(
             f"{missing} parameters of the optimizer have no name; pass model.named_parameters() of all of them"
         )
     return chosen
+
+
+def _owned(
+    named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, torch.Tensor]]:
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [(n, p) for n, p in named if id(p) in owned]
 
 
 def _checked_names(value: object, algorithm: str) -> list[tuple[str, torch.Tensor]]:

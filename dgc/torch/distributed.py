@@ -130,7 +130,7 @@ TorchJob: TypeAlias = TorchHorovod | DistributedJob
 
 
 def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
-    """Refuse FSDP2's parameters unless they are sharded among other ranks than those that exchange.
+    """Refuse FSDP2's parameters unless all are sharded, among other ranks than those that exchange.
 
     Args:
         named: (name, parameter) pairs.
@@ -139,7 +139,14 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
     Raises:
         ConfigError: on every rank.
     """
-    for name, p in named:
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    outside = [name for name, p in trained if not is_sharded(p)]
+    if 0 < len(outside) < len(trained):
+        raise ConfigError(
+            f"{', '.join(map(repr, outside))}: no fully_shard() holds these parameters, and the ranks of a node would "
+            "train them apart, each on its own gradient: apply fully_shard() to the whole model, last, or freeze them"
+        )
+    for name, p in trained:
         if not is_sharded(p):
             continue
         group = job.ranks() if isinstance(job, DistributedJob) else range(dist.get_world_size())

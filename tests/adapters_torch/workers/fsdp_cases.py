@@ -279,6 +279,21 @@ def bad_input():
 
 
 @case
+def parameters_outside_of_fully_shard_are_refused():
+    torch.manual_seed(0)
+    model = Net()
+    for layer in (*model.layers[::2], model.one):
+        fully_shard(layer, mesh=MESH["shard"])
+    text = r"'out\.weight', 'out\.bias': no fully_shard\(\) holds these"
+    on_every_rank(dgc.ConfigError, text, lambda: wrap(model))
+    model.out.requires_grad_(False)
+    optimizer, compression = wrap(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    compression.close()
+
+
+@case
 def join_is_refused():
     model = make_model()
     optimizer, compression = wrap(model, sparsity=0.9)
