@@ -145,7 +145,7 @@ class _Exchanged(NamedTuple):
 class Steps(StepWatch):
     """Hands one optimizer's gradients to the engine, and its results back before each step."""
 
-    drives = True
+    drives = holds = True
     begun = averaged = in_step = False
     _skipping = _updating = _replaced = False
 

@@ -42,6 +42,8 @@ class Exchange:
             turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
         awaits_update: whether the caller reports what becomes of a finished step: :meth:`applied` or :meth:`drop`.
             Otherwise each one counts once it is finished, unless it was refused.
+        holds: whether the last bucket of steps that begin from now on waits until the caller waits for the results: an
+            error that the caller meets before that is sent in the same step.
         defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
             or :meth:`write_deferred` after :meth:`finish`.
         joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data: it submits zeros,
@@ -52,6 +54,7 @@ class Exchange:
     """
 
     awaits_update = False
+    holds = False
     defers = False
     joins = 0
     on_joined: Callable[[StepContext], None] | None = None
@@ -169,6 +172,9 @@ class Exchange:
         if context is None:
             return True
         since = time.perf_counter()
+        with self.latest.lock:
+            context.is_awaited = True
+            self.latest.lock.notify_all()
         done = self.latest.wait(timeout)
         context.stats.lap("wait", since)
         return done
@@ -385,6 +391,7 @@ class Exchange:
             coming_scale=scale if callable(scale) else None,
             fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
             submissions=Submissions(self.layout),
+            is_awaited=not self.holds,
             defers=self.defers,
             joins=self.joins,
             weight=self._weight() if self.joined else 1.0,

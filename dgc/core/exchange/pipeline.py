@@ -130,10 +130,14 @@ class Pipeline:
 
     def _wait_for_gradients(self, context: StepContext, index: int) -> bool:
         """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
-        step, missing = self._step, context.submissions.missing
+        step, missing, last = self._step, context.submissions.missing, index == len(self._buckets) - 1
         whole = self._clipping.needs_all_gradients
+
+        def ready() -> bool:
+            return not (any(missing) if whole else missing[index]) and (context.is_awaited or not last)
+
         with step.lock:
-            while (any(missing) if whole else missing[index]) and step.announced is None and not step.closed:
+            while not (ready() or step.announced is not None or step.closed):
                 step.lock.wait()
             return not step.closed
 

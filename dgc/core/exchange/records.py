@@ -215,6 +215,8 @@ class StepContext:
     """Rank -> those flags, of the ranks that do so; once the messages are in."""
     weight: float = 1.0
     """What gradients are multiplied by: P / T where averages are over T training ranks."""
+    is_awaited: bool = False
+    """Whether the caller waits for the results: it has nothing left to find wrong with the gradients."""
     has_limits: bool = False
     """Whether a result is to be cast to a narrower type."""
     coming_scale: Callable[[], float] | None = None

@@ -302,6 +302,7 @@ class Engine(EngineBase):
         self.exchange.defers = updates.begin(owner, results.kept)
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
+        self.exchange.holds = watch.holds
         change = watch.saved.change(self.transport)
         try:
             if owner is not None:

@@ -50,6 +50,7 @@ class StepWatch:
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
         by_scaler: whether a GradScaler has called that ``step()``.
         drives: whether this object hands over gradients.
+        holds: whether gradients are looked at once more before the last bucket is sent.
         begun: whether a backward pass has run for a step that is not exchanged yet.
         averaged: whether gradients were exchanged, and no backward pass has run after that.
         first_pass: whether each gradient is handed over in the backward pass that computes it.
@@ -58,7 +59,7 @@ class StepWatch:
         alone: whether no other optimizer may have momentum or decay for these parameters, or be distributed over them.
     """
 
-    plain_step = by_scaler = drives = alone = _broadcasts = False
+    plain_step = by_scaler = drives = alone = holds = _broadcasts = False
 
     def __init__(self, engine: Watched) -> None:
         """Watch from now on.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -281,6 +283,80 @@ def bad_input():
         given = None if dist.get_rank() == without else dgc.Compression.dgc()
         text = "without a compressor of dgc's .*the same compression= .*needs Horovod"
         on_every_rank(dgc.ConfigError, text, lambda given=given: wrapped(compression=given))
+
+
+@case
+def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
+    for bucket_bytes in (1, 2**25):
+        model = make_model()
+        optimizer, compression = wrap(model, sparsity=0.9, bucket_bytes=bucket_bytes)
+        train(optimizer, model, 2)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        time.sleep(1.0)
+        if dist.get_rank() == 1:
+            model[0].weight.grad.mul_(2.0)
+        on_every_rank(dgc.LayoutError, "0.weight.* was changed or replaced", optimizer.step)
+        compression.close()
+
+
+@case
+def a_model_in_ddp_is_named():
+    for view in (False, True):
+        model = DistributedDataParallel(make_model(), gradient_as_bucket_view=view)
+        optimizer, compression = wrap(model, sparsity=0.9)
+        text = r"do not wrap the model in DistributedDataParallel.*dgc\.ddp\.compression_hook"
+        on_every_rank(dgc.LayoutError, text, lambda optimizer=optimizer, model=model: train(optimizer, model, 1))
+        compression.close()
+
+
+@case
+def two_models_in_turn():
+    """A generator's loss passes through the discriminator, whose gradients are not its own."""
+
+    def train_both(inputs):
+        models = generator, discriminator = nn.Linear(20, 20), make_model(1)
+        wrapped = [wrap(m, torch.optim.SGD(m.parameters(), **SGD), **EXACT) for m in models]
+        (of_generator, _), (of_discriminator, _) = wrapped
+        try:
+            for step in range(4):
+                of_generator.zero_grad()
+                loss = loss_of(nn.Sequential(generator, discriminator), step)
+                loss.backward(inputs=list(generator.parameters()) if inputs else None)
+                of_generator.step()
+                of_discriminator.zero_grad()
+                loss_of(discriminator, step).backward()
+                of_discriminator.step()
+        finally:
+            for _, compression in wrapped:
+                compression.close()
+
+    train_both(inputs=True)
+    text = r"race condition\..*loss\.backward\(inputs=list\(generator\.parameters\(\)\)\)"
+    on_every_rank(AssertionError, text, lambda: train_both(inputs=False))
+
+
+@case
+def a_scaler_that_is_off():
+    """torch.amp's documented loops, in scripts for a GPU that run without one."""
+    scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cuda")]
+    for scaler, unscales in itertools.product(scalers, (False, True)):
+        assert not scaler.is_enabled()
+        model = make_model()
+        optimizer, compression = wrap(model, **EXACT, loss_scale=scaler)
+        for step in range(10):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            if unscales:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        assert_close(model, dense(10))
+        compression.close()
 
 
 @case
