@@ -31,6 +31,9 @@ _TIMEOUT = datetime.timedelta(seconds=600)
 _EXIT_PATIENCE = 5.0
 """Seconds that a process which ends waits for a collective under way."""
 
+_BEAT = datetime.timedelta(seconds=1)
+"""How often a thread that waits for another rank looks whether the process ends."""
+
 
 class DistributedJob(Job):
     """The ranks of a ``torch.distributed`` process group."""
@@ -210,7 +213,7 @@ class DistributedTransport(HorovodTransportBase):
         name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
         self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
-        weakref.finalize(self, self._group.end, _EXIT_PATIENCE)
+        weakref.finalize(self, self._group.end, _EXIT_PATIENCE, at_exit=True)
         super().__init__(rank, size)
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
@@ -229,7 +232,7 @@ class DistributedTransport(HorovodTransportBase):
         try:
             self._group.run(start)
         except (RuntimeError, ValueError) as error:
-            raise TransportError(f"a collective of torch.distributed failed: {error}") from error
+            raise TransportError(f"a collective of torch.distributed failed: {error}") from error.with_traceback(None)
 
     def close(self) -> None:
         """End the group of its own; the others go on."""
@@ -241,25 +244,49 @@ class _Group:
     """A Gloo group that ends before the interpreter does.
 
     Gloo's threads take the GIL to release tensors, some time after ``wait()``; once the interpreter ends that aborts
-    the process. The group's destructor joins them.
+    the process ("terminate called without an active exception"). The group's destructor joins them. So does a thread
+    that comes back from ``wait()`` then. Where another rank does not come, it is parked with all that it holds.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self._gloo: dist.ProcessGroupGloo | None = gloo
         self._in_use = threading.Lock()
+        self._ending, self._parked = False, threading.Event()
 
     def run(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
         """Run a collective to its end."""
         with self._in_use:
             if self._gloo is None:
                 raise RuntimeError("this process is ending")
-            start(self._gloo).wait()
+            work = start(self._gloo)
+            while not _has_ended(work):
+                if self._ending:
+                    self._parked.set()
+                    threading.Event().wait()
 
-    def end(self, patience: float) -> None:
+    def end(self, patience: float, *, at_exit: bool = False) -> None:
         """Drop the group, unless a collective is under way for longer than ``patience`` seconds."""
         if self._in_use.acquire(timeout=patience):
             self._gloo = None
             self._in_use.release()
+        elif at_exit:
+            self._ending = True
+            self._parked.wait(3 * _BEAT.total_seconds())
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Whether a collective ends soon.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
+        work.wait(_BEAT)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def broadcast_parameters(

@@ -22,7 +22,7 @@ from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallErr
 from dgc.torch.engine.engine import Engine
 from dgc.torch.engine.owner import find_owner
 from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import StepWatch
+from dgc.torch.engine.step.watch import Closure, StepWatch
 from dgc.torch.horovod import Placeholders
 
 _PATIENCE = 10.0
@@ -48,6 +48,15 @@ class HorovodSteps(StepWatch):
     @property
     def _optimizer(self) -> Any:
         return self.owner
+
+    def own(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: D102
+        _refuse_adasum(optimizer)
+        super().own(optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:  # noqa: D102
+        if self.owns(optimizer):
+            _refuse_adasum(optimizer)
+        return super().before_step(optimizer, closure)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: D102
         if (owner := self.owner) is not None:
@@ -130,6 +139,18 @@ class HorovodSteps(StepWatch):
         optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
 
 
+def _refuse_adasum(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse Horovod's optimizer for Adasum, which steps each parameter before it asks the compressor.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from horovod.torch.optimizer import _DistributedAdasumOptimizer
+
+    if vars(type(optimizer)).get("synchronize") is _DistributedAdasumOptimizer.synchronize:
+        raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+
+
 class HorovodCompressor(CompressorBase[Engine]):
     """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
 
@@ -149,7 +170,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         Errors about the gradient are raised by :meth:`decompress`, on all ranks.
 
         Raises:
-            ConfigError: ``op=Adasum``, or the compressor is not bound to a model.
+            ConfigError: the compressor is not bound to a model.
         """
         if tensor is None:  # Horovod was given the class
             raise no_compressor(HorovodCompressor)
@@ -159,8 +180,6 @@ class HorovodCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # a process set of one rank, in which Horovod calls as well
-        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):  # which takes long to ask
-            raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
         if self._is_exchanged(engine):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             placeholder = self._placeholders.take()

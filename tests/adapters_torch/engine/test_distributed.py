@@ -26,6 +26,40 @@ def test_a_process_may_end_right_after_a_collective():
     run_mpi(2, LAST_ACT, launcher="torchrun")
 
 
+LEFT_WAITING = """
+import os, threading, time, weakref
+import numpy as np
+import torch.distributed as dist
+from dgc.torch.engine import distributed
+
+dist.init_process_group("gloo")
+distributed._EXIT_PATIENCE = 0.5
+mark, rank = os.path.join(os.environ["DGC_TEST_REPORTS"], "ending"), dist.get_rank()
+kept = threading.Event()
+weakref.finalize(kept, lambda: open(mark, "w").close() if rank == 0 else None)  # after the transport's
+transport = distributed.DistributedTransport()
+
+def gather():
+    transport.allgather(np.zeros(4096, np.uint8), np.empty((2, 4096), np.uint8))
+
+gather()
+if rank == 0:
+    threading.Thread(target=gather, daemon=True).start()
+    time.sleep(0.5)
+else:
+    while not os.path.exists(mark):
+        time.sleep(0.001)
+    os._exit(0)
+"""
+
+
+@pytest.mark.mpi
+def test_a_process_ends_well_while_a_thread_waits_for_a_rank_that_leaves_then():
+    result = run_mpi(2, LEFT_WAITING, launcher="torchrun", check=False)
+    assert result.returncode == 0, result.explain()
+    assert "terminate called" not in result.stderr, result.explain()
+
+
 RAISES = """
 import torch
 import torch.distributed as dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import horovod.torch as hvd
 import torch
@@ -17,8 +18,29 @@ def adasum():
     model = make_model()
     on_every_rank(dgc.ConfigError, "Adasum", lambda: wrap("b", model, sgd(model), hvd_options={"op": hvd.Adasum}))
     on_every_rank(dgc.ConfigError, "Adasum", lambda: dgc.Compression.dgc(op=hvd.Adasum), "option")
-    optimizer, _ = wrap("a", model, sgd(model), hvd_options={"op": hvd.Adasum})
-    on_every_rank(dgc.ConfigError, "Adasum", lambda: train(optimizer, model, 1), "a")
+    before = flat(model)
+    on_every_rank(dgc.ConfigError, "Adasum", lambda: wrap("a", model, sgd(model), hvd_options={"op": hvd.Adasum}), "a")
+    compression = dgc.Compression.dgc(model.named_parameters(), momentum=0.9)  # which does not know the optimizer yet
+    plain, named = sgd(model, momentum=0.0), model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(plain, named, compression=compression, op=hvd.Adasum)
+    on_every_rank(dgc.ConfigError, "Adasum", lambda: train(optimizer, model, 1), "a without the optimizer")
+    assert torch.equal(flat(model), before), "the weights have moved"
+    compression.close()
+
+
+@case
+def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
+    for bucket_bytes in (1, 2**25):
+        model = make_model()
+        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9, bucket_bytes=bucket_bytes)
+        train(optimizer, model, 2)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        time.sleep(1.0)
+        if hvd.rank() == 1:
+            model.last.weight.grad.mul_(2.0)
+        on_every_rank(dgc.LayoutError, "last.weight.* was changed or replaced", optimizer.step, f"{bucket_bytes}")
+        compression.close()
 
 
 @case
