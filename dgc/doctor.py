@@ -134,6 +134,10 @@ def examine(found: Mapping[str, Facts]) -> list[Finding]:
             )
         elif str(found["cupy"]["cuda"]) != cuda:
             warn(f"CuPy is for CUDA {found['cupy']['cuda']}, PyTorch for CUDA {cuda}", f"pip install cupy-cuda{cuda}x")
+    folder = os.path.dirname(sys.executable)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        activate = f"source {folder}/activate" if os.path.exists(f"{folder}/activate") else f"PATH={folder}:$PATH"
+        warn("the environment of this Python is not activated: mpirun and torchrun are not found, or others", activate)
     return errors + warnings
 
 

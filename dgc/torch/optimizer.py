@@ -123,7 +123,8 @@ def _methods(optimizer: torch.optim.Optimizer, compression: DGCCompressor, spars
 _CHANGED = (
     "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
     "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
-    "hook that changes gradients before the optimizer is wrapped"
+    "hook that changes gradients before the optimizer is wrapped; do not wrap the model in DistributedDataParallel, "
+    "which averages gradients itself, or give it dgc.ddp.compression_hook and leave the optimizer plain"
 )
 
 _all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
@@ -236,7 +237,9 @@ class Steps(StepWatch):
         if self.begun:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where the loss is "
+                "another model's (a GAN's generator, whose loss passes through the discriminator), keep gradients off "
+                "these parameters: loss.backward(inputs=list(generator.parameters()))"
             )
         if (optimizer := self.owner) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)

@@ -38,7 +38,7 @@ SYMBOL = "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN3c105Error')\n"
 def doctor(tmp_path, monkeypatch):
     """Runs the command where some packages are not as they should be."""
 
-    def run(text=False, **changed):
+    def run(text=False, path=f"{Path(sys.executable).parent}:/usr/bin:/bin", **changed):
         for folder in ("one", "other"):
             (tmp_path / folder).mkdir()
             (tmp_path / folder / "libmpi.so.40").write_bytes(b"\0" * 4096)
@@ -50,6 +50,7 @@ def doctor(tmp_path, monkeypatch):
             (tmp_path / package).mkdir(exist_ok=True)
             (tmp_path / package / f"{module or '__init__'}.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+        monkeypatch.setenv("PATH", path)
         command = [sys.executable, "-m", "dgc", "doctor", *([] if text else ["--json"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.stderr == ""
@@ -114,6 +115,14 @@ def test_cause_and_remedy_of_a_broken_environment(doctor, name):
     assert finding["level"] == ("error" if expected else "warning")
     assert cause in finding["cause"]
     assert remedy in finding["remedy"]
+
+
+def test_an_environment_that_is_not_activated(doctor):
+    status, report = doctor(path="/usr/bin:/bin")
+    (finding,) = report["findings"]
+    assert status == 0
+    assert "not activated" in finding["cause"]
+    assert f"{Path(sys.executable).parent}" in finding["remedy"]
 
 
 def test_the_text_says_cause_and_remedy(doctor):
