@@ -31,6 +31,7 @@ class TorchHorovod(Horovod):
     framework = "PyTorch"
     module_name = "horovod.torch"
     package = "dgc.torch"
+    instead = "; under torchrun call torch.distributed.init_process_group() instead"
 
     def load(self) -> ModuleType:  # noqa: D102
         import horovod.torch as hvd

@@ -26,11 +26,29 @@ def test_a_process_may_end_right_after_a_collective():
     run_mpi(2, LAST_ACT, launcher="torchrun")
 
 
+FORGOTTEN = """
+import sys
+import torch
+sys.modules["horovod"] = None
+import dgc.torch as dgc
+
+model = torch.nn.Linear(4, 4)
+dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=dgc.Compression.dgc())
+"""
+
+
+@pytest.mark.mpi
+def test_a_forgotten_process_group_is_named():
+    result = run_mpi(1, FORGOTTEN, launcher="torchrun", check=False)
+    assert "ConfigError: dgc.torch needs Horovod" in result.stderr, result.explain()
+    assert "under torchrun call torch.distributed.init_process_group() instead" in result.stderr, result.explain()
+
+
 LEFT_WAITING = """
 import os, threading, time, weakref
 import numpy as np
 import torch.distributed as dist
-from dgc.torch.engine import distributed
+from dgc.torch import distributed
 
 dist.init_process_group("gloo")
 distributed._EXIT_PATIENCE = 0.5
