@@ -27,12 +27,11 @@ from machine import processor
 
 from dgc.core.exchange.records import Hyper
 from dgc.core.transport import Transport
+from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.engine import Engine
-from dgc.tensorflow.engine.numpy_bridge import APPLY, cross
-from dgc.tensorflow.reduce.reducer import Reducer
-from dgc.tensorflow.reduce.step import Context, reduce
+from dgc.tensorflow.engine import Engine
+from dgc.tensorflow.reduce import Reducer
+from dgc.tensorflow.tensors import APPLY, cross
 
 PATHS = ("graph", "eager")
 WARM_UP = 3
@@ -80,11 +79,11 @@ def main() -> None:
     gradients = [tf.random.stateless_normal(shape, [1, i]) for i in range(args.tensors)]
     variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i in range(args.tensors)]
     compressor = LoopbackCompressor({"momentum": 0.9})
-    context = Context(Reducer(compressor))
+    reducer = Reducer(compressor)
 
     @tf.function
     def graph(given: list[tf.Tensor]) -> list[tf.Tensor]:
-        return reduce(given, variables, context)[0]
+        return reducer.reduce(given, variables)[0]
 
     graph(gradients)
     engine = compressor.engine
@@ -102,9 +101,9 @@ def main() -> None:
 
     target, source = (np.ones(args.elements, np.float32) for _ in range(2))
     runs: dict[str, Callable[[], object]] = {
-        "core": lambda: group.run(arrays, [], hyper, None, follows=True),
+        "core": lambda: group.run(group.indices, arrays, [], hyper, None, follows=True),
         "graph": lambda: graph(gradients),
-        "eager": lambda: reduce(gradients, variables, context),
+        "eager": lambda: reducer.reduce(gradients, variables),
         "crossing alone, graph": lambda: graph_null(gradients),
         "crossing alone, eager": lambda: cross(null, gradients, None),
         "one copy of the result": lambda: np.copyto(target, source),

@@ -155,9 +155,9 @@ class Sender:
             if header.fingerprint != expected.fingerprint:
                 raise errors.ConfigError(
                     f"{who} and {label(self._transport.rank)} disagree in step {expected.step} about the learning "
-                    "rate, momentum, Nesterov, weight decay or the layout: schedulers and loaded checkpoints must set "
-                    "the same values on every rank (load a checkpoint on all ranks, or broadcast the optimizer's "
-                    "state; decide about a learning rate from metrics that are averaged over the ranks)"
+                    "rate, momentum, Nesterov, weight decay, frozen variables or the layout: schedulers and loaded "
+                    "checkpoints must set the same values on every rank (load a checkpoint on all ranks, or broadcast "
+                    "the optimizer's state; decide about a learning rate from metrics that are averaged over the ranks)"
                 )
             check_header(header, expected, who)
             coded, at = plan.coded_bytes_at, plan.inline_bytes_at

@@ -122,6 +122,11 @@ class State:
         first = segment.offset - self._layout.buckets[bucket].sparse_size
         return self.buckets[bucket].error[first : first + segment.length] if first >= 0 else np.empty(0, np.float32)
 
+    def host_views(self, parameter: int) -> list[np.ndarray]:
+        """Views of u, v, what a codec has lost, and the thresholds of one parameter, of a state on the host."""
+        thresholds = self._control_row(parameter) if self._layout.is_sparsified(parameter) else np.empty(0, np.float32)
+        return [self.momentum_buffer(parameter), self.residual(parameter), self.error(parameter), thresholds]
+
     def residual_norm(self) -> float:
         """L2 norm of all residuals of this rank, those of small tensors included."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)

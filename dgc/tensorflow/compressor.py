@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,12 +13,10 @@ from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.adoption import Adoption
-from dgc.tensorflow.engine.engine import Engine, foreign_variable
-from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, is_alone
-from dgc.tensorflow.engine.horovod_shim import HorovodCompressor
-from dgc.tensorflow.engine.optimizers import KERAS3, Optimizer, clipping, family
-from dgc.tensorflow.engine.tensors import Variable, raw_variable
+from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, clipping, family
+from dgc.tensorflow.engine import Engine, foreign_variable
+from dgc.tensorflow.horovod import HOROVOD, CommonNames, HorovodCompressor, ProcessSet, is_alone
+from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
 
 _LEFT = (
     "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
@@ -31,15 +29,19 @@ _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer,
 class DGCCompressor(HorovodCompressor):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
-    The wrappers of this package call :func:`dgc.tensorflow.reduce.step.reduce` once a step. With one process nothing is
+    The wrappers of this package call :func:`dgc.tensorflow.reduce.reduce` once a step. With one process nothing is
     adopted, and the optimizer keeps its momentum.
     """
 
+    sparse_names: CommonNames
+    """Of the collectives that send sparse gradients."""
     optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
     _lacks_residuals = False
     """Whether it was loaded with a model, which was saved where residuals were not empty."""
 
+    _names: Sequence[str] = ()
+    """The variables' names when they were first known: they go with a saved model, whose loader may rename them."""
     _bound_to: Sequence[Any] = ()
 
     def _read_loss_scale(self, value: Any) -> LossScale:
@@ -50,15 +52,16 @@ class DGCCompressor(HorovodCompressor):
                 return lambda: float(getattr(value, name))
         return as_loss_scale(value, "LossScaleOptimizer")
 
+    def variable_names(self) -> list[str]:
+        """The names that go with a saved model; empty before :meth:`bind`."""
+        return list(self._names if self.engine is None else self.engine.names)
+
     # -- binding -------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None) -> None:
         """Take the momentum out of the optimizer, before it makes its variables. Local: no communication.
 
         After a binding that failed, None stands for the optimizer that got its momentum back.
-
-        Raises:
-            ConfigError: momentum would be applied twice, or another optimizer was adopted before.
         """
         if self.adoption is not None:
             if optimizer is not None and self.adoption.optimizer is not optimizer:
@@ -84,10 +87,6 @@ class DGCCompressor(HorovodCompressor):
             variables: the model's trainable variables.
             optimizer: whose momentum is adopted, if :meth:`adopt` was not called before.
             process_set: of the wrapper; None means the option's, or all ranks.
-
-        Raises:
-            ConfigError: bound to another model before, elastic Horovod, or a part of what is needed is missing.
-            LayoutError: ranks disagree about the variables.
         """
         ours = [raw_variable(v) for v in variables]
         if self.is_bound:
@@ -102,15 +101,23 @@ class DGCCompressor(HorovodCompressor):
         def open_engine(transport: Transport) -> Engine:
             return self._open_engine(list(variables), optimizer, transport, process_set)
 
+        self.sparse_names = CommonNames("sparse")
+        if self._pending is not None:
+            first = self._pending[0]
+            self._names = (first if isinstance(first, Mapping) else first[0]).get("names", self._names)
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
+        if self.engine is None and len(self._names) != len(ours):
+            self._names = unique_names(variables)
         for variable in ours[:1]:  # a model holds the compressor that was bound to it last: no graph does
             variable._dgc_compressor = self
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         self.adopt(optimizer, process_set)
         assert self.adoption is not None
-        return Engine(variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals)
+        return Engine(
+            variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self._names
+        )
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None

@@ -6,18 +6,18 @@ joined, that exchange is dropped, and all take over what the last one has traine
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
 
 from dgc.core.header import Flags
 from dgc.errors import ConfigError
+from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.engine import SPARSE, Engine
-from dgc.tensorflow.engine.group import Group
-from dgc.tensorflow.engine.horovod import import_horovod
-from dgc.tensorflow.engine.optimizers import optimizer_variables
-from dgc.tensorflow.engine.tensors import raw_variable
+from dgc.tensorflow.engine import ENDED, SPARSE, Engine, Group
+from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.tensors import raw_variable
 
 
 def join(compression: DGCCompressor) -> int:
@@ -45,13 +45,7 @@ def join(compression: DGCCompressor) -> int:
     engine = compression.engine
     if engine is None:
         return 0
-    foreign = compression.serves_horovod or SPARSE in (engine.kinds or ())
-    if (
-        foreign
-        or len(engine.groups) != 1
-        or callable(engine.groups[0].exchange.loss_scale)
-        or engine.between.inside is not None
-    ):
+    if compression.serves_horovod or _obstacle(engine):
         engine.fail(
             ConfigError(
                 "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no sparse "
@@ -66,18 +60,28 @@ def join(compression: DGCCompressor) -> int:
     return int(members.ranks[last])
 
 
+def end_together(engine: Engine) -> None:
+    """Find out whether all ranks end their ``fit()`` here, where a callback ends it on this one. Nothing is changed."""
+    if _obstacle(engine):
+        return
+    (group,) = engine.groups
+    exchange, stats = group.exchange, copy.deepcopy(group.exchange.stats)
+    exchange.joins = Flags.JOINED | ENDED
+    try:
+        _step_without_data(engine, group)
+        exchange.drop()
+    finally:
+        exchange.joins, exchange.joined = 0, {}
+    exchange.stats = stats
+
+
 def _follow_until_all_joined(engine: Engine, group: Group) -> int:
     """Returns the rank, within the exchange, that joined last."""
     exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
-    kinds = [np.float64 if p.dtype == "float64" else np.float32 for p in exchange.layout.parameters]
-    zeros = [np.zeros(p.shape, kind) for p, kind in zip(exchange.layout.parameters, kinds, strict=True)]
     exchange.joins = Flags.JOINED
     try:
         while True:
-            values, hyper = [], engine.adoption.hyper
-            if any(hyper.weight_decay):
-                values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
-            group.run(zeros, values, hyper, None, follows=True)
+            _step_without_data(engine, group)
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break
@@ -87,6 +91,23 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
     finally:
         exchange.joins, exchange.joined = 0, {}
     return max(set(range(ranks)) - before)
+
+
+def _step_without_data(engine: Engine, group: Group) -> None:
+    values, hyper, parameters = [], engine.adoption.hyper, group.exchange.layout.parameters
+    if any(hyper.weight_decay):
+        values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
+    zeros = [np.zeros(p.shape, np.float64 if p.dtype == "float64" else np.float32) for p in parameters]
+    group.run(group.indices, zeros, values, hyper, None, follows=True)
+
+
+def _obstacle(engine: Engine) -> bool:
+    return (
+        SPARSE in (engine.kinds or ())
+        or len(engine.groups) != 1
+        or callable(engine.groups[0].exchange.loss_scale)
+        or engine.between.inside is not None
+    )
 
 
 def _take_over(engine: Engine, group: Group, members: object, root: int) -> None:

@@ -1,38 +1,197 @@
-"""``DistributedOptimizer`` under the name and with the arguments of ``horovod.tensorflow``."""
+"""What every distributed optimizer holds: its arguments, in a form that is saved with the model, and its reducer."""
 
 from __future__ import annotations
 
-from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
-from dgc.tensorflow.engine.optimizers import Optimizer
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dgc.adapter import compression as compression_of
+from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
+from dgc.errors import ConfigError
+from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.reduce import DEFAULTS, DenseReducer, Gradient, GradientReducer, ReduceOptions, Reducer
+from dgc.tensorflow.tensors import Variable
+
+_SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide")
+"""Options that are saved with a model as they are."""
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
-def DistributedOptimizer(
-    optimizer: Optimizer,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: object = None,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: ReduceOp | None = None,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: object = None,
-    process_set: ProcessSet | None = None,
-) -> Optimizer:
-    """Make a Keras optimizer exchange gradients before it applies them.
+check_compression = functools.partial(compression_of.check_compression, own=DGCCompressor, package="dgc.tensorflow")
 
-    Arguments are those of ``horovod.tensorflow.DistributedOptimizer``; see
-    :func:`dgc.tensorflow.keras.DistributedOptimizer`.
 
-    Raises:
-        ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
+class Settings:
+    """The arguments of ``DistributedOptimizer`` beside the optimizer, and the reducer that they describe.
+
+    Attributes:
+        reducer: reduces the gradients.
+        process_set: the ranks that exchange; None for all.
+        accumulation_steps: Keras' ``gradient_accumulation_steps`` when the reducer does it; else None.
+        lost: names of options that were in use when the model was saved but could not be saved with it.
     """
-    arguments = locals()
-    del arguments["use_locking"]
-    # Keras takes a second to import; a caller with a Keras optimizer has it.
-    from dgc.tensorflow.keras.optimizer import DistributedOptimizer as for_keras
 
-    return for_keras(**arguments)
+    def __init__(
+        self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
+    ) -> None:
+        """Build the reducer for a compression of ours, of Horovod's, or none."""
+        self._given, self._options = compression, options
+        self.process_set = options.process_set
+        self.accumulation_steps: int | None = None
+        self.lost = tuple(lost)
+        self.reducer: GradientReducer
+        if isinstance(compression, DGCCompressor):
+            self.reducer = Reducer(compression, options)
+        else:
+            self.reducer = DenseReducer(compression, options)
+
+    @property
+    def compression(self) -> DGCCompressor | None:
+        """The compressor; None for Horovod's dense exchange."""
+        return self.reducer.compression
+
+    @property
+    def adoption(self) -> Adoption | None:
+        """Momentum that the compressor has adopted, if there is one."""
+        return None if self.compression is None else self.compression.adoption
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the optimizer's momentum out of it, before it makes its variables; not while options are missing.
+
+        Nothing is adopted in a job of one process.
+        """
+        if is_alone(self.process_set) is False and self.compression is not None and not self.lost:
+            self.compression.adopt(optimizer, self.process_set)
+
+    def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+        """Attach the compressor to the model before the first step; collective."""
+        self.require_complete()
+        if self.compression is not None:
+            self.compression.bind(variables, optimizer, self.process_set)
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """Names of options without which a loaded model cannot exchange with others."""
+        return self.lost if self.lost and is_alone(self.process_set) is not True else ()
+
+    def require_complete(self) -> None:
+        """Refuse to exchange for a model that was saved with options that could not be saved with it.
+
+        It loads, so that it can be evaluated, saved, and given its options again.
+        """
+        if self.missing:
+            raise ConfigError(
+                f"the model was saved with {', '.join(self.lost)}, which cannot be saved; before you train it "
+                "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
+                "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
+            )
+
+    def accumulate(self, steps: int) -> None:
+        """Take over Keras' gradient accumulation, which averages."""
+        if self.reducer.options.passes != 1:
+            raise ConfigError(
+                "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
+            )
+        self.accumulation_steps = steps
+        self.reducer.use(dataclasses.replace(self._options, passes=steps, average_passes=True))
+
+    def reduce(
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        loss_scale: tf.Tensor | float | None = None,
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.GradientReducer.reduce`."""
+        self.require_complete()
+        return self.reducer.reduce(gradients, variables, optimizer, loss_scale)
+
+    def refuse_loss_scale(self) -> None:
+        """The distributed loss-scale optimizer hands over unscaled gradients."""
+        if self.compression is not None and self.compression.given_options.get("loss_scale", 1.0) != 1.0:
+            raise ConfigError(
+                "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
+                "compressor"
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """Plain values that :meth:`from_config` understands."""
+        config: dict[str, Any] = {name: getattr(self._options, name) for name in _SAVED}
+        config.update(op=None, options=None, lost=list(self.lost))
+        if self.process_set is not None:
+            config["lost"].append("process_set")
+        if self.compression is not None:
+            given = self.compression.given_options
+            config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
+            config["options"]["op"] = self.compression.config.op
+            config["algorithm"] = self.compression.config.algorithm
+            config["lacks_residuals"] = self.compression._lacks_residuals or self.compression.residual_norm > 0
+            config["names"] = self.compression.variable_names()
+            config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
+        else:
+            config["op"] = HOROVOD.op_name(self._options.op or "average")
+            if self._given not in (None, import_horovod().Compression.none):
+                config["lost"].append("compression")
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Settings:
+        """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
+        options, lost = config["options"], config["lost"]
+        compression = None
+        if options is not None:
+            compression = DGCCompressor(options, config["algorithm"])
+            compression._lacks_residuals, compression._names = config["lacks_residuals"], config["names"]
+        return cls(compression, ReduceOptions(config["op"], **{name: config[name] for name in _SAVED}), lost=lost)
+
+
+def make_settings(arguments: Mapping[str, Any]) -> Settings:
+    """Settings from the arguments of Horovod's ``DistributedOptimizer``, by name."""
+    given = arguments.__getitem__
+    compression, op = given("compression"), given("op")
+    HOROVOD.module(initialized=False)
+    check_compression(compression, **{name: given(name) for name in ("name", "device_dense", "device_sparse")})
+    refuse_grouping(given("num_groups"), given("groups"))
+    refuse_adasum(op, HOROVOD)
+    check_passes(given("backward_passes_per_step"))
+    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(given("gradient_predivide_factor"), name_of_op)
+    options = ReduceOptions(
+        op,
+        given("process_set"),
+        given("sparse_as_dense"),
+        passes=given("backward_passes_per_step"),
+        average_passes=given("average_aggregated_gradients"),
+        predivide=given("gradient_predivide_factor"),
+    )
+    return Settings(compression, options)
+
+
+class HasSettings:
+    """Mixed into a distributed optimizer: its exchange."""
+
+    _dgc_settings: Settings
+
+    @property
+    def compression(self) -> DGCCompressor | None:
+        """The compressor: statistics, state and residuals of this rank."""
+        return self._dgc_settings.compression
+
+    @property
+    def process_set(self) -> ProcessSet | None:
+        """The ranks that exchange; None for all."""
+        return self._dgc_settings.process_set
+
+
+def distributed_in(optimizer: Optimizer) -> Any:
+    """The distributed optimizer of ours that this is or that a LossScaleOptimizer holds; None if there is none.
+
+    By class: a script's own optimizer may have attributes of the same names.
+    """
+    return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)

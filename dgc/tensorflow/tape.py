@@ -11,12 +11,10 @@ import tensorflow as tf
 from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
-from dgc.tensorflow.engine.tensors import raw_variable
-from dgc.tensorflow.reduce.dense import TapeReducer
-from dgc.tensorflow.reduce.reducer import Reducer
-from dgc.tensorflow.reduce.settings import check_compression
-from dgc.tensorflow.reduce.step import Context, GradientReducer, ReduceOptions, reduce
+from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
+from dgc.tensorflow.optimizer import check_compression
+from dgc.tensorflow.reduce import GradientReducer, ReduceOptions, Reducer, TapeReducer
+from dgc.tensorflow.tensors import raw_variable
 
 
 @tf.autograph.experimental.do_not_convert
@@ -72,18 +70,13 @@ def DistributedGradientTape(
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
-    distributed._dgc_context = Context(reducer)
+    distributed._dgc_reducer = reducer
     distributed._dgc_seen = set()
     return distributed
 
 
 def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None) -> None:
-    """Take the momentum, and refuse what a wrapped optimizer takes over itself, and a tape cannot.
-
-    Raises:
-        ConfigError: no momentum is known, gradient accumulation inside the optimizer, or a loss scale that the
-            compressor does not know.
-    """
+    """Take the momentum, and refuse what a wrapped optimizer takes over itself, and a tape cannot."""
     if compression.adoption is None and compression.optimizer is not None:
         compression.adopt(None, process_set)  # it was given back when a binding failed
     adoption = compression.adoption
@@ -111,7 +104,7 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
 class _DistributedTape(tf.GradientTape):
     """Mixed into the class of the user's tape."""
 
-    _dgc_context: Context
+    _dgc_reducer: GradientReducer
     _dgc_seen: set[int]
 
     @tf.autograph.experimental.do_not_convert
@@ -132,19 +125,15 @@ class _DistributedTape(tf.GradientTape):
         """
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)
-        context = replace(self._dgc_context, generic_names=use_generic_names)
         self._refuse_momentum_twice(set(map(id, map(raw_variable, variables))))
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
-        results, _ = reduce(tf.nest.flatten(own, expand_composites=False), variables, context)
+        given = tf.nest.flatten(own, expand_composites=False)
+        results, _ = self._dgc_reducer.reduce(given, variables, generic_names=use_generic_names)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
-        """A second ``gradient()`` of a persistent tape is a second step of the momentum.
-
-        Raises:
-            ConfigError: the compressor applies momentum, and some of these variables had their gradients already.
-        """
-        compression = self._dgc_context.reducer.compression
+        """A second ``gradient()`` of a persistent tape is a second step of the momentum."""
+        compression = self._dgc_reducer.compression
         again = chosen & self._dgc_seen
         self._dgc_seen |= chosen
         engine = None if compression is None else compression.engine

@@ -89,7 +89,7 @@ def test_constructors_show_what_they_take(faces):
             assert [a[0] for a in shown][: len(expected)] == expected, (name, kind, shown)
 
 
-METHODS_ONLY_IN_TENSORFLOW = {"adopt", "adoption", "claim", "optimizer", "serves_horovod"}
+METHODS_ONLY_IN_TENSORFLOW = {"adopt", "adoption", "claim", "optimizer", "serves_horovod", "variable_names"}
 """A graph is built more than once, and a tape wrapped anew in each step."""
 
 

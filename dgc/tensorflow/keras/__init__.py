@@ -9,8 +9,6 @@ Use::
     model.fit(..., callbacks=[dgc.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-import tensorflow as tf
-
 from dgc import errors
 from dgc.adapter import paddle
 from dgc.adapter.paddle import *  # noqa: F403
@@ -18,16 +16,8 @@ from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join
 from dgc.tensorflow.keras import callbacks
-from dgc.tensorflow.keras.momentum.optimizer import DGCMomentum
+from dgc.tensorflow.keras.momentum import DGCMomentum
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
-
-# What is saved with a model must be known to Keras before the model is loaded.
-if tf.keras.optimizers.SGD.__module__.startswith("tf_keras"):
-    from dgc.tensorflow.keras import legacy  # noqa: F401
-    from dgc.tensorflow.keras.momentum import legacy as momentum_legacy  # noqa: F401
-else:
-    from dgc.tensorflow.keras import keras3  # noqa: F401
-    from dgc.tensorflow.keras.momentum import keras3 as momentum_keras3  # noqa: F401
 
 __all__ = [
     "Compression",

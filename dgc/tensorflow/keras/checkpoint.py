@@ -12,8 +12,8 @@ import tensorflow as tf
 from dgc.adapter.engine import INACTIVE
 from dgc.core.state import load_state, old_ranks_of, require_sound, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
-from dgc.tensorflow.engine.horovod import import_horovod, is_alone
-from dgc.tensorflow.reduce.settings import distributed_in
+from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.optimizer import distributed_in
 from dgc.transport.agreement import agree_or_raise, require_agreement, tell_error
 
 ITERATIONS = "optimizer_iterations"
@@ -189,14 +189,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             compression.load_state_dict(found, resize=True)
 
     def _found(self, rank: int, size: int, is_needed: bool) -> tuple[list[Any], str]:
-        """The states that belong to the model, in rank order, None for those that this rank does not need.
-
-        Returns:
-            None of them where there are none, and what to add to the error about that.
-
-        Raises:
-            LayoutError: another number of ranks has saved them, without ``resize``, or a file of theirs cannot be read.
-        """
+        """The states that belong to the model, in rank order, None for those that this rank does not need."""
         path, own, nearly = self._fitting(rank)
         if not own and rank:
             path, own, _ = self._fitting(0)  # of a job with fewer ranks

@@ -6,7 +6,9 @@ Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,14 +16,126 @@ import tensorflow as tf
 from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod import is_alone
-from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED, APPLY, REFUSED
-from dgc.tensorflow.engine.optimizers import Optimizer
-from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.keras.accumulation import count_pass, hand_over, no_accumulators
-from dgc.tensorflow.keras.layouts import load_variables, loaded_with_the_wrapper
-from dgc.tensorflow.reduce.settings import HasSettings, Settings
-from dgc.tensorflow.reduce.step import Gradient, reduce, scaled
+from dgc.tensorflow.adoption import Optimizer, is_sgd, make_slots
+from dgc.tensorflow.horovod import is_alone
+from dgc.tensorflow.optimizer import HasSettings, Settings
+from dgc.tensorflow.reduce import Gradient, scaled
+from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
+
+
+def hand_over(optimizer: Optimizer) -> None:
+    """Let ``optimizer`` take every gradient that it is given for the mean of all passes."""
+    # An instance's method: a class of its own would be saved with the model, and loaded without us.
+    optimizer._backend_apply_gradients = functools.partial(_apply_mean, optimizer)
+
+
+@contextlib.contextmanager
+def no_accumulators(optimizer: Optimizer) -> Iterator[None]:
+    """Make no variables for sums while ``optimizer`` makes its variables."""
+    steps = optimizer.gradient_accumulation_steps
+    optimizer.gradient_accumulation_steps = None
+    try:
+        yield
+    finally:
+        optimizer.gradient_accumulation_steps = steps
+
+
+def count_pass(optimizer: Optimizer) -> None:
+    """Do what Keras does in a pass that only adds gradients up, except the addition."""
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        _average(optimizer)
+        for variable in optimizer._trainable_variables:
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
+    optimizer._iterations.assign_add(1)
+
+
+def _apply_mean(optimizer: Optimizer, gradients: Any, variables: Sequence[Variable]) -> None:
+    """Keras' ``_backend_apply_gradients`` in the pass that updates, after its division by the number of passes."""
+    gradients = optimizer._clip_gradients(gradients)
+    optimizer._apply_weight_decay(variables)
+    optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
+    _average(optimizer)
+
+
+def _average(optimizer: Optimizer) -> None:
+    if not optimizer.use_ema:
+        return
+    variables = optimizer._trainable_variables
+    optimizer._update_model_variables_moving_average(variables)
+    every = optimizer.ema_overwrite_frequency
+    if not every:
+        return
+
+    def overwrite() -> int:
+        optimizer._overwrite_model_variables_with_average_value(variables)
+        return 0
+
+    tf.cond(tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % every, 0), overwrite, lambda: 0)
+
+
+_Place = tuple[tuple[int, ...], Any]
+"""A saved variable's shape, and the variable that takes its value; None where there is none."""
+
+
+def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
+    """Give a distributed optimizer the values that were saved by one process, by several or by a dense run.
+
+    What is not saved of momentum and of added gradients begins at 0; momentum that was saved as slots gets slots, of
+    which the compressor makes its buffer in the first step.
+    """
+    shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
+    slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(getattr(inner, "momentums", None)))
+    # Slots before sums, which have the same shapes: sums of an optimizer with momentum are not saved without slots.
+    choices = itertools.product((True, False), _choices(slots_may_be), _choices(inner.gradient_accumulation_steps))
+    for with_own, with_slots, with_sums in choices:
+        wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]
+        if [shape for shape, _ in wanted] == shapes:
+            break
+    else:
+        return False
+    if with_slots:
+        make_slots(inner)
+        wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]
+    for variable in (*_sums(inner), *_slots(inner)):
+        variable.assign(tf.zeros(variable.shape, variable.dtype))
+    for i, (_, variable) in enumerate(wanted):
+        if variable is not None:
+            variable.assign(store[str(i)])
+    return True
+
+
+def loaded_with_the_wrapper(store: Mapping[str, Any]) -> None:
+    """In place of the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
+
+
+def _choices(possible: Any) -> tuple[bool, ...]:
+    return (True, False) if possible else (False,)
+
+
+def _places(variables: Sequence[Variable]) -> list[_Place]:
+    return [(tuple(v.shape), v) for v in variables]
+
+
+def _sums(inner: Optimizer) -> list[Any]:
+    return list(getattr(inner, "_accumulated_gradients", None) or [])
+
+
+def _slots(inner: Optimizer) -> list[Any]:
+    return list(getattr(inner, "momentums", None) or []) if is_sgd(inner) else []
+
+
+def _layout(inner: Optimizer, with_sums: bool, with_slots: bool) -> list[_Place]:
+    """Keras' order: counters, moving averages, sums of gradients, all else."""
+    trained = [(tuple(v.shape), None) for v in inner._trainable_variables]
+    apart = {id(v) for v in (*_sums(inner), *_slots(inner))}
+    others = _places([v for v in inner.variables if id(v) not in apart])
+    # A schedule is no variable.
+    first = 1 + hasattr(inner._learning_rate, "assign") + (len(trained) if inner.use_ema else 0)
+    sums: list[_Place] = (_places(_sums(inner)) or trained) if with_sums else []
+    slots: list[_Place] = (_places(_slots(inner)) or trained) if with_slots else []
+    return [*others[:first], *sums, *others[first:], *slots]
+
 
 PACKAGE = "dgc"
 
@@ -31,9 +145,6 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
 
     Under the policy mixed_float16 Keras puts every optimizer that is no LossScaleOptimizer into one when it compiles,
     which then decides on each rank alone whether to call us; so ours is one itself.
-
-    Raises:
-        ConfigError: it is distributed already, and lacks no option.
     """
     if isinstance(optimizer, (DistributedOptimizer, DistributedLossScaleOptimizer)):
         if not optimizer._dgc_settings.lost:
@@ -123,11 +234,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         settings.adopt(self.inner_optimizer)
 
     def bind(self, variables: Sequence[Variable]) -> None:
-        """Attach the compressor to the model before the first step; collective.
-
-        Raises:
-            ConfigError: options of the saved model are missing.
-        """
+        """Attach the compressor to the model before the first step; collective."""
         self._prepare()
         self._dgc_settings.bind(variables, self.inner_optimizer)
 
@@ -137,7 +244,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Load what one process, several, or a dense run have saved: see :mod:`dgc.tensorflow.keras.layouts`."""
+        """Load what one process, several, or a dense run have saved: see :mod:`dgc.tensorflow.keras.keras3`."""
         adoption = self._dgc_settings.adoption
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
@@ -218,14 +325,10 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Exchange ``grads`` and update the variables.
-
-        Raises:
-            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
-        """
+        """Exchange ``grads`` and update the variables."""
         variables, inner = self._begin(trainable_variables), self.inner_optimizer
         scale = inner.loss_scale_factor
-        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(inner, scale))
+        reduced, verdict = self._dgc_settings.reduce(grads, variables, inner, scale)
         if scale is not None:
             reduced = scaled(reduced, scale)
         if self._dgc_settings.reducer.options.passes == 1:
@@ -302,13 +405,9 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value.
-
-        Raises:
-            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
-        """
+        """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value."""
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
-        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self.inner_optimizer, scale))
+        reduced, verdict = self._dgc_settings.reduce(grads, variables, self.inner_optimizer, scale)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)

@@ -14,23 +14,16 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.adoption import momentum_config
-from dgc.tensorflow.engine.numpy_bridge import ACCUMULATED
-from dgc.tensorflow.engine.optimizers import LEGACY_V2, Optimizer, family
-from dgc.tensorflow.engine.tensors import Variable
-from dgc.tensorflow.reduce.settings import HasSettings, Settings
-from dgc.tensorflow.reduce.step import Gradient, reduce
+from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, momentum_config
+from dgc.tensorflow.optimizer import HasSettings, Settings
+from dgc.tensorflow.reduce import Gradient
+from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
 
 def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
-    """Make ``optimizer`` distributed, in place.
-
-    Raises:
-        ConfigError: it is distributed already and lacks no option, or it is a LossScaleOptimizer and gradients are to
-            be accumulated.
-    """
+    """Make ``optimizer`` distributed, in place."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    is_distributed = isinstance(inner, _Distributed)
+    is_distributed = isinstance(inner, Distributed)
     if is_distributed and not inner._dgc_settings.lost:
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
     if inner is not optimizer and settings.reducer.options.passes > 1:
@@ -45,26 +38,18 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
 _Base: Any = object
 
 
-class _Distributed(HasSettings, _Base):
+class Distributed(HasSettings, _Base):
     """Mixed into the class of the user's optimizer."""
 
     def bind(self, variables: Sequence[Variable]) -> None:
-        """Attach the compressor to the model before the first step; collective.
-
-        Raises:
-            ConfigError: options of the saved model are missing.
-        """
+        """Attach the compressor to the model before the first step; collective."""
         self._dgc_settings.bind(variables, self)
 
     @tf.autograph.experimental.do_not_convert
     def aggregate_gradients(
         self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
     ) -> list[tuple[Gradient, Variable]]:
-        """Exchange this rank's gradients (``tf_keras.optimizers``).
-
-        Raises:
-            DGCError: ranks or steps differ, or a rank failed (in a graph: TensorFlow's error with the same text).
-        """
+        """Exchange this rank's gradients (``tf_keras.optimizers``)."""
         return self._exchange(grads_and_vars)[0]
 
     _aggregate_gradients = aggregate_gradients  # of tf_keras.optimizers.legacy
@@ -98,7 +83,7 @@ class _Distributed(HasSettings, _Base):
         self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
     ) -> tuple[list[tuple[Gradient, Variable]], tf.Tensor]:
         grads, variables = zip(*list(grads_and_vars), strict=True)
-        reduced, verdict = reduce(grads, variables, self._dgc_settings.context(self))
+        reduced, verdict = self._dgc_settings.reduce(grads, variables, self)
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:
@@ -120,7 +105,7 @@ class _Distributed(HasSettings, _Base):
 @functools.cache
 def _distributed_class(base: type) -> type:
     """A class derived from an optimizer's, known to Keras' loading by its name."""
-    derived = type(f"Distributed{base.__name__}", (_Distributed, base), {"__module__": __name__})
+    derived = type(f"Distributed{base.__name__}", (Distributed, base), {"__module__": __name__})
     package = "dgc.legacy" if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else "dgc"
     return tf_keras.saving.register_keras_serializable(package=package)(derived)
 

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from dgc.core.config import brief
 from dgc.errors import ConfigError
-from dgc.tensorflow.engine.horovod import ProcessSet, ReduceOp
-from dgc.tensorflow.engine.optimizers import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
-from dgc.tensorflow.reduce.settings import distributed_in, make_settings
+from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
+from dgc.tensorflow.horovod import ProcessSet, ReduceOp
+from dgc.tensorflow.optimizer import distributed_in, make_settings
 
 
 def DistributedOptimizer(

@@ -15,7 +15,6 @@ from worker_tools import case, run_cases
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 from dgc.errors import LayoutError
-from dgc.tensorflow.engine.horovod import HorovodTransport
 
 keras = m.keras
 
@@ -147,8 +146,8 @@ def in_fit(**options):
 
 def traces_of(compression):
     engine = compression.engine
-    u = engine._exchanges[0].state.buckets[0].u
-    return [weakref.ref(x) for x in (compression, engine, engine._exchanges[0], u)]
+    u = engine.groups[0].exchange.state.buckets[0].u
+    return [weakref.ref(x) for x in (compression, engine, engine.groups[0].exchange, u)]
 
 
 @case
@@ -240,14 +239,6 @@ def stand_ins_are_counted():
         sent[library] = compression.stats.last.bytes_sent
         compression.close()
     assert sent[hvd] == sent[dgc] + 4 * len(variables)
-
-
-@case
-def transports_do_not_share_names():
-    transports = [HorovodTransport(), HorovodTransport()]
-    assert transports[0]._prefix != transports[1]._prefix
-    assert len(set(hvd.allgather_object([t._prefix for t in transports])[0])) == 2
-    assert len({tuple(names) for names in hvd.allgather_object([t._prefix for t in transports])}) == 1
 
 
 @case

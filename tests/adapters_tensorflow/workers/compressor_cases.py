@@ -73,7 +73,7 @@ def frameworks_agree_on_options_too():
 
 @case
 def a_saved_model_remembers_its_compressor():
-    from dgc.tensorflow.reduce.settings import Settings
+    from dgc.tensorflow.optimizer import Settings
 
     settings = Settings(dgc.Compression.qsgd(bits=8))
     again = Settings.from_config(settings.to_config())

@@ -13,82 +13,6 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 
-WAYS = {
-    "wrapper in a graph": ("wrapper", True, {}),
-    "wrapper eager": ("wrapper", False, {}),
-    "stock in a graph": ("stock", True, {}),
-    "stock eager": ("stock", False, {}),
-    "stock, one group": ("stock", True, {"groups": 1}),
-    "stock, two groups": ("stock", True, {"groups": 2}),
-}
-
-
-KINDS = {"before": m.BEFORE_RAMPUP, "zero": m.SPARSITY_0}
-
-
-@functools.cache
-def dense_values(optimizer):
-    return m.train_loop("dense", optimizer=optimizer)[0]
-
-
-def _equality(optimizer, ways, kinds=("before", "zero")):
-    dense = dense_values(optimizer)
-    for name in ways:
-        way, graph, hvd_options = WAYS[name]
-        for key in kinds:
-            options = KINDS[key]
-            found, compression = m.train_loop(way, options, optimizer=optimizer, graph=graph, hvd_options=hvd_options)
-            m.assert_close(found, dense, m.TOLERANCE[key])
-            m.assert_replicas(found)
-            assert compression.stats.steps == 20
-
-
-@case
-def a_tape_equals_dense_across_learning_rate_changes():
-    _equality("momentum", ["wrapper in a graph", "stock in a graph"])
-    _equality("momentum", ["wrapper eager", "stock eager", "stock, one group", "stock, two groups"], ["zero"])
-
-
-@case
-def nesterov_equals_dense_across_learning_rate_changes():
-    _equality("nesterov", ["wrapper in a graph", "stock, one group"])
-
-
-@case
-def without_momentum_a_tape_equals_dense():
-    _equality("plain", ["wrapper in a graph"])
-
-
-@case
-def decoupled_weight_decay_stays_in_the_optimizer():
-    _equality("decoupled decay", ["wrapper eager"])
-
-
-@case
-def replicas_stay_bit_identical_for_50_steps_at_99_percent():
-    for name in ("wrapper in a graph", "wrapper eager", "stock in a graph", "stock, one group"):
-        way, graph, hvd_options = WAYS[name]
-        found, compression = m.train_loop(way, m.SPARSE, graph=graph, hvd_options=hvd_options, steps=50)
-        m.assert_replicas(found)
-        assert compression.stats.total.density < 0.011
-        assert compression.residual_norm > 0
-
-
-@case
-def all_ways_select_the_same_entries():
-    options = {**m.SPARSE, "values": "float32", "small": "float32"}
-    exact, _ = m.train_loop("wrapper", options, steps=10)
-    for name in ("wrapper eager", "stock in a graph", "stock, one group"):
-        way, graph, hvd_options = WAYS[name]
-        found, _ = m.train_loop(way, options, graph=graph, hvd_options=hvd_options, steps=10)
-        m.assert_close(found, exact, 1e-5)
-
-
-@case
-def the_ramp_up_begins_in_the_middle_of_a_run():
-    found, _ = m.train_loop("wrapper", {**m.SPARSITY_0, "rampup_begin_step": 9}, optimizer="nesterov")
-    m.assert_close(found, dense_values("nesterov"), m.TOLERANCE["zero"])
-
 
 @case
 def op_sum_adds_the_ranks():
@@ -173,31 +97,6 @@ def a_non_finite_gradient_refuses_the_step_everywhere():
         assert finite is (step != 2), (step, finite)
     assert compression.stats.refused_steps == 1
     assert compression.state_dict()["step"] == 3
-
-
-@case
-def a_state_saved_in_the_middle_continues_bit_for_bit():
-    for way in ("wrapper", "stock"):
-        model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
-
-        def steps(compression, library, first, last, inner=inner, model=model):
-            one = m.stepper(model, inner, compression, library, graph=False)
-            for step in range(first, last):
-                inner.learning_rate = m.rate(step)
-                one(step)
-
-        first, library = m.compressor(way, model, inner, **m.SPARSE)
-        steps(first, library, 0, 9)
-        saved, weights = first.state_dict(), m.values(model)
-        steps(first, library, 9, 15)
-        wanted = m.values(model)
-        model.set_weights(weights)
-        inner.momentum = 0.9
-        second, _ = m.compressor(way, model, inner, **m.SPARSE)
-        second.load_state_dict(saved)
-        steps(second, library, 9, 15)
-        for a, b in zip(m.values(model), wanted, strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 @case

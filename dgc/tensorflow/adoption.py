@@ -1,0 +1,442 @@
+"""Taking momentum and Nesterov out of an SGD optimizer into the compressor, so that nothing is applied twice.
+
+Keras' velocity contains the learning rate: ``m <- mu*m - lr*g``. With ``u = -m/lr`` this is the core's
+``u <- mu*u + g`` as long as lr stays; when lr changes, u must be multiplied by lr_old/lr_new. Keras' ``weight_decay``
+is decoupled from the gradient and stays in the optimizer.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.adapter.compression import warn_of_first_moment
+from dgc.core.compressors import leaves_zeros
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.records import Hyper
+from dgc.errors import ConfigError
+from dgc.tensorflow.tensors import Variable, raw_variable
+
+Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
+
+KERAS3, LEGACY, LEGACY_V2 = "keras", "tf_keras", "tf_keras.legacy"
+
+
+class Taken(float):
+    """The momentum of an SGD whose own one the compressor applies: 0, and no number that a user would assign."""
+
+
+_UPDATES = (
+    "apply_gradients",
+    "apply",
+    "update_step",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_internal_apply_gradients",
+    "_clip_gradients",
+    "_transform_gradients",
+    "_transform_unaggregated_gradients",
+    "_resource_apply_dense",
+)
+"""Methods that gradients pass through on their way into the variables, of either Keras."""
+_KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
+"""Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
+
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+def family(optimizer: object) -> str | None:
+    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer."""
+    for cls in type(optimizer).__mro__:
+        module, name = cls.__module__, cls.__name__
+        if module.startswith("keras.src.optimizers") and name in ("Optimizer", "BaseOptimizer"):
+            return KERAS3
+        if module.startswith("tf_keras.src.optimizers") and name == "OptimizerV2":
+            return LEGACY_V2
+        if module.startswith("tf_keras.src.optimizers") and name in ("Optimizer", "_BaseOptimizer"):
+            return LEGACY
+        if module.startswith("tf_keras.src.mixed_precision") and name == "BaseLossScaleOptimizer":
+            return LEGACY
+    return None
+
+
+def learning_rate(optimizer: Optimizer) -> Any:
+    """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
+    kind = family(optimizer)
+    if kind == LEGACY_V2:
+        return optimizer._decayed_lr(tf.float32)
+    if kind == LEGACY:
+        # Its `learning_rate` is the one of the step before when it follows a schedule.
+        rate = optimizer._learning_rate
+        return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
+    return optimizer.learning_rate
+
+
+def without_loss_scale(optimizer: Optimizer) -> Any:
+    """The optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
+    """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
+    listed = getattr(optimizer, "variables", [])
+    listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
+    rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
+    return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
+
+
+def clipping(optimizer: Optimizer) -> str | None:
+    """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
+    for name in _CLIPPING:
+        value = getattr(optimizer, name, None)
+        # Keras takes a threshold of 0 for none, and any type that it can compare.
+        if value is not None and _is_positive(value):
+            return f"{name}={value}"
+    return None
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        with tf.init_scope():
+            return float(value) > 0
+    except (TypeError, ValueError):
+        return True
+
+
+def is_sgd(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's momentum is one that the compressor can apply."""
+    return is_keras(optimizer, "SGD")
+
+
+def is_keras(optimizer: Optimizer, name: str) -> bool:
+    """Whether the optimizer is of this class of either Keras, or of one derived from it."""
+    return any(
+        c.__module__.partition(".")[0] in ("keras", "tf_keras") and c.__name__ == name for c in type(optimizer).__mro__
+    )
+
+
+def own_update(optimizer: Optimizer) -> str | None:
+    """Name the user's code that may change gradients before they update variables; None: there is none.
+
+    A method of a subclass or of this one optimizer, or ``gradient_transformers``.
+    """
+    if getattr(optimizer, "gradient_transformers", None):
+        return "gradient_transformers"
+    for owner in (optimizer, *type(optimizer).__mro__):
+        for name in _UPDATES:
+            method = getattr(owner, "__dict__", {}).get(name)
+            method = getattr(method, "func", method)  # of a functools.partial
+            if method is not None and str(getattr(method, "__module__", None)).partition(".")[0] not in _KNOWN_UPDATES:
+                cls = owner if isinstance(owner, type) else type(optimizer)
+                return f"{cls.__name__}.{name}()"
+    return None
+
+
+def first_moment(optimizer: Optimizer) -> Any:
+    """Adam's beta1, and that of its relatives; None where there is none, or none that is known without a graph."""
+    # Legacy Keras would make variables of its hyperparameters when one of them is read.
+    return optimizer._hyper.get("beta_1") if family(optimizer) == LEGACY_V2 else getattr(optimizer, "beta_1", None)
+
+
+def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
+    """Momentum and Nesterov that an SGD holds.
+
+    Legacy Keras' older optimizers keep their momentum when it is cleared; the others have 0 then, as :class:`Taken`.
+    """
+    with tf.init_scope():
+        momentum = float(optimizer.momentum)
+    if family(optimizer) == LEGACY_V2:
+        # Its number becomes a float32 variable sooner or later.
+        momentum = float(np.float32(momentum))
+    return momentum, bool(optimizer.nesterov)
+
+
+def is_cleared(optimizer: Optimizer) -> bool:
+    """Whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since."""
+    if family(optimizer) == LEGACY_V2:
+        return bool(get_momentum(optimizer)[0]) and not optimizer._momentum
+    return isinstance(optimizer.momentum, Taken)
+
+
+def clear_momentum(optimizer: Optimizer) -> None:
+    """Make an SGD apply no momentum; its ``nesterov``, which has no effect then, stays.
+
+    It no longer writes into its momentum slots either: at a momentum of 0 some go on keeping their last update there,
+    which would be loaded with the model as a dense run's momentum.
+    """
+    kind = family(optimizer)
+    if kind == LEGACY_V2:
+        # A flag decides whether it applies momentum; checkpoints hold the number.
+        optimizer._momentum = False
+    else:
+        optimizer.momentum = Taken()
+        if kind == LEGACY:
+            # An instance's method: a class of its own would be saved with the model, and loaded without us.
+            optimizer.update_step = functools.partial(_update_without_slots, optimizer)
+
+
+def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Variable) -> None:
+    """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
+    attributes = vars(optimizer)  # TensorFlow must not track the placeholder
+    slots = attributes["momentums"]
+    attributes["momentums"] = collections.defaultdict(lambda: None)
+    try:
+        type(optimizer).update_step(optimizer, gradient, variable)
+    finally:
+        attributes["momentums"] = slots
+
+
+def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
+    """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
+    kind = family(optimizer)
+    vars(optimizer).pop("update_step", None)
+    if kind == LEGACY_V2:
+        optimizer._momentum = bool(momentum)
+        return
+    optimizer.momentum = momentum
+    if kind == KERAS3 and momentum and optimizer.built:
+        make_slots(optimizer)
+
+
+def make_slots(optimizer: Optimizer) -> None:
+    """Make the momentum slots of a built SGD of Keras 3, which has none where its momentum was taken."""
+    if not getattr(optimizer, "momentums", None):
+        with tf.init_scope():
+            optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
+
+
+def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Make the slots for which ``tf.train.Checkpoint`` holds values that it has not found a place for yet."""
+    kind = family(optimizer)
+    if kind not in (KERAS3, LEGACY):
+        return
+    awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
+    if not any(name.isdigit() and found for name, found in awaited.items()):
+        return
+    with tf.init_scope():
+        optimizer.build(list(variables))  # does nothing the second time
+    if kind == KERAS3:
+        make_slots(optimizer)
+
+
+def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
+    """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
+    kind, raw = family(optimizer), raw_variable(variable)
+    if kind == LEGACY_V2:
+        return optimizer.get_slot(raw, "momentum") if "momentum" in optimizer.get_slot_names() else None
+    slots = getattr(optimizer, "momentums", None) or []
+    if kind == KERAS3:
+        known = {id(raw_variable(v)): m for v, m in zip(optimizer._trainable_variables, slots, strict=False)}
+        slot = known.get(id(raw))
+        return None if slot is None else raw_variable(slot)
+    place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
+    return None if place is None else slots[place]
+
+
+Absorb = Callable[[int, np.ndarray, float], None]
+
+
+class Adoption:
+    """Momentum SGD's options, taken from an optimizer or given to the compressor.
+
+    Attributes:
+        hyper: the options by variable index, as the core uses them.
+        optimizer: the user's optimizer or None.
+        active: whether anything is taken from the optimizer at all.
+        left_for: the clipping option or the user's method for whose sake momentum stays in the optimizer; None if it
+            does not.
+        is_loss_scaled: whether a LossScaleOptimizer was given.
+        taken: whether momentum was adopted, whatever it is now.
+        momentum, nesterov: what was adopted; 0 and False if nothing.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
+        """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
+
+        An optimizer that clips, or whose class has an update of the user's own, keeps its momentum: both are meant for
+        gradients, and what the exchange returns would be a velocity. The compressor then does plain error feedback.
+        """
+        self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
+        self.optimizer = optimizer = without_loss_scale(optimizer)
+        self.active = is_sgd(optimizer) and config.momentum is None
+        self.left_for: str | None = None
+        self._config = config
+        self._refuse_clipped_velocity()
+        if leaves_zeros(config):
+            _look_at_update(optimizer, config.algorithm)
+        own = own_update(optimizer)
+        found = clipping(optimizer) or own
+        if self.active and found and get_momentum(optimizer)[0]:
+            self.active, self.left_for = False, found
+        self.active = self.active and not own  # nor is a momentum taken that is assigned later
+        if self.active and is_cleared(optimizer):
+            raise ConfigError(
+                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
+                "the compressor once, outside the training step"
+            )
+        self.momentum, self.nesterov = 0.0, False
+        self.hyper = Hyper([], [], [])
+        self.taken = False
+        self.take()
+        warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum, "beta_1=0.0")
+
+    def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
+        """The learning rate of the step under way; None where it is not known. Horovod may step with a copy."""
+        return None if self.optimizer is None else learning_rate(optimizer or self.optimizer)
+
+    @property
+    def steps(self) -> int:
+        """How many the optimizer has made; 0 where it does not count them."""
+        if self.optimizer is None:
+            return 0
+        with tf.init_scope():
+            return int(np.asarray(raw_variable(self.optimizer.iterations)))
+
+    @property
+    def applies_momentum(self) -> bool:
+        """Whether the compressor does, or will once it is bound."""
+        return bool(self.momentum if self.active else self._config.momentum)
+
+    def take(self) -> None:
+        """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
+
+        In every step: what the user assigns in mid-training is followed, 0 included.
+        """
+        self._refuse_clipped_velocity()
+        if not is_sgd(self.optimizer):
+            return
+        momentum, nesterov = get_momentum(self.optimizer)
+        if not self.active:
+            if momentum and self._config.momentum:
+                raise ConfigError(
+                    f"momentum would be applied twice: the compressor has momentum={self._config.momentum} and the "
+                    f"optimizer has momentum={momentum}; leave momentum out of the compressor (it adopts the "
+                    "optimizer's), or set the optimizer's to 0"
+                )
+            return
+        if not (self.taken or momentum):
+            return
+        clips = clipping(self.optimizer)
+        if clips:
+            raise ConfigError(
+                f"the optimizer got {clips} after the compressor had taken its momentum, and would clip the velocity; "
+                "set it before the compressor is built (momentum then stays in the optimizer), or clip with the "
+                "compressor's local_grad_clip_norm"
+            )
+        if self.taken and is_cleared(self.optimizer):
+            momentum = momentum or self.momentum
+            if (momentum, nesterov) == (self.momentum, self.nesterov):
+                return
+        self.momentum, self.nesterov = momentum, nesterov
+        clear_momentum(self.optimizer)
+        self.taken = True
+        self.cover(len(self.hyper.momentum))
+        self._keep_config()
+
+    def undo(self) -> None:
+        """Give the optimizer back what was taken from it, for a construction that failed."""
+        if not self.taken:
+            return
+        restore_momentum(self.optimizer, self.momentum)
+        vars(self.optimizer).pop("get_config", None)
+        self.taken, self.momentum, self.nesterov = False, 0.0, False
+
+    def follow(self, optimizer: Optimizer | None) -> None:
+        """Take the momentum of Horovod's copy of the optimizer, which is the one that steps."""
+        copy = without_loss_scale(optimizer)
+        if self.taken and copy is not self.optimizer and is_sgd(copy):
+            clear_momentum(copy)
+            self.optimizer = copy
+            self._keep_config()
+
+    def cover(self, count: int) -> None:
+        """Set ``hyper`` for ``count`` variables."""
+        config = self._config
+        momentum = self.momentum if self.active else config.momentum or 0.0
+        nesterov = config.nesterov if config.nesterov is not None else self.nesterov
+        self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [config.weight_decay or 0.0] * count)
+
+    def decayed(self, index: int, variable: Variable) -> tf.Tensor:
+        """The factor of weight decay: the variable's values."""
+        return raw_variable(variable)
+
+    def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> bool:
+        """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them."""
+        found = False
+        if not (self.active and self.momentum):
+            return found
+        prepare_slots(self.optimizer, all_variables)
+        with tf.init_scope():
+            rate = float(learning_rate(self.optimizer))
+            factor = -1.0 / rate if rate else 0.0
+            for index, variable in enumerate(variables):
+                slot = momentum_slot(self.optimizer, variable)
+                if slot is None:
+                    continue
+                values = np.asarray(slot)
+                if values.any():
+                    absorb(index, values.reshape(-1) * values.dtype.type(factor), rate)
+                    slot.assign(tf.zeros(slot.shape, slot.dtype))
+                    found = True
+        return found
+
+    def refuse_beside(self, others: str, refusal: str) -> None:
+        """Refuse a momentum (by ``refusal``) or decay of the compressor, which would not act on ``others``."""
+        if self.applies_momentum:
+            raise ConfigError(refusal)
+        if self._config.weight_decay:
+            raise ConfigError(
+                f"weight_decay={self._config.weight_decay} of the compressor would not act on {others}: leave it out "
+                "and let the optimizer apply one of its own"
+            )
+
+    def _refuse_clipped_velocity(self) -> None:
+        """Refuse an optimizer that clips what the compressor's own momentum makes."""
+        clips = clipping(self.optimizer)
+        if clips and self._config.momentum:
+            raise ConfigError(
+                f"the optimizer's {clips} would clip the velocity that momentum={self._config.momentum} of the "
+                "compressor makes, not the gradient: leave momentum to the optimizer (momentum=0 in the compressor), "
+                "or clip with the compressor's local_grad_clip_norm instead"
+            )
+
+    def _keep_config(self) -> None:
+        """Let the optimizer's configuration hold the user's own momentum."""
+        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        self.optimizer.get_config = functools.partial(_own_config, self)
+
+
+def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
+    """Refuse or warn of an optimizer that is not sound on gradients of which few entries are sent."""
+    # It divides by the product of two means of squares, each epsilon_1 where a row and a column of a gradient hold
+    # zeros alone; the product must not be 0 in float32.
+    if optimizer is not None and is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16:
+        raise ConfigError(
+            f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries are "
+            f"sent, as by {algorithm!r}: give it epsilon_1=1e-12, or take one of those that docs/tuning.md calls sound"
+        )
+    if is_keras(optimizer, "Lion"):
+        warnings.warn(
+            f"{algorithm!r} sends few entries, and Lion goes on by the sign of the last one: begin with a tenth "
+            "of dense training's learning rate, or take one of the optimizers that docs/tuning.md calls sound",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
+    """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
+    # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
+    if adoption is None or not adoption.taken or not is_cleared(adoption.optimizer) or "momentum" not in config:
+        return config
+    return {**config, "momentum": adoption.momentum}
+
+
+def _own_config(adoption: Adoption) -> dict[str, Any]:
+    return momentum_config(type(adoption.optimizer).get_config(adoption.optimizer), adoption)

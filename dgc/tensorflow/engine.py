@@ -1,0 +1,586 @@
+"""One model's variables on one rank, bound to exchanges of the core.
+
+Every variable has one index: its place among the variables that the compressor was built for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import warnings
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.adapter.engine import EngineBase
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.exchange import Exchange, LossScale
+from dgc.core.exchange.records import Hyper
+from dgc.core.header import Flags
+from dgc.core.kernels import choose_kernels
+from dgc.core.layout import Layout, make_layout
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.tensorflow.adoption import Adoption
+from dgc.tensorflow.tensors import (
+    APPLY,
+    REFUSED,
+    ResultPool,
+    Variable,
+    as_array,
+    common_names,
+    describe,
+    largest_finite,
+    raw_variable,
+    samples,
+    unique_names,
+    warn_of_copies,
+)
+from dgc.transport.agreement import require_agreement, require_replicas, tell_error
+
+ENDED = Flags.BY_TRAINING
+"""With ``JOINED``: a callback has ended the sender's ``fit()``. (PyTorch's meaning of the flag has no use here.)"""
+
+
+class Group:
+    """An exchange of the core over some of a model's variables.
+
+    The wrappers of this package have one group of all variables. Horovod's own classes decide by ``groups=`` which
+    gradients are at hand together.
+
+    Attributes:
+        indices: places of the group's variables in the model.
+        exchange: the core's exchange; its parameters are in the order of ``indices``.
+        parked: state of variables without a gradient, by their places: the exchange has zeros for them.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        layout: Layout,
+        variables: Sequence[Variable],
+        config: DGCConfig,
+        transport: Transport,
+        loss_scale: LossScale,
+    ) -> None:
+        """Allocate the state. All ranks must have agreed on the variables before.
+
+        The other groups, which run one after the other, use the same transport.
+        """
+        self.indices = tuple(indices)
+        self.names = [p.name for p in layout.parameters]
+        self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
+        shapes = [p.shape for p in layout.parameters]
+        wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
+        self._pool = ResultPool(shapes, wide)
+        self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
+        self._variables = list(variables)
+        self._runs = 0
+        self.parked: dict[int, list[np.ndarray]] = {}
+        self.rate: float | None = None
+        """The learning rate that u is in units of, where the adopted velocity contains one."""
+
+    def run(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        parameters: Sequence[np.ndarray],
+        hyper: Hyper,
+        learning_rate: float | None,
+        *,
+        follows: bool,
+    ) -> tuple[list[np.ndarray], int]:
+        """Exchange one step.
+
+        Args:
+            indices: variables of the group with a gradient, ascending; the others stay as they are, on all ranks.
+            gradients: of those, in the variables' shapes.
+            parameters: values of those, or nothing where no weight decay needs them.
+            hyper: the options of all variables of the model.
+            learning_rate: that of this step, where it is known; the ranks must share it.
+            follows: whether the adopted velocity contains it.
+
+        Returns:
+            The results in the variables' shapes, float32 (float64 for float64), and what became of the step: APPLY or
+            REFUSED.
+        """
+        if self._runs == 1:
+            self._compare_replicas()
+        self._runs += 1
+        given = [self.indices.index(i) for i in indices]
+        absent = [place for place in range(len(self.indices)) if place not in set(given)]
+        # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
+        compared = () if learning_rate is None else (learning_rate,)
+        self.exchange.hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
+        self._park(absent)
+        if learning_rate is not None and follows:
+            self.follow(learning_rate)
+        # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
+        # moves then, so what is sent stays.
+        still = learning_rate == 0.0 and follows
+        self.exchange.awaits_update = still or bool(self.exchange.joins)  # without data it may be no step at all
+        if still:
+            self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
+            gradients = [np.zeros_like(gradient) for gradient in gradients]
+        for place in absent:
+            self.exchange.hyper.weight_decay[place] = 0.0
+            nothing = self._pool.take(place).reshape(-1)
+            nothing.fill(0)
+            self.exchange.submit(place, nothing, nothing)
+        results = []
+        for number, (place, gradient) in enumerate(zip(given, gradients, strict=True)):
+            wanted = self.exchange.layout.parameters[place].shape
+            if tuple(gradient.shape) != wanted:
+                self.exchange.fail(
+                    LayoutError(
+                        f"the gradient of {self.names[place]!r} is {tuple(gradient.shape)}, the variable was {wanted} "
+                        "when the compressor was built; build a new compressor when variables change"
+                    ),
+                    place,
+                )
+            result = self._pool.take(place)
+            parameter = as_array(parameters[number]) if parameters else None
+            self.exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, self._limits[place])
+            results.append(result)
+        refused = self.exchange.finish()
+        self._require_all_ended()
+        if still and not refused:
+            self.exchange.drop()
+        return results, REFUSED if refused else APPLY
+
+    def fail(self, error: DGCError) -> NoReturn:
+        """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it."""
+        if self._runs == 1:  # that is what the others do next
+            try:
+                self._compare_replicas()
+            except DGCError as other:
+                raise error from other
+            self._runs += 1
+        self.exchange.fail(error)
+
+    def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
+        """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
+        self.restore()
+        share = self.exchange.config.own_share(self.exchange.transport.size)
+        self.exchange.state.absorb_momentum(place, u, share)
+        self.rate = learning_rate
+
+    def use(self, layout: Layout) -> None:
+        """Go on with another layout of the same variables, without any state."""
+        if layout != self.exchange.layout:
+            before, kernels = self.exchange, choose_kernels("cpu")
+            before.close()
+            self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
+            self.exchange.stats = before.stats
+            self.names = [p.name for p in layout.parameters]
+        self.parked = {}
+
+    def compare_again(self) -> None:
+        """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
+        self._runs = min(self._runs, 1)
+
+    def forget(self) -> None:
+        """Empty residuals and momentum; the schedule and the statistics go on."""
+        self.parked = {}
+        for bucket in self.exchange.state.buckets:
+            bucket.u.fill(0)
+            bucket.v.fill(0)
+            bucket.clear_error()
+
+    def restore(self) -> None:
+        """Put the state of variables without a gradient back into the exchange."""
+        state, places = self.exchange.state, self.exchange.layout.places
+        for place, own in self.parked.items():
+            for view, values in zip(state.host_views(place), own, strict=True):
+                view[...] = values
+            state.buckets[places[place][0]].residual_pending |= bool(own[2].any())
+        self.parked = {}
+
+    def _park(self, absent: Sequence[int]) -> None:
+        """Take the state of these variables out, so that neither momentum nor a residual moves them; restore others'.
+
+        Momentum and residual act again when there is a gradient again, as the momentum of an optimizer does.
+        """
+        if list(self.parked) == list(absent):
+            return
+        self.restore()
+        for place in absent:
+            u, v, error, thresholds = views = self.exchange.state.host_views(place)
+            self.parked[place] = [view.copy() for view in views]
+            for view in (u, v, error):
+                view.fill(0)
+            thresholds.fill(np.nan)
+
+    def release(self) -> None:
+        """Give back the memory of a group that is closed."""
+        self._pool = ResultPool([], [])
+        for bucket in self.exchange.state.buckets:
+            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+            bucket.error = bucket.error[:0].copy()
+
+    def _require_all_ended(self) -> None:
+        """Raise on all ranks where a callback has ended ``fit()`` on some of them."""
+        ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
+        if 0 < len(ended) < self.exchange.transport.size:
+            raise ConfigError(
+                f"a callback has ended fit() on rank {ended[0]} while others train on: EarlyStopping and its like must "
+                "see the same values on all ranks; place MetricAverageCallback before it in the list of callbacks"
+            )
+
+    def _compare_replicas(self) -> None:
+        """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
+        require_replicas(
+            self.exchange.transport.whole,
+            {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
+            "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
+            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
+        )
+
+    def follow(self, learning_rate: float) -> None:
+        """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
+        if self.rate is not None and learning_rate not in (0.0, self.rate):
+            parked = [own[0] for own in self.parked.values()]
+            for u in (*parked, *(bucket.u for bucket in self.exchange.state.buckets)):
+                u *= u.dtype.type(self.rate / learning_rate)
+        if learning_rate or self.rate is None:
+            self.rate = learning_rate
+
+
+DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
+"""The kinds of gradient that a variable may have."""
+
+
+class Engine(EngineBase):
+    """Variables, adopted momentum, and the exchanges of one compressor. Construction is collective.
+
+    Attributes:
+        variables: those that the compressor was built for, in registration order.
+        groups: of variables that are exchanged together.
+        kinds: of each variable's gradient: DENSE, SPARSE or NONE; None before the first step.
+    """
+
+    what = "variables"
+    advice = (
+        "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make as "
+        "many on every rank, or give them names."
+    )
+    adoption: Adoption
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        config: DGCConfig,
+        transport: Transport,
+        adoption: Adoption,
+        loss_scale: LossScale,
+        lacks_residuals: bool = False,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Agree with the other ranks. ``names``: of a saved model's variables, which a loader may have renamed."""
+        super().__init__(config, transport)
+        self.variables = [raw_variable(v) for v in variables]
+        self.adoption = adoption
+        self._loss_scale = loss_scale
+        self._lacks_residuals = lacks_residuals
+        self._index = {id(v): i for i, v in enumerate(self.variables)}
+        self.groups: list[Group] = []
+        self._group_of: dict[int, Group] = {}
+        self.kinds: tuple[str, ...] | None = None
+        self._seen: list[np.ndarray] = []
+        self._dense: set[int] = set()
+        self._has_loaded = self._has_slots = False
+        self._left_at = 0
+
+        def build() -> Layout:
+            adoption.cover(len(self.variables))
+            return self._layout_of(range(len(self.variables)))
+
+        self._agree_on_options()
+        own = unique_names(variables)
+        names = common_names(transport, names if len(names) == len(own) else own)
+        self._resolve_patterns(names, common_names(transport, own))
+        self._call(names)
+        self._agree_on_tensors(build)
+        warn_of_copies(variables)
+
+    # -- which gradients there are -------------------------------------------------------------------------------
+
+    def indices(self, variables: Sequence[Variable]) -> list[int]:
+        """Indices of variables."""
+        foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
+        if foreign is not None:
+            self.fail(foreign_variable(foreign))
+        return [self._index[id(raw_variable(v))] for v in variables]
+
+    def begin(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> list[int]:
+        """Begin a step or its graph: follow the momentum, and fix with all ranks which variables have gradients.
+
+        After the first step kinds of gradients are only compared with it; dense ones may stay away, on all ranks.
+        Returns the variables' indices.
+        """
+        indices = self.indices(variables)
+        kinds = [NONE] * len(self.variables)
+        for index, gradient in zip(indices, gradients, strict=True):
+            kinds[index] = kind_of(gradient)
+        self.take_momentum()
+        if self.kinds is None:
+            require_agreement(
+                self.transport,
+                dict(zip(self.names, kinds, strict=True)),
+                "kinds of gradients",
+                LayoutError,
+                "Every rank must compute the same loss from the same variables.",
+            )
+            self._refuse_sparse_momentum(kinds)
+            self.kinds = tuple(kinds)
+            # Now: a graph may count the step before it exchanges the gradients.
+            self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
+        still_some = DENSE in kinds or DENSE not in self.kinds
+        for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
+            if before != now and not (before == DENSE and now == NONE and still_some):
+                error = (
+                    f"the gradient of {name!r} was {before!r} in the first step and is {now!r} now; the set of "
+                    "gradients may not grow, nor become empty: build a new compressor"
+                )
+                self.fail(LayoutError(error))
+        self._dense = {i for i, kind in enumerate(kinds) if kind == DENSE}
+        return indices
+
+    def take_momentum(self) -> None:
+        """Follow the momentum that the user gave the optimizer since the last step, and after a reset its slots."""
+        try:
+            self.adoption.take()
+            self._absorb_slots(self.groups if self._has_loaded else ())
+            self._has_loaded = False
+            self._refuse_sparse_momentum(self.kinds or ())
+        except ConfigError as error:
+            self.fail_in_step(error)
+
+    def group(self, indices: Sequence[int]) -> Group:
+        """The group of these variables and of those that have no gradient now; the first call makes it."""
+        indices = tuple(indices)
+        known = self._group_of.get(indices[0])
+        if known is not None and set(indices) == {i for i in known.indices if i in self._dense or i in indices}:
+            return known
+        taken = [i for i in indices if i in self._group_of]
+        if taken:
+            self.fail(
+                LayoutError(
+                    f"{self.names[taken[0]]!r} is exchanged together with other variables than in the first step; the "
+                    "set of gradients and Horovod's groups must stay, or build a new compressor"
+                )
+            )
+        variables = [self.variables[i] for i in indices]
+        made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
+        self.groups.append(made)
+        self._exchanges.append(made.exchange)
+        self._group_of.update(dict.fromkeys(indices, made))
+        self._absorb_slots([made])
+        return made
+
+    def group_of(self, index: int) -> Group:
+        """The group that was made for a variable."""
+        return self._group_of[index]
+
+    def exchange(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        learning_rate: float | None,
+        parameters: Sequence[np.ndarray],
+    ) -> tuple[list[np.ndarray], int]:
+        """Exchange one step of the group of these variables: see :meth:`dgc.tensorflow.engine.Group.run`."""
+        self.take_momentum()  # a graph is not traced anew when the user assigns another one
+        if self._left_at:
+            self._warn_of_loss()
+        follows = self.adoption.taken
+        group = self._group_of.get(indices[0]) or self.group(indices)
+        made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
+        self._tell_observers()
+        return made
+
+    def fail(self, error: DGCError) -> NoReturn:
+        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
+        # With several groups it is unknown which one the others are in; a rank that raises ends the job anyway.
+        if len(self.groups) == 1:
+            self.groups[0].fail(error)
+        raise error
+
+    def fail_in_step(self, error: DGCError) -> NoReturn:
+        """:meth:`fail` within a step, the first one included."""
+        if self.kinds is None:
+            tell_error(self.transport, error)  # they are in :meth:`begin`
+            raise error
+        self.fail(error)
+
+    # -- saving, ending ------------------------------------------------------------------------------------------
+
+    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        groups = [
+            {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self.groups, states, strict=True)
+        ]
+        return {"groups": groups, "kinds": list(self.kinds or ()), "names": self.names}
+
+    def _take_state(self, saved: dict[str, Any]) -> None:
+        self._left_at = 0
+        saved = self._renamed(saved)
+        names = {name: i for i, name in enumerate(self.names)}
+        unknown = [name for name in saved["parameters"] if name not in names]
+        if unknown:
+            raise LayoutError(
+                f"the saved compressor state has a variable {unknown[0]!r} that the model has not; it belongs to "
+                "another model: build the compressor for the model that was saved, or call reset() to begin with empty "
+                "residuals"
+            )
+        # Without groups the state comes from another framework or from resize, where everything was one group.
+        whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
+        self._absorb_slots(self.groups if self._has_loaded else ())
+        self._has_loaded = False  # no later look at the slots shall replace what is loaded now
+        if saved.get("kinds"):
+            self.kinds = tuple(saved["kinds"])
+        for entry in saved.get("groups", whole):
+            if not entry["names"]:
+                continue
+            group = self.group([names[name] for name in entry["names"]])
+            group.use(self._layout_of(group.indices))
+            own = {name: saved["parameters"][name] for name in entry["names"]}
+            group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
+            group.rate = entry["rate"]
+        self._exchanges[:] = [group.exchange for group in self.groups]
+        self.layout = self._layout_of(range(len(self.variables)))
+
+    def remember(self) -> None:
+        """Note a few values of every variable, for :meth:`was_changed`."""
+        self._seen = [samples(v) for v in self.variables]
+
+    def was_changed(self) -> bool:
+        """Whether this rank's variables are others than at :meth:`remember`, which is forgotten."""
+        before, self._seen = self._seen, []
+        return any((a != samples(v)).any() for a, v in zip(before, self.variables, strict=False))
+
+    def begin_anew(self, forget: bool) -> None:
+        """Go on with variables that were broadcast, on all ranks; ``forget`` the state of a run that was left."""
+        for group in self.groups:
+            if forget:
+                group.forget()
+                self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
+                self._left_at = self.adoption.steps
+            group.compare_again()
+
+    def close(self, keep_transport: bool = False) -> None:
+        """End the communication threads and give the memory back; what is still known are options and statistics."""
+        super().close(keep_transport)
+        for group in self.groups:
+            group.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state."""
+        if self._is_closed:
+            raise LayoutError("the compressor was closed, and has kept no residuals: take its state before close()")
+        return super().state_dict()
+
+    def _decide(self) -> None:
+        for group in self.groups:
+            group.restore()
+
+    def _clear(self) -> None:
+        self._left_at = 0
+        for group in self.groups:
+            group.rate, group.parked = None, {}
+        # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
+        self._has_loaded = True
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _layout_of(self, indices: Sequence[int]) -> Layout:
+        return make_layout([describe(self.names[i], self.variables[i]) for i in indices], self._config)
+
+    def require_loadable(self, saved: dict[str, Any]) -> None:  # noqa: D102
+        names, layout = self.names, self.layout
+        try:
+            super().require_loadable(saved)
+        finally:
+            self._call(names)
+            self.layout = layout
+
+    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Call the variables as the state does, in the same order: Keras renames a loaded model's, and keys stay so."""
+        names = list(saved.get("names", self.names))
+        if names == self.names or len(names) != len(self.names):
+            return saved
+        sizes = {n: int(np.prod(v.shape)) for n, v in zip(names, self.variables, strict=True)}
+        if all(sizes.get(name) == entry["u"].size for name, entry in saved["parameters"].items()):
+            self._call(names)
+            self.layout = self._layout_of(range(len(self.variables)))
+        return saved
+
+    def _resolve_patterns(self, *all_names: Sequence[str]) -> None:
+        """Find the variables that the options name, under any of their names. Rank 0 warns of a pattern without one."""
+        self._named: dict[str, dict[str, set[int]]] = {
+            option: {p: {i for names in all_names for i, n in enumerate(names) if fnmatchcase(n, p)} for p in patterns}
+            for option, patterns in (("include", self._config.include), ("exclude", self._config.exclude))
+        }
+        nothing = [f"{option}={p!r}" for option, found in self._named.items() for p in found if not found[p]]
+        if nothing and self.transport.rank == 0:
+            warnings.warn(
+                f"no variable fits {', '.join(nothing)}; names are {', '.join(all_names[0][:4])}, ...",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _call(self, names: Sequence[str]) -> None:
+        """Give the variables other names; the options go on with the variables that they have named."""
+        self.names = list(names)
+        include, exclude = (
+            tuple(glob.escape(names[i]) for i in sorted(set().union(*found.values()))) for found in self._named.values()
+        )
+        self._config = dataclasses.replace(self._config, include=include, exclude=exclude)
+
+    def _absorb_slots(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            members = [self.variables[i] for i in group.indices]
+            self._has_slots |= self.adoption.absorb_slots(members, self.variables, group.absorb)
+
+    def _warn_of_loss(self) -> None:
+        """Warn of what a model that was loaded without the compressor's state does not hold."""
+        steps, self._left_at = self._left_at, 0
+        lost = ["momentum"] if any(self.adoption.hyper.momentum) and not self._has_slots else []
+        lost += ["what was not sent yet"] if self._lacks_residuals else []
+        if lost and self.transport.rank == 0:
+            warnings.warn(
+                f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
+                f"momentum and residuals: {' and '.join(lost)} is lost. "
+                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in a loop of your own "
+                "state_dict() and load_state_dict() of the compressor, on every rank",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
+        if SPARSE not in kinds:
+            return
+        name = self.names[kinds.index(SPARSE)]
+        self.adoption.refuse_beside(
+            f"the sparse gradients (tf.IndexedSlices) of {name!r}",
+            f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the compressor "
+            "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in the "
+            "optimizer",
+        )
+
+
+def kind_of(gradient: Any) -> str:
+    """DENSE, SPARSE or NONE."""
+    if gradient is None:
+        return NONE
+    return SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
+
+
+def foreign_variable(variable: Variable) -> LayoutError:
+    """The error for a variable that a compressor was not built for."""
+    return LayoutError(
+        f"{getattr(variable, 'name', '?')!r} is no variable of the model that this compressor was built for; residuals "
+        "cannot be shared: build one compressor for each model and optimizer, and a new one when variables are added"
+    )

@@ -1,1 +1,0 @@
-"""From TensorFlow's tensors, optimizers and graphs to the exchange."""

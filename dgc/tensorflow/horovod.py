@@ -1,0 +1,363 @@
+"""Horovod for TensorFlow: its module, a transport of its collectives, and its own tape and optimizers.
+
+The last part holds all that Horovod's own classes need, and the only look into Python frames. Horovod calls
+``compress``, its own allreduce and ``decompress`` for one variable after the other, each inside a ``tf.cond``; with
+``groups=1`` for all together inside one. Those must run in the same order on all ranks, so each waits for the one
+before, and a ``decompress`` must never wait for a ``compress`` that comes later in the graph. Here the first
+``decompress`` of a group crosses to the core with the gradients of all variables that were compressed since the last
+one: without groups that is one variable, with ``groups=1`` the whole model. ``compress`` gets a gradient without its
+variable, so the frames above it are searched for Horovod's two lists.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.adapter.compressor import CompressorBase
+from dgc.adapter.job import Horovod, check_placeholder
+from dgc.core.config import no_compressor
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, TransportError
+from dgc.tensorflow.adoption import KERAS3, Adoption, family
+from dgc.tensorflow.engine import Engine
+from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there
+from dgc.transport.choice import HorovodTransportBase
+
+if TYPE_CHECKING:
+    from horovod.tensorflow import ProcessSet as ProcessSet
+else:
+    ProcessSet = object
+ReduceOp: TypeAlias = "int | str"
+"""A constant of Horovod's, or its name."""
+
+_ERRORS = (tf.errors.OpError, RuntimeError, ValueError)
+
+
+class TensorFlowHorovod(Horovod):
+    """Horovod for TensorFlow."""
+
+    framework = "TensorFlow"
+    module_name = "horovod.tensorflow"
+    package = "dgc.tensorflow"
+
+    def load(self) -> ModuleType:  # noqa: D102
+        try:
+            import horovod.tensorflow as hvd
+        except tf.errors.NotFoundError as error:
+            raise ImportError(str(error)) from error
+        return hvd
+
+    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
+        """Join the members' messages in rank order, also while a TensorFlow function is being traced."""
+        hvd = self.module()
+        # CPU tensors: a NCCL build must not take bytes that live in host memory to a GPU. init_scope leaves a trace.
+        with tf.init_scope(), tf.device("/cpu:0"):
+            try:
+                out = hvd.allgather(tf.constant(message), name=name, process_set=self.members, ignore_name_scope=True)
+            except _ERRORS as error:
+                raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
+            return np.asarray(out)
+
+    def own_transport(self) -> Transport:  # noqa: D102
+        return HorovodTransport(self)
+
+
+HOROVOD = TensorFlowHorovod()
+import_horovod = HOROVOD.module
+is_alone = HOROVOD.is_alone
+
+
+class HorovodTransport(HorovodTransportBase):
+    """Collectives of ``horovod.tensorflow``, called as single eager operations.
+
+    An eager operation runs on the thread that calls it, so it does not need a free thread of TensorFlow's pool, all of
+    which may be waiting for this very exchange. One call takes about 3 ms, most of it Horovod's cycle time.
+    """
+
+    def __init__(self, job: TensorFlowHorovod = HOROVOD) -> None:
+        """Agree on names. Collective over the job's ranks."""
+        self._job, self._hvd = job, job.module()
+        self._process_set = job.require_member()
+        self._prefix = job.unique_name("dgc.transport")
+        super().__init__(job.rank, job.size)
+
+    def _gather(self, message: np.ndarray) -> np.ndarray:
+        return self._job.gather_bytes(message, f"{self._prefix}.allgather.{message.size}")
+
+    def _sum(self, array: np.ndarray) -> None:
+        name = f"{self._prefix}.allreduce.{array.dtype.name}.{array.size}"
+        options = {"op": self._hvd.Sum, "process_set": self._process_set, "ignore_name_scope": True}
+        with tf.init_scope(), tf.device("/cpu:0"):
+            try:
+                total = self._hvd.allreduce(tf.constant(array), name=name, **options)
+            except _ERRORS as error:
+                raise TransportError(f"Horovod could not sum {array.size} elements: {error}") from error
+            np.copyto(array, np.asarray(total))
+
+    def _is_running(self) -> bool:
+        return self._hvd.is_initialized()
+
+
+class CommonNames:
+    """Names of collectives that all ranks give to the same variable, by the order of first use.
+
+    Keras counts layers as they are made, so that one rank's names differ where it has built another model before.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """Local: no communication. ``kind`` is the kind of collective, a part of its name."""
+        self._kind, self._prefix = kind, ""
+        self._known: dict[int, tuple[str, Any]] = {}
+
+    def of(self, variable: tf.Variable, process_set: ProcessSet) -> str:
+        """The name for a variable, which is held; the first call is collective over ``process_set``."""
+        if not self._prefix:
+            self._prefix = HOROVOD.of(process_set).unique_name(f"dgc.{self._kind}")
+        name, _ = self._known.setdefault(id(variable), (f"{self._prefix}.{len(self._known)}", variable))
+        return name
+
+
+def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, *, is_sum: bool) -> tf.IndexedSlices:
+    """All ranks' slices, divided by their number unless they are to be summed.
+
+    Horovod's allreduce does the same, under names that differ between ranks where Keras' do.
+    """
+    hvd = import_horovod()
+    options = {"process_set": process_set, "ignore_name_scope": True}
+    kind = slices.values.dtype
+    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod has no kernel for it
+    values = hvd.allgather(given, name=f"{name}.values", **options)
+    indices = hvd.allgather(slices.indices, name=f"{name}.indices", **options)
+    if not is_sum:
+        values = values / tf.cast(process_set.size(), values.dtype)
+    return tf.IndexedSlices(tf.cast(values, kind), indices, slices.dense_shape)
+
+
+_PROBED = 16
+"""Values of a variable that are compared in each step: Horovod uses a graph again for another model with variables of
+the same shapes."""
+
+_LOCAL = ("_local_sources", "_local_vars")
+"""Attributes with the local variables, of Horovod's tapes, optimizers and helpers that add up passes."""
+
+
+@dataclass
+class Pending:
+    """A gradient between ``compress`` and ``decompress``."""
+
+    index: int
+    gradient: tf.Tensor
+    variable: tf.Variable
+    group: list[Pending] = field(default_factory=list)
+    result: tf.Tensor | None = None
+
+
+@dataclass
+class _Call:
+    """Horovod's call; variables and gradients are in the same order."""
+
+    variables: list[Variable]
+    gradients: list[Any]
+    optimizer: object
+    process_set: ProcessSet | None
+    has_local: bool
+
+
+class HorovodCompressor(CompressorBase[Engine]):
+    """A compressor as Horovod's own classes use it: ``compress`` and ``decompress`` while they build a graph."""
+
+    adoption: Adoption | None = None
+    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
+
+    _job = HOROVOD
+    _user: str | None = None
+    _waiting: Sequence[Pending] = ()
+    _turn: tf.Variable | None = None
+
+    def claim(self, user: str) -> None:
+        """Remember what uses this compressor: Horovod's own classes, a tape or a distributed optimizer."""
+        if self._user not in (None, user):
+            raise ConfigError(
+                f"this compressor is used by {self._user} and by {user} at the same time; gradients would be exchanged "
+                "twice: use one of them"
+            )
+        self._user = user
+
+    @property
+    def serves_horovod(self) -> bool:
+        """Whether Horovod's own classes have called :meth:`compress`."""
+        return self._turn is not None
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: tf.Tensor | None = None) -> tuple[tf.Tensor, Pending | None]:
+        """Remember a gradient; Horovod reduces a placeholder of one element."""
+        if tensor is None:  # Horovod was given the class
+            raise no_compressor(HorovodCompressor)
+        engine = self._exchanging(
+            "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
+            "dgc.tensorflow, which bind them"
+        )
+        if engine is None:
+            return tensor, None  # one process
+        if self._turn is None:
+            self.claim("Horovod's own classes")
+            with tf.init_scope():
+                self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="dgc_turn")
+        call = _horovods_call()
+        if call.process_set is not None:
+            self.require_same_set(call.process_set)
+        place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
+        if place is None:
+            raise ConfigError(
+                "Horovod passed a gradient of which the compressor cannot tell the variable (sparse_as_dense, "
+                "op=Adasum or backward_passes_per_step may have copied it); use the wrappers of dgc.tensorflow"
+            )
+        engine.adoption.follow(call.optimizer)
+        if call.has_local:
+            engine.fail_in_step(
+                ConfigError(
+                    "Horovod's local variables do not go together with a compressor, which has the momentum of all: "
+                    "update them by an optimizer of their own, without register_local_source() and "
+                    "register_local_var()"
+                )
+            )
+        index, variable = engine.begin(call.variables, call.gradients)[place], call.variables[place]
+        self._rate = engine.adoption.learning_rate(call.optimizer)
+        earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
+        pending = Pending(index, tensor, raw_variable(variable))
+        self._waiting = [*(() if earlier else self._waiting), pending]  # an earlier trace was given up half-way
+        return tf.ones([1], tf.float32), pending
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
+        """Return the exchanged gradient for the reduced placeholder; the first call crosses for all of its group."""
+        if ctx is None:
+            return tensor
+        if not ctx.group:
+            members = sorted(self._waiting, key=lambda p: p.index)
+            self._waiting = ()
+            for member in members:
+                member.group = members
+            self._cross(members, tensor)
+        assert ctx.result is not None
+        return ctx.result
+
+    def __hash__(self) -> int:
+        """By identity. Horovod hashes it to build an optimizer: the moment to refuse one that never calls us."""
+        _refuse_horovods_keras3()
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        """By identity."""
+        return self is other
+
+    def _cross(self, members: Sequence[Pending], placeholder: tf.Tensor) -> None:
+        engine = self.engine
+        assert engine is not None, "compress() has refused to be called unbound"
+        assert self._turn is not None
+        indices = [m.index for m in members]
+        engine.group(indices)
+        probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
+        values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
+        step = _step_of(self, indices)
+        given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
+        # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
+        # variables in different orders. Horovod's placeholders wait in line as well.
+        with tf.control_dependencies([self._turn.assign_add(1)]):
+            results, _ = cross(step, given, self._rate, values)
+        for member, result in zip(members, results[: len(members)], strict=True):
+            member.result = result
+
+
+def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
+    """The function that the graph calls in each step; it must not hold the compressor: TensorFlow never drops it."""
+    reference, count = weakref.ref(compressor), len(indices)
+
+    def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        alive = still_there(reference)
+        engine = alive.engine
+        assert engine is not None
+        *gradients, sum_of_ones, probed = arrays[: count + 2]
+        # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
+        check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
+        group = engine.group_of(indices[0])
+        own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
+        if not np.array_equal(own, probed, equal_nan=True):
+            group.fail(
+                ConfigError(
+                    "Horovod runs this compressor for another model, whose variables have the same shapes; residuals "
+                    "cannot be shared: build one compressor for each model and optimizer"
+                )
+            )
+        results, verdict = engine.exchange(indices, gradients, rate, values)
+        group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
+        # Horovod's allreduce of a variable has no second output: the placeholders go back as they came.
+        return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], verdict
+
+    return step
+
+
+# -- Python frames -------------------------------------------------------------------------------------------------
+
+
+def _refuse_horovods_keras3() -> None:
+    """Refuse Horovod's optimizer for Keras 3, which never exchanges anything, and says nothing about it.
+
+    Horovod hashes the compressor when it builds an optimizer; there is no later call.
+    """
+    for frame in _frames(10):
+        owner = frame.f_locals.get("self")
+        if owner is not None and _module(frame) == "horovod._keras" and family(owner) == KERAS3:
+            raise ConfigError(
+                "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
+                "rank would train a model of its own. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
+                "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
+            )
+
+
+def _horovods_call() -> _Call:
+    """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above."""
+    call: _Call | None = None
+    process_set = owner = None
+    has_local = False
+    for frame in _frames(63):
+        found = frame.f_locals
+        candidate = found.get("self")
+        if process_set is None and _module(frame) == "horovod.tensorflow":
+            process_set = found.get("process_set")
+        if call is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
+            call = _Call(list(found["vars"]), list(found["grads"]), None, None, False)
+        if call is not None and owner is None and family(candidate) is not None:
+            owner = candidate
+        # Only in Horovod's own code: a script's objects may have attributes of these names.
+        if _module(frame).partition(".")[0] == "horovod":
+            attributes = getattr(candidate, "__dict__", {})
+            has_local = has_local or any(attributes.get(name) for name in _LOCAL)
+    if call is None:
+        raise ConfigError(
+            "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
+            "those, or the wrappers of dgc.tensorflow"
+        )
+    call.optimizer, call.process_set, call.has_local = owner, process_set, has_local
+    return call
+
+
+def _frames(most: int) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

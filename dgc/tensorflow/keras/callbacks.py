@@ -1,0 +1,325 @@
+"""Callbacks for both Keras: under Horovod's names, and the one that keeps residuals."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.errors import ConfigError, LayoutError
+from dgc.tensorflow.adoption import Optimizer, optimizer_variables
+from dgc.tensorflow.horovod import ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.join import end_together
+from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
+from dgc.tensorflow.optimizer import distributed_in
+from dgc.tensorflow.tensors import Variable, raw_variable
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "CompressionCheckpoint",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+_ALL, _OUTSIDE = -1, -2
+"""In place of a process set's number: all ranks, or a rank that is not in the one that its optimizer names."""
+
+
+class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
+    """Gives all ranks the weights and the optimizer's variables of one rank, before the first step if they exist.
+
+    It also turns off XLA where Keras chose it by itself (with a GPU), since no exchange can be compiled.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+        """Broadcast from ``root_rank``; ``device`` is accepted for Horovod's sake."""
+        super().__init__()
+        self._root_rank = root_rank
+        self.broadcast_done = False
+        self._epoch = self._batch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast at once if the model is built, and again if a rank has loaded another one since the last ``fit``.
+
+        In that case residuals and momentum of the compressor are emptied: they belong to the run that was left.
+
+        Raises:
+            ConfigError: ``compile(jit_compile=True)``, a model without variables and ``steps_per_execution``, or a rank
+                has loaded a model that lacks options.
+            LayoutError: a rank has loaded a model with which the others' compressors cannot go on.
+        """
+        _turn_off_xla(self.model)
+        was_loaded = self._was_loaded()
+        if was_loaded:
+            self.broadcast_done = False
+        if getattr(self.model, "built", False) and self.model.variables:
+            self._broadcast(was_loaded)
+            return
+        names = ("steps_per_execution", "_steps_per_execution")
+        steps = next((n for n in (getattr(self.model, name, None) for name in names) if n), 1)
+        if not self.broadcast_done and not is_alone() and int(tf.convert_to_tensor(steps)) > 1:
+            raise ConfigError(
+                "the model has no variables yet, so they can be broadcast only after its first batch, but "
+                "steps_per_execution makes that several steps, in which every rank would train its own model; build "
+                "the model before fit(), for example by model.build(input_shape)"
+            )
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast after the first step of a model that had no variables before."""
+        self._batch = batch
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Note what the model looks like, to see whether it is loaded before the next ``fit``.
+
+        Raises:
+            ConfigError: a callback has ended ``fit()`` on this rank while others train on, which raise it too.
+        """
+        engine = _engine_of(self.model.optimizer)
+        if engine is None:
+            return
+        epochs, steps = self.params.get("epochs") or 0, self.params.get("steps") or 0
+        if self.model.stop_training and (self._epoch + 1 < epochs or self._batch + 1 < steps):
+            end_together(engine)
+        engine.remember()
+
+    def _was_loaded(self) -> bool:
+        """Whether a rank's variables have changed since the last ``fit``; all ranks get the same answer."""
+        if is_alone():
+            return False
+        optimizer = self.model.optimizer
+        engine, members = _engine_of(optimizer), _process_set_of(optimizer)
+        ours = distributed_in(optimizer)
+        missing = () if ours is None else ours._dgc_settings.missing
+        set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
+        own = [int(engine is not None and engine.was_changed()), bool(missing), engine is not None, set_id]
+        rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
+        _refuse_one_sided(missing, rows, set_id)
+        return bool(rows[:, 0].any())
+
+    def _broadcast(self, was_loaded: bool = False) -> None:
+        if self.broadcast_done or is_alone():
+            return
+        optimizer = self.model.optimizer
+        build = getattr(optimizer, "build", None)
+        if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+            build(self.model.trainable_variables)
+        # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
+        of_model = _by_identity(self.model.variables)
+        _broadcast_in_order(list(of_model.values()), self._root_rank, None)
+        members = _process_set_of(optimizer)
+        if members is None or members.included():
+            # Outside the process set an optimizer keeps its momentum, and its slots.
+            root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
+            others = _by_identity(optimizer_variables(optimizer))
+            _broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
+        self.broadcast_done = True
+        engine = _engine_of(optimizer)
+        if engine is not None:
+            engine.begin_anew(was_loaded)
+
+
+def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
+    return {id(raw_variable(v)): raw_variable(v) for v in variables}
+
+
+def _engine_of(optimizer: Optimizer) -> Any:
+    """The engine of the optimizer's compressor; None without one, or before the first step."""
+    ours = distributed_in(optimizer)
+    return None if ours is None or ours.compression is None else ours.compression.engine
+
+
+def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
+    """Say on every rank what some have loaded and cannot train, or cannot train with the others.
+
+    ``missing`` and ``set_id`` are this rank's; ``rows`` are those that all ranks have sent.
+    """
+    lacking = np.flatnonzero(rows[:, 1]).tolist()
+    if lacking:
+        names = ", ".join(missing) or "options of its optimizer"
+        raise ConfigError(
+            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
+            "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
+            "compression=..., process_set=...), loss=...), before you train it further"
+        )
+    together = (rows[:, 3] == set_id) & (set_id != _OUTSIDE)
+    bound = rows[together, 2].astype(bool)
+    if bound.any() and not bound.all():
+        new = np.flatnonzero(together)[~bound].tolist()
+        raise LayoutError(
+            f"rank {new[0]} has a model whose compressor has exchanged nothing yet, while others go on with theirs: a "
+            "model that takes another one's place, load it on every rank, or load its weights into the one that is "
+            "there (model.load_weights)"
+        )
+
+
+def _process_set_of(optimizer: Optimizer) -> Any:
+    """The process set that the gradients are exchanged in; None for all ranks."""
+    ours = distributed_in(optimizer)
+    if ours is None or ours.compression is None:
+        return None
+    chosen = ours.compression.process_set(ours.process_set)
+    return None if chosen is import_horovod().global_process_set else chosen
+
+
+def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: ProcessSet | None) -> None:
+    """Broadcast by place: Keras numbers its optimizers, so names differ when one rank has made more of them."""
+    hvd = import_horovod()
+    process_set = process_set or hvd.global_process_set
+    text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    own = tf.constant([[len(variables), digest]], tf.int64)
+    seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
+    if (seen != seen[0]).any():
+        raise LayoutError(
+            f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
+            "shapes or types; build the same model and optimizer on every rank, and load a saved one on all or on none"
+        )
+    for place, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable)
+        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
+        name = f"dgc.broadcast.{place}"
+        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
+        variable.assign(tf.cast(sent, value.dtype))
+
+
+class MetricAverageCallback(tf.keras.callbacks.Callback):
+    """Replaces each epoch's metrics by their mean over all ranks; place it before callbacks that read them."""
+
+    def __init__(self, device: str = "") -> None:
+        """``device`` is accepted for Horovod's sake."""
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average in place."""
+        if not logs or is_alone():
+            return
+        hvd = import_horovod()
+        # A compressor's figures are each rank's own, and perhaps in the logs of one rank alone.
+        names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and not n.startswith("compression_"))
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
+        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+
+
+class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
+    """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
+
+    ``momentum_correction`` has no effect: the compressor keeps the adopted momentum in step with every change of the
+    learning rate.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Set the learning rate to ``initial_lr * multiplier(epoch)`` in epochs [start_epoch, end_epoch).
+
+        ``multiplier`` is a function of the epoch, or the base of an exponential decay. With ``staircase`` it acts at
+        epochs only, instead of at every step, for which ``steps_per_epoch`` is needed where Keras does not know it.
+
+        Raises:
+            ConfigError: ``initial_lr`` is None.
+        """
+        super().__init__()
+        if initial_lr is None:
+            raise ConfigError("initial_lr is None; give the learning rate that the multiplier applies to")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase, self.steps_per_epoch = staircase, steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the learning rate."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if not self.staircase or batch == 0:
+            epoch = self._epoch if self.staircase else self._epoch + batch / self._steps()
+            self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the learning rate as ``lr``."""
+        if logs is not None:
+            logs["lr"] = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+
+    def _steps(self) -> int:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
+            raise ConfigError("Keras does not know the number of steps per epoch; pass steps_per_epoch=")
+        return int(steps)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over the first epochs.
+
+    Source: Goyal et al. 2017, arXiv 1706.02677, section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """Warm up to ``initial_lr``, the one for all ranks together; ``verbose`` prints it in the end on rank 0."""
+        hvd = import_horovod()
+
+        def multiplier(epoch: float) -> float:
+            # One step ahead, so that each epoch ends at a round number.
+            epoch += 1.0 / self._steps()
+            return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._verbose = verbose and hvd.rank() == 0
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the learning rate."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self._verbose:
+            rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+            tf.get_logger().info("Epoch %d: the learning-rate warm-up ends at %g.", epoch + 1, rate)
+
+
+def _turn_off_xla(model: tf.keras.Model) -> None:
+    if not getattr(model, "jit_compile", False):
+        return
+    resolve = getattr(model, "_resolve_auto_jit_compile", None)
+    if resolve is None or not resolve():
+        raise ConfigError(
+            "compile(jit_compile=True): XLA cannot compile the exchange of gradients (Horovod's neither); pass "
+            "jit_compile=False"
+        )
+    # Keras does not tell whether the user or "auto" chose XLA.
+    model.jit_compile = False
+    warnings.warn("XLA is turned off for this model: it cannot compile the exchange of gradients", stacklevel=2)

@@ -1,0 +1,527 @@
+"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` as an optimizer of whichever Keras is in use.
+
+It is Keras' plain SGD behind a distributed optimizer whose compressor holds the momentum. Paddle's names and refusals
+come from :mod:`dgc.adapter.paddle`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dgc.adapter.engine import is_empty
+from dgc.adapter.paddle import (
+    COMPRESSED_TYPES,
+    MIN_NUMEL,
+    ArgumentError,
+    ExchangeMethods,
+    L1Decay,
+    L2Decay,
+    PaddleOptions,
+    Regularizer,
+    StateError,
+    as_state_error,
+    check_regularizer,
+    coefficients,
+    config_for,
+    flat,
+    require_keys,
+    shaped,
+    sparse_refusal,
+)
+from dgc.core.config import require_number
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError
+from dgc.tensorflow.adoption import Adoption, clipping, get_momentum, is_sgd
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.engine import Engine
+from dgc.tensorflow.horovod import import_horovod, is_alone
+from dgc.tensorflow.optimizer import Settings
+from dgc.tensorflow.reduce import Gradient, ReduceOptions, Reducer
+from dgc.tensorflow.tensors import Variable, describe, raw_variable, unique_names
+from dgc.transport.agreement import agree_or_raise
+
+_PLACE = ("iterations", "learning_rate")
+"""What a state holds beside the compressor's."""
+
+_IS_LEGACY = tf.keras.optimizers.SGD.__module__.startswith("tf_keras")
+
+
+def DGCMomentum(
+    learning_rate: Any = None,
+    momentum: float | None = None,
+    rampup_begin_step: int | None = None,
+    rampup_step: int = 1,
+    sparsity: Sequence[float] = (0.999,),
+    use_nesterov: bool = False,
+    local_grad_clip_norm: float | None = None,
+    num_trainers: int | None = None,
+    regularization: Regularizer = None,
+    name: str | None = None,
+    *,
+    lr: Any = None,
+    min_numel: int = MIN_NUMEL,
+    dtypes: Sequence[str] = COMPRESSED_TYPES,
+    exclude: Sequence[str] = (),
+    parameter_regularization: Mapping[str, Regularizer] | None = None,
+    parameter_learning_rate: Mapping[str, float] | None = None,
+    process_set: Any = None,
+    transport: Any = "auto",
+    **codecs: Any,
+) -> Any:
+    """Momentum SGD with Deep Gradient Compression, under Paddle's names.
+
+    The optimizer exchanges the local gradients of all ranks when it applies them; do not wrap it in a
+    ``DistributedOptimizer``, nor the tape in a ``DistributedGradientTape``. Before ``rampup_begin_step`` it is momentum
+    SGD on averaged gradients. From then on every variable of at least ``min_numel`` elements sends its largest
+    accumulated entries and keeps the rest for later.
+
+    The velocity does not contain the learning rate, as in Paddle and PyTorch and unlike in Keras' SGD, so a change of
+    the learning rate acts at once. A variable without a gradient (None) is left alone, as Keras does. Under the policy
+    mixed_float16 the optimizer is a LossScaleOptimizer itself and all ranks skip the same steps.
+
+    With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
+    then; here it is a warning, so that a script can be tried out without a launcher.
+
+    Args:
+        learning_rate: the step size: a number or a Keras schedule.
+        momentum: the momentum factor, in [0, 1).
+        rampup_begin_step: the first compressed step, counted from 0.
+        rampup_step: steps over which ``sparsity`` is walked through.
+        sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one stays.
+        use_nesterov: Nesterov momentum.
+        local_grad_clip_norm: c; the local gradient of a compressed variable is scaled down to an L2 norm of
+            c * sqrt(P).
+        num_trainers: P; needed for clipping, and checked.
+        regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
+        name: of the optimizer.
+        lr: another name for ``learning_rate``.
+        min_numel: smaller variables are sent dense.
+        dtypes: names of the types that are compressed.
+        exclude: name patterns (fnmatch) of variables that are sent dense.
+        parameter_regularization: name patterns of variables and their own regularisers, which go before
+            ``regularization``; the first match counts.
+        parameter_learning_rate: name patterns of variables and what the learning rate is multiplied by for them; the
+            first match counts. Paddle's ``ParamAttr(learning_rate=...)``.
+        process_set: the Horovod process set to average over; None means all ranks.
+        transport: "auto", "mpi", "horovod" or a transport.
+        **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``.
+
+    Returns:
+        A Keras optimizer (of Keras 3, or of ``tf_keras`` where TF_USE_LEGACY_KERAS=1) with the further methods of
+        :class:`PaddleOptimizer`.
+
+    Raises:
+        ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
+            ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the number
+            of ranks, a regulariser of another kind.
+        ConfigError: (a ValueError) another option out of range.
+        TypeError: ``rampup_begin_step`` is missing, or an unknown option.
+
+    Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
+    """
+    arguments = {**locals(), **codecs}
+    del arguments["codecs"], arguments["lr"]
+    if lr is not None:
+        if learning_rate is not None:
+            raise ConfigError("learning_rate and lr mean the same; give one of them")
+        arguments["learning_rate"] = lr
+    mixed = not _IS_LEGACY and tf.keras.config.dtype_policy().name == "mixed_float16"
+    return (_MomentumLossScale if mixed else _Momentum)(**arguments)
+
+
+def _settings(arguments: Mapping[str, Any]) -> Settings:
+    """Check the arguments of :func:`DGCMomentum`, without ``lr``, or those of a saved model; build the exchange."""
+    import_horovod(initialized=False)
+    given = dict(arguments)
+    own = {k: _regularizer(v) for k, v in (given.pop("parameter_regularization") or {}).items()}
+    rates = given.pop("parameter_learning_rate", None) or {}
+    process_set, transport, lost = given.pop("process_set", None), given.pop("transport"), given.pop("lost", ())
+    names = given.pop("names", ())
+    named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
+    named["regularization"] = _regularizer(named["regularization"])
+    options = PaddleOptions(**named, codecs=given)
+    compressor = MomentumCompressor(options, own, rates, process_set, transport)
+    compressor._names = names
+    reduction = ReduceOptions(process_set=process_set)
+    settings = Settings(compressor, reduction, lost=lost)
+    settings.reducer = MomentumReducer(compressor, reduction)
+    return settings
+
+
+def _saved_arguments(settings: Settings) -> dict[str, Any]:
+    """The arguments in plain values, without the learning rate and the name."""
+    compressor = settings.compression
+    assert isinstance(compressor, MomentumCompressor)
+    options, lost = compressor.options, list(settings.lost)
+    if settings.process_set is not None:
+        lost.append("process_set")
+    given = compressor.given_options["transport"]
+    if not isinstance(given, str):
+        lost.append("transport")
+    plain = {
+        f.name: list(value) if isinstance(value := getattr(options, f.name), (list, tuple)) else value
+        for f in dataclasses.fields(options)
+        if f.name not in ("learning_rate", "name", "codecs")
+    }
+    return {
+        **plain,
+        "regularization": _plain(options.regularization),
+        "parameter_regularization": {k: _plain(v) for k, v in compressor.parameter_regularization.items()},
+        "parameter_learning_rate": dict(compressor.parameter_learning_rate),
+        "transport": given if isinstance(given, str) else "auto",
+        "names": compressor.variable_names(),
+        "lost": lost,
+        **options.codecs,
+    }
+
+
+class PaddleOptimizer(ExchangeMethods):
+    """What ``DGCMomentum`` has beside Keras' methods."""
+
+    compression: Any
+    iterations: Any
+    learning_rate: Any
+
+    def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, name: str | None = None) -> None:
+        """One whole iteration: compute this rank's gradients, exchange them, update the variables.
+
+        Args:
+            loss: a function of no arguments that returns the loss; or the loss, with the tape that has recorded it.
+            var_list: the variables, or a function that returns them; the same ones in every step.
+            tape: of the loss.
+            name: accepted as in legacy Keras.
+
+        Raises:
+            ConfigError: ``loss`` is a tensor and there is no tape.
+            DGCError: ranks or steps differ, or a rank failed.
+        """
+        if not callable(loss) and tape is None:
+            raise ConfigError("minimize got a loss without its tape: pass tape=, or a function that computes the loss")
+        if callable(loss):
+            with tape or tf.GradientTape() as recording:
+                loss = loss()
+            tape = recording
+        variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        assert tape is not None
+        gradients = tape.gradient(loss, [getattr(v, "_value", v) for v in variables])
+        self.apply_gradients(zip(gradients, variables, strict=True))  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
+
+        Returns:
+            ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, where compressed, ``"v"`` (what was
+            not sent yet), in the variable's shape; ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``, and
+            ``"learning_rate"`` where it is no schedule. Without parameters before the first step.
+        """
+        state = self.compression.state_dict()
+        state["iterations"] = int(tf.convert_to_tensor(self.iterations))
+        if isinstance(self.compression.options.learning_rate, float):
+            state["learning_rate"] = float(tf.convert_to_tensor(self.learning_rate))
+        return state
+
+    def load_state_dict(self, state: Any, resize: bool = False) -> None:
+        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+
+        A state from before the first step, or an empty dict, forgets momentum and residuals.
+
+        Args:
+            state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
+            resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
+
+        Raises:
+            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            RuntimeError: a buffer is no array.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
+        self.compression.load_state_dict(bare[0] if isinstance(state, Mapping) else bare, resize)
+        if "iterations" in states[0]:
+            self._set_iterations(int(states[0]["iterations"]))
+        if "learning_rate" in states[0] and isinstance(self.compression.options.learning_rate, float):
+            self.learning_rate = states[0]["learning_rate"]
+
+    set_dict = load_state_dict
+    """Paddle's name."""
+
+    @property
+    def _exchanges(self) -> Any:
+        return self.compression
+
+    def _set_iterations(self, value: int) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build it as it was saved; the compressor begins with an empty state."""
+        config = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+        if isinstance(config["learning_rate"], dict):
+            load = tf.keras.optimizers.schedules.deserialize
+            config["learning_rate"] = load(config["learning_rate"], custom_objects=custom_objects)
+        return cls(**config)
+
+
+def _plain(regularizer: Regularizer) -> Any:
+    if regularizer is None:
+        return None
+    return {"kind": type(regularizer).__name__, "coefficient": regularizer.regularization_coeff}
+
+
+def _regularizer(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kinds = {"L1Decay": L1Decay, "L2Decay": L2Decay}
+    if value.get("kind") not in kinds:
+        raise ArgumentError(f"a regulariser is {dict(value)!r}; allowed: None, L1Decay(c) or L2Decay(c)")
+    return kinds[value["kind"]](value["coefficient"])
+
+
+class FixedMomentum(Adoption):
+    """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
+
+    def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
+        """Take Paddle's options, each variable's regularizer, and the optimizer whose learning rate counts."""
+        self._regularizers = list(regularizers)
+        super().__init__(optimizer, options.to_config([]))
+        self.cover(len(self._regularizers))
+
+    def take(self) -> None:
+        """Nothing: the momentum was given, and the optimizer may neither have one beside it nor clip."""
+        self._refuse_clipped_velocity()
+        if is_sgd(self.optimizer) and get_momentum(self.optimizer)[0]:
+            raise ConfigError(
+                "DGCMomentum's momentum is its argument and stays; build a new optimizer for another one, and give it "
+                "the old one's state_dict()"
+            )
+
+    def _refuse_clipped_velocity(self) -> None:
+        clips = clipping(self.optimizer)
+        if clips and self._config.momentum:
+            raise ConfigError(
+                f"the optimizer got {clips}, which would clip DGCMomentum's velocity, not the gradient: leave it out, "
+                "and give DGCMomentum local_grad_clip_norm= (and num_trainers=) instead"
+            )
+
+    def cover(self, count: int) -> None:  # noqa: D102
+        super().cover(count)
+        if count == len(self._regularizers):
+            self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
+
+    def decayed(self, index: int, variable: Any) -> Any:
+        """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
+        raw = raw_variable(variable)
+        return tf.sign(raw) if isinstance(self._regularizers[index], L1Decay) else raw
+
+
+class MomentumCompressor(DGCCompressor):
+    """The compressor inside ``DGCMomentum``: Paddle's rules about what is compressed, and its own momentum.
+
+    Attributes:
+        options: Paddle's arguments.
+    """
+
+    works_alone = True
+
+    def __init__(
+        self,
+        options: PaddleOptions,
+        parameter_regularization: Mapping[str, Regularizer] | None = None,
+        parameter_learning_rate: Mapping[str, float] | None = None,
+        process_set: Any = None,
+        transport: Any = "auto",
+    ) -> None:
+        super().__init__({"process_set": process_set, "transport": transport})
+        self.options = options
+        self.parameter_regularization = dict(parameter_regularization or {})
+        for pattern, regularizer in self.parameter_regularization.items():
+            check_regularizer(regularizer, f"parameter_regularization[{pattern!r}]")
+        self.parameter_learning_rate = dict(parameter_learning_rate or {})
+        for pattern, factor in self.parameter_learning_rate.items():
+            require_number(f"parameter_learning_rate[{pattern!r}]", factor, low=0.0)
+        self.config = options.to_config([])
+        self._compressed: set[int] = set()
+        self._factors: list[float] = []
+        if is_alone(process_set) is not None and self.process_set().included():
+            options.check_ranks(self.process_set().size())
+
+    def adopt(self, optimizer: Any, process_set: Any = None) -> None:
+        """Nothing is adopted: the momentum is this compressor's own argument."""
+
+    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
+        """Make the engine; with one process, too, where nothing else would apply the momentum."""
+        names = self._names if len(self._names) == len(variables) else unique_names(variables)
+
+        def build() -> dict[str, Any]:
+            self.options.check_ranks(transport.size)
+            rate = self.options.learning_rate
+            # Here, where an error of one rank is raised on all: it refuses an optimizer that clips.
+            self.adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
+            chosen = {name: f"{self._regularizer_of(name)!r} learning_rate*{self._factor_of(name)}" for name in names}
+            return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
+
+        agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
+        described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
+        config, self._compressed = config_for(self.options, described, transport.size)
+        self._factors = [self._factor_of(name) for name in names]
+        assert self.adoption is not None
+        return Engine(variables, config, transport, self.adoption, 1.0, names=names)
+
+    def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Sparse gradients of variables that are sent dense, as tensors; call it after :meth:`bind`."""
+        engine = self.engine
+        assert engine is not None
+        result = list(gradients)
+        for place, (gradient, index) in enumerate(zip(gradients, engine.indices(variables), strict=True)):
+            if not isinstance(gradient, tf.IndexedSlices):
+                continue
+            if index in self._compressed:
+                engine.fail(sparse_refusal(engine.names[index]))
+            result[place] = tf.convert_to_tensor(gradient)
+        return result
+
+    def in_units_of_the_rate(self, results: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Results times their variables' factors of the learning rate, which no momentum contains."""
+        if not self.parameter_learning_rate:
+            return list(results)
+        if self.engine is None:
+            factors = [self._factor_of(name) for name in self.variable_names() or unique_names(list(variables))]
+        else:
+            factors = [self._factors[index] for index in self.engine.indices(variables)]
+        scaled = []
+        for result, factor in zip(results, factors, strict=True):
+            scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
+        return scaled
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
+        if self.engine is None:
+            return super().state_dict()
+        state = self.engine.state_dict()
+        return {**state, "parameters": shaped(state["parameters"], self._shapes)}
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        assert self.engine is not None
+        return {n: tuple(v.shape) for n, v in zip(self.engine.names, self.engine.variables, strict=True)}
+
+    def _require_states(self, state: Any, resize: bool) -> list[Any]:
+        with as_state_error():
+            return super()._require_states(state, resize)
+
+    def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
+        """This rank's state, made of some in the form of :meth:`state_dict`."""
+        assert self.engine is not None
+        wide = {
+            name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
+            for name, v in zip(self.engine.names, self.engine.variables, strict=True)
+        }
+        if not is_empty(states[0]):
+            for state in states:
+                require_keys(state, ("parameters", "step", "rank", "size", "format"))
+                for name in (name for group in state.get("groups", ()) for name in group["names"]):
+                    if name not in state["parameters"]:
+                        raise StateError(f"the state lacks parameter {name!r}; it was changed after it was saved")
+            # Other names are the engine's business: it knows how Keras renames a loaded model's variables.
+            checked = [flat(state["parameters"], self._shapes, wide, flat_too=True) for state in states]
+            states = [{**state, "parameters": own} for state, own in zip(states, checked, strict=True)]
+        with as_state_error():
+            return super()._own(states, resize)
+
+    def _factor_of(self, name: str) -> float:
+        return next((f for p, f in self.parameter_learning_rate.items() if fnmatchcase(name, p)), 1.0)
+
+    def _regularizer_of(self, name: str) -> Regularizer:
+        for pattern, regularizer in self.parameter_regularization.items():
+            if fnmatchcase(name, pattern):
+                return regularizer
+        return self.options.regularization
+
+
+class MomentumReducer(Reducer):
+    """Feeds a :class:`MomentumCompressor`."""
+
+    compression: MomentumCompressor
+
+    def _exchange(
+        self, gradients: list[Gradient], variables: list[Variable], optimizer: Any, generic_names: bool
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        self.compression.bind(variables, optimizer, self.options.process_set)
+        gradients = self.compression.densified(gradients, variables)
+        reduced, verdict = super()._exchange(gradients, variables, optimizer, generic_names)
+        return self.compression.in_units_of_the_rate(reduced, variables), verdict
+
+
+if _IS_LEGACY:
+    import tf_keras
+
+    from dgc.tensorflow.keras.legacy import Distributed
+
+    @tf_keras.saving.register_keras_serializable(package="dgc", name="DGCMomentum")
+    class _Momentum(PaddleOptimizer, Distributed, tf_keras.optimizers.SGD):
+        """Legacy Keras' own LossScaleOptimizer around it has the gradients exchanged before it decides."""
+
+        def __init__(self, **arguments: Any) -> None:
+            settings = _settings(arguments)
+            paddle = settings.compression.options  # type: ignore[union-attr]
+            tf_keras.optimizers.SGD.__init__(self, paddle.learning_rate, name=paddle.name or "dgc_momentum")
+            self._dgc_settings = settings
+
+        def _set_iterations(self, value: int) -> None:
+            self.iterations.assign(value)
+
+        def get_config(self) -> dict[str, Any]:
+            """All that :meth:`from_config` needs."""
+            rate = tf_keras.optimizers.SGD.get_config(self)["learning_rate"]
+            own = {"learning_rate": rate, "name": self.name, "is_legacy_optimizer": False}
+            return {**own, **_saved_arguments(self._dgc_settings)}
+
+else:
+    import keras
+
+    from dgc.tensorflow.keras.keras3 import DistributedLossScaleOptimizer, DistributedOptimizer
+
+    class _OverSGD(PaddleOptimizer):
+        """The common part of both classes for Keras 3."""
+
+        inner_optimizer: Any
+        _dgc_settings: Any
+        name: str
+
+        def __init__(self, arguments: dict[str, Any], **others: Any) -> None:
+            settings = _settings(arguments)
+            options = settings.compression.options  # type: ignore[union-attr]
+            name = options.name or "dgc_momentum"
+            super().__init__(keras.optimizers.SGD(options.learning_rate), settings, name=name, **others)  # type: ignore[call-arg]
+
+        def _set_iterations(self, value: int) -> None:
+            self.inner_optimizer._iterations.assign(value)
+            if isinstance(self, DistributedOptimizer):
+                self._iterations.assign(value)
+
+        def get_config(self) -> dict[str, Any]:
+            """All that :meth:`from_config` needs."""
+            inner = self.inner_optimizer.get_config()
+            return {"learning_rate": inner["learning_rate"], "name": self.name, **_saved_arguments(self._dgc_settings)}
+
+    @keras.saving.register_keras_serializable(package="dgc", name="DGCMomentum")
+    class _Momentum(_OverSGD, DistributedOptimizer):  # type: ignore[no-redef]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(arguments)
+
+    @keras.saving.register_keras_serializable(package="dgc", name="DGCMomentumLossScale")
+    class _MomentumLossScale(_OverSGD, DistributedLossScaleOptimizer):
+        """For the policy mixed_float16: it scales losses, and all ranks skip the same steps."""
+
+        def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
+            super().__init__(arguments, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
+
+        def get_config(self) -> dict[str, Any]:
+            """All that :meth:`from_config` needs."""
+            scale = {"initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps}
+            return {**super().get_config(), **scale}

@@ -1,1 +1,0 @@
-"""One step's gradients reduced: compressed, or by Horovod's dense allreduce."""

@@ -1,0 +1,241 @@
+"""TensorFlow's tensors and variables as NumPy sees them, and the one way from TensorFlow into the core and back.
+
+Eager code crosses by views, a graph through one ``tf.numpy_function``, which shows Python the tensors' own memory.
+TensorFlow takes over NumPy arrays that are aligned for its kernels (:class:`ResultPool` makes such), so neither
+direction copies on a CPU. From a GPU TensorFlow copies gradients to the host and results back, where the core works.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeAlias, TypeVar
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from dgc.core.layout import Parameter
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
+from dgc.transport.agreement import gather_if_different, sample_places
+
+Variable: TypeAlias = tf.Variable
+"""A variable of TensorFlow, or one of Keras 3 around it."""
+
+ALIGNMENT = 64
+"""Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
+
+
+def raw_variable(variable: Variable) -> tf.Variable:
+    """The ``tf.Variable`` inside a Keras 3 variable, or the variable itself."""
+    # `.value` of a Keras variable may be a cast copy under mixed precision; `_value` is the variable.
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def unique_names(variables: Sequence[Variable]) -> list[str]:
+    """A name for each variable; where several share one (plain ``tf.Variable``s), their order tells them apart."""
+    names, seen = [], dict[str, int]()
+    for variable in variables:
+        name = (getattr(variable, "path", None) or variable.name).removesuffix(":0")
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+def describe(name: str, variable: Variable) -> Parameter:
+    """A variable as the core lists it."""
+    raw = raw_variable(variable)
+    if isinstance(raw, tf.distribute.DistributedValues):
+        raise LayoutError(
+            f"variable {name!r} belongs to a strategy of tf.distribute (MirroredStrategy, ...), which has replicas of "
+            "its own; Horovod's ranks are the replicas here: start one process for each device, without a strategy"
+        )
+    if not raw.shape.is_fully_defined():
+        raise LayoutError(f"variable {name!r} has the shape {raw.shape}; a compressed variable needs a fixed one")
+    return Parameter(name, tuple(int(d) for d in raw.shape), raw.dtype.name)
+
+
+def as_array(value: object) -> np.ndarray:
+    """The values as (n,): a view of an eager CPU tensor or of an array, a copy from a GPU, float32 for bfloat16."""
+    array = np.asarray(value)
+    if array.dtype == ml_dtypes.bfloat16:
+        array = array.astype(np.float32)
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def samples(variable: Variable) -> np.ndarray:
+    """(at most 8,) float64: a few values of a variable, to compare it between ranks."""
+    with tf.init_scope():  # errors are raised while a graph is traced, too
+        values = as_array(raw_variable(variable))
+    return values[sample_places(values.size)].astype(np.float64)
+
+
+def largest_finite(dtype: tf.DType) -> float | None:
+    """The largest finite value of a type narrower than float32; None for the others."""
+    return float(dtype.max) if dtype in (tf.float16, tf.bfloat16) else None
+
+
+class ResultPool:
+    """Arrays that are handed to TensorFlow as tensors without a copy, and used again once it has let go of them.
+
+    Fresh memory of 100 MB costs as much as copying it, in page faults.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> None:
+        """Remember what to make."""
+        self._shapes = list(shapes)
+        self._dtypes = [np.dtype(d) for d in dtypes]
+        self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
+
+    def dtype(self, index: int) -> np.dtype:
+        """Of result ``index``."""
+        return self._dtypes[index]
+
+    def take(self, index: int) -> np.ndarray:
+        """An array of result ``index``'s shape without other references."""
+        blocks = self._blocks[index]
+        for place in range(len(blocks)):
+            # The list's own reference and getrefcount's argument; a view, ours or TensorFlow's, would be a third.
+            if sys.getrefcount(blocks[place]) == 2:
+                return self._view(blocks[place], index)
+        numel = int(np.prod(self._shapes[index], dtype=np.int64))
+        blocks.append(np.empty(numel * self._dtypes[index].itemsize + ALIGNMENT, np.uint8))
+        return self._view(blocks[-1], index)
+
+    def _view(self, block: np.ndarray, index: int) -> np.ndarray:
+        start = -block.ctypes.data % ALIGNMENT
+        return block[start : start + block.size - ALIGNMENT].view(self._dtypes[index]).reshape(self._shapes[index])
+
+
+_COUNTED = re.compile(r"_[0-9]+(?=/|$|#)")
+
+
+def common_names(transport: Transport, names: Sequence[str]) -> list[str]:
+    """Rank 0's names where they differ from this rank's by Keras' counting and by leading parts only. Collective."""
+    gathered = gather_if_different(transport, {"names": list(names)})
+    if gathered is None:
+        return list(names)
+    lists = [json.loads(entry["names"]) for entry in gathered]
+    first = lists[0]
+    alike = all(len(own) == len(first) and all(map(_alike, own, first)) for own in lists)
+    return first if alike else list(names)
+
+
+def _alike(one: str, other: str) -> bool:
+    a, b = (_COUNTED.sub("", name).split("/") for name in (one, other))
+    shorter = min(len(a), len(b))
+    # The variable's own name and its layer's, where there is one.
+    return a[-shorter:] == b[-shorter:] and (shorter > 1 or len(a) == len(b))
+
+
+ACCUMULATED, APPLY, REFUSED = 0, 1, 2
+"""Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
+
+T = TypeVar("T")
+
+
+def still_there(reference: weakref.ref[T]) -> T:
+    """The object behind a weak reference, which is all that a graph may hold: TensorFlow keeps graphs for ever."""
+    held = reference()
+    if held is None:
+        raise ConfigError(
+            "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the "
+            "variables it was bound to; keep it as long as the function is called"
+        )
+    return held
+
+
+def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
+    """REFUSED for dense or sparse gradients with a value that is not finite; else APPLY."""
+    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    if not values:
+        return tf.constant(APPLY, tf.int32)
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+    return tf.where(finite, tf.constant(APPLY, tf.int32), tf.constant(REFUSED, tf.int32))
+
+
+def warn_of_copies(variables: Sequence[Variable]) -> None:
+    """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
+    specs = [tf.DeviceSpec.from_string(raw_variable(v).device or "") for v in variables]
+    devices = sorted({f"{s.device_type}:{s.device_index}" for s in specs if s.device_type not in (None, "CPU")})
+    if devices:
+        _warn_of(", ".join(devices))
+
+
+@cache
+def _warn_of(devices: str) -> None:
+    warnings.warn(
+        f"gradients pass through host memory: TensorFlow copies them there from {devices}, and results back, in every "
+        "step; PyTorch's dgc and topk work on the GPU",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
+
+
+def cross(
+    step: Step,
+    gradients: Sequence[tf.Tensor],
+    learning_rate: tf.Tensor | float | None,
+    parameters: Sequence[Variable] = (),
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Hand gradients to Python and take results back, now or whenever the graph being built runs.
+
+    Args:
+        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, and what became of the step.
+        gradients: dense tensors.
+        learning_rate: a scalar, or None.
+        parameters: variables whose values the step needs, or nothing.
+
+    Returns:
+        Results of the gradients' types and shapes, and an int32 scalar: ACCUMULATED, APPLY or REFUSED.
+    """
+    rate = [] if learning_rate is None else [tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)]
+    values = [tf.convert_to_tensor(raw_variable(p)) for p in parameters]
+    count = len(gradients)
+
+    def call(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        given = float(arrays[count]) if rate else None
+        return step(list(arrays[:count]), given, list(arrays[count + len(rate) :]))
+
+    inputs = [*gradients, *rate, *values]
+    if tf.executing_eagerly():
+        arrays, verdict = call([np.asarray(t) for t in inputs])
+        return [_like(_as_tensor(a), g) for a, g in zip(arrays, gradients, strict=True)], tf.constant(verdict, tf.int32)
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            "XLA cannot compile the exchange of gradients (Horovod's neither): pass jit_compile=False to compile() or "
+            "tf.function"
+        )
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        results, verdict = call(arrays)
+        return [*results, np.int32(verdict)]  # type: ignore[list-item]
+
+    types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
+    *outputs, verdict = tf.numpy_function(run, inputs, [*types, tf.int32], name="dgc_exchange")
+    verdict.set_shape(())
+    return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], verdict
+
+
+def _as_tensor(array: np.ndarray) -> tf.Tensor:
+    """The array as an eager tensor that shares its memory and keeps it alive, or of a copy where it is not aligned."""
+    if array.size == 0 or not array.flags.writeable or array.ctypes.data % ALIGNMENT:
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+def _like(output: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    if not isinstance(output, tf.Tensor) or not tf.executing_eagerly():
+        output.set_shape(gradient.shape)
+    return output if output.dtype == gradient.dtype else tf.cast(output, gradient.dtype)

@@ -1,7 +1,0 @@
-"""DGCMomentum under mixed_float16 on 2 real ranks, in both Kerases."""
-
-from pathlib import Path
-
-from rank_jobs import KERAS, each_case
-
-test_mixed_precision_on_two_ranks = each_case(Path(__file__).parent / "workers" / "mixed_precision_cases.py", KERAS)

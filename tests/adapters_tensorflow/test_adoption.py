@@ -1,0 +1,46 @@
+"""What an optimizer holds beside a momentum of the compressor's own."""
+
+import warnings
+
+import keras
+import pytest
+import tf_keras
+
+from dgc.core.compressors import make_config
+from dgc.tensorflow.adoption import Adoption
+
+TWICE = {
+    "keras Adam": keras.optimizers.Adam,
+    "keras Lion": keras.optimizers.Lion,
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+    "tf_keras Adam": tf_keras.optimizers.Adam,
+    "legacy Adam": tf_keras.optimizers.legacy.Adam,
+}
+ONCE = {
+    "keras Adam without": lambda: keras.optimizers.Adam(beta_1=0.0),
+    "legacy Adam without": lambda: tf_keras.optimizers.legacy.Adam(beta_1=0.0),
+    "keras SGD": lambda: keras.optimizers.SGD(0.1),
+    "keras RMSprop": keras.optimizers.RMSprop,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_first_moment_behind_the_compressors_momentum_is_told(kind):
+    with pytest.warns(RuntimeWarning, match=r"smooths what comes out of it once more, by beta1=0\.9.*set beta_1=0\.0"):
+        Adoption(TWICE[kind](), make_config({"momentum": 0.9}, algorithm="dgc"))
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_one_smoothing_is_not_told(kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Adoption(ONCE[kind](), make_config({"momentum": 0.9}, algorithm="dgc"))
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_plain_error_feedback_before_adam_is_not_told(kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*smooths what comes out")
+        for options in ({}, {"momentum": 0.0}):
+            Adoption(TWICE[kind](), make_config(options, algorithm="dgc"))

@@ -1,0 +1,28 @@
+"""The cases of all workers, on 2 real ranks (and on 4, and by Gloo), in Keras 3 and in legacy Keras."""
+
+from pathlib import Path
+
+from documented import own_names
+from rank_jobs import CARRIERS, KERAS, SIZES, each_case
+
+WORKERS = Path(__file__).parent / "workers"
+
+test_laws = each_case(WORKERS / "laws_cases.py", {**KERAS, "4ranks": SIZES["4ranks"], "gloo": CARRIERS["gloo"]})
+test_tape = each_case(WORKERS / "tape_cases.py")
+test_fit = each_case(WORKERS / "fit_cases.py", KERAS)
+test_habits = each_case(WORKERS / "habits_cases.py", KERAS)
+test_frozen = each_case(WORKERS / "frozen_cases.py", KERAS)
+test_renamed = each_case(WORKERS / "renamed_cases.py", KERAS)
+test_checkpoint = each_case(WORKERS / "checkpoint_cases.py", KERAS)
+test_restored = each_case(WORKERS / "restored_cases.py", KERAS)
+test_binding = each_case(WORKERS / "binding_cases.py", KERAS)
+test_bad_input = each_case(WORKERS / "bad_input_cases.py", KERAS)
+test_wrappers = each_case(WORKERS / "wrappers_cases.py", KERAS)
+test_sparse_gradients = each_case(WORKERS / "sparse_gradients_cases.py", KERAS)
+test_mixed_precision = each_case(WORKERS / "mixed_precision_cases.py", KERAS)
+test_momentum = each_case(WORKERS / "momentum_cases.py", KERAS)
+test_clipping = each_case(WORKERS / "clipping_cases.py", KERAS)
+test_compressors = each_case(WORKERS / "compressor_cases.py", more=own_names())
+test_same_core = each_case(WORKERS / "same_core_cases.py")
+test_process_sets = each_case(WORKERS / "process_sets_cases.py", {"4ranks": SIZES["4ranks"]})
+test_join = each_case(WORKERS / "join_cases.py", {**SIZES, "legacy": KERAS["legacy"], "gloo": CARRIERS["gloo"]})

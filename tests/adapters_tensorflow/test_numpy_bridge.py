@@ -1,0 +1,93 @@
+"""Crossing from TensorFlow to NumPy and back copies nothing of a tensor's size on a CPU."""
+
+ROUNDS = 12
+
+SHARES_MEMORY = """
+import sys
+
+import numpy as np
+import tensorflow as tf
+from worker_tools import report
+
+from dgc.tensorflow.tensors import APPLY, cross
+from dgc.tensorflow.tensors import ResultPool
+
+rounds = int(sys.argv[1])
+shapes = [(300, 70), (5000,), (64, 64)]
+gradients = [tf.random.stateless_normal(s, [1, i]) for i, s in enumerate(shapes)]
+variables = [tf.Variable(tf.ones(s)) for s in shapes]
+pool = ResultPool(shapes, [np.float32] * len(shapes))
+seen = {}
+
+
+def address(value):
+    return np.asarray(value).ctypes.data
+
+
+def step(arrays, rate, values):
+    results = [pool.take(i) for i in range(len(arrays))]
+    for result, array in zip(results, arrays):
+        result[...] = 2 * array
+    seen.update(given=[address(a) for a in arrays], made=[address(r) for r in results])
+    return results, APPLY
+
+
+@tf.function
+def graph(given):
+    return cross(step, given, None, variables)[0]
+
+
+def eager(given):
+    return cross(step, given, None, variables)[0]
+
+
+for run in (graph, eager):
+    places = [set() for _ in shapes]
+    for _ in range(rounds):
+        results = run(gradients)
+        same = all(np.array_equal(r, 2 * g) for r, g in zip(results, gradients))
+        report([
+            same,
+            seen["given"] == [address(g) for g in gradients],
+            seen["made"] == [address(r) for r in results],
+        ])
+        for own, place in zip(places, seen["made"]):
+            own.add(place)
+        del results
+    # Memory is used again. Not always the same: TensorFlow's executor lets go of a result when it comes to it.
+    report(all(len(own) <= rounds // 2 for own in places))
+kept = [graph(gradients) for _ in range(3)]
+report(len({address(results[0]) for results in kept}) == 3)
+"""
+
+
+def test_tensors_and_results_share_their_memory(ranks):
+    reports = ranks.run(SHARES_MEMORY, 1, ROUNDS, launcher="single").reports[0]
+    assert len(reports) == 2 * ROUNDS + 3
+    assert [r for r in reports if isinstance(r, list)] == [[True, True, True]] * 2 * ROUNDS
+    assert [r for r in reports if not isinstance(r, list)] == [True, True, True]
+
+
+TELLS_OF_COPIES = """
+import warnings
+from types import SimpleNamespace
+
+import tensorflow as tf
+from worker_tools import report
+
+from dgc.tensorflow.tensors import warn_of_copies
+
+on_gpu = [SimpleNamespace(device=f"/job:localhost/replica:0/task:0/device:GPU:{i}") for i in (1, 1)]
+for variables in ([tf.Variable(1.0)], on_gpu, on_gpu):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_copies([tf.Variable(1.0), *variables])
+    report([str(w.message) for w in caught])
+"""
+
+
+def test_copies_from_a_gpu_are_told_once(ranks):
+    silent, told, again = ranks.run(TELLS_OF_COPIES, 1, launcher="single").reports[0]
+    assert (silent, again) == ([], [])
+    assert len(told) == 1
+    assert "copies them there from GPU:1, and results back" in told[0]

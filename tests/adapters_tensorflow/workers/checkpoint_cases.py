@@ -1,0 +1,256 @@
+"""Keras runs that go on from a checkpoint, with every schedule; files that cannot be written or read."""
+
+import errno
+import inspect
+import os
+import shutil
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.core.state import load_state, save_state
+from dgc.errors import DGCError
+
+keras = m.keras
+S = keras.optimizers.schedules
+
+SCHEDULES = {
+    "CosineDecay": lambda: S.CosineDecay(0.05, 4),
+    "CosineDecayRestarts": lambda: S.CosineDecayRestarts(0.05, 2),
+    "ExponentialDecay": lambda: S.ExponentialDecay(0.05, 2, 0.7),
+    "InverseTimeDecay": lambda: S.InverseTimeDecay(0.05, 2, 0.5),
+    "PiecewiseConstantDecay": lambda: S.PiecewiseConstantDecay([1, 2], [0.05, 0.02, 0.04]),
+    "PolynomialDecay": lambda: S.PolynomialDecay(0.05, 4),
+    "LearningRateScheduler": lambda: 0.05,
+    "ReduceLROnPlateau": lambda: 0.05,
+    "momentum by hand": lambda: 0.05,
+}
+
+
+class ByHand(keras.callbacks.Callback):
+    """A user's own schedule of the momentum, which a checkpoint holds as it is after the batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        steps = int(tf.convert_to_tensor(optimizer.iterations))
+        getattr(optimizer, "inner_optimizer", optimizer).momentum = 0.8 + 0.02 * steps
+
+
+CALLBACKS = {
+    "LearningRateScheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate),
+    "ReduceLROnPlateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=100.0),
+    "momentum by hand": ByHand,
+}
+
+
+def remove(folder):
+    m.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
+def on_every_rank(action, *parts):
+    """``action`` must fail on all ranks, with these parts in the message on each."""
+    try:
+        text = m.assert_raises(action, *parts, kinds=(DGCError, FileNotFoundError))
+    except Exception as wrong:
+        text = f"wrong: {wrong}"
+    bad = hvd.allgather(tf.constant([text.startswith("wrong: ")]), name="outcome").numpy()
+    assert not bad.any(), f"{bad}: {text}"
+
+
+def compiled(schedule=0.05, seed=1, **options):
+    return m.compile_model(
+        dgc.Compression.dgc(**{**m.SPARSE, **options}),
+        optimizer="nesterov",
+        model=m.make_model(seed, width=16),
+        learning_rate=schedule,
+        run_eagerly=True,
+    )
+
+
+@case
+def every_schedule_of_keras_goes_on_from_a_checkpoint():
+    made = {n for n, s in inspect.getmembers(S, inspect.isclass) if issubclass(s, S.LearningRateSchedule)}
+    assert made - {"LearningRateSchedule"} <= set(SCHEDULES), "a schedule of Keras is not tested"
+    folder = m.shared_folder()
+    for name, make in SCHEDULES.items():
+        own = CALLBACKS.get(name, lambda: None)
+        callbacks = [c for c in (own(),) if c is not None]
+        straight = compiled(make())
+        m.fit(straight, 2, callbacks=[*callbacks, dgck.callbacks.CompressionCheckpoint(folder / name)])
+        m.save(straight, folder / "model.keras")
+        resumed = keras.models.load_model(folder / "model.keras")
+        resumed.compile(optimizer=resumed.optimizer, loss=m.loss_function, run_eagerly=True)
+        m.fit(straight, 2, first=2, callbacks=callbacks)
+        m.fit(resumed, 2, first=2, callbacks=[*callbacks, dgck.callbacks.CompressionCheckpoint(folder / name)])
+        for a, b in zip(m.values(straight), m.values(resumed), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+    remove(folder)
+
+
+def first_u(state):
+    return next(iter(state["parameters"].values()))["u"]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    place = data.find(first_u(load_state(path))[:8].tobytes())
+    assert place > 0
+    data[place + 5] ^= 16
+    path.write_bytes(bytes(data))
+
+
+def not_finite(path):
+    state = load_state(path)
+    first_u(state)[3] = np.nan
+    save_state(path, state)
+
+
+DAMAGES = {
+    "empty": (lambda path: path.write_bytes(b""), "rank1.npz is no state of a compressor"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-300]), "rank1.npz is no state of a compressor"),
+    "a bit flipped": (flip, "rank1.npz is no state of a compressor"),
+    "not finite": (not_finite, "not finite"),
+    "of another rank": (lambda path: shutil.copy(str(path).replace("rank1", "rank0"), path), "belongs to rank 0"),
+}
+
+
+@case
+def a_file_that_cannot_be_read_is_named_on_every_rank():
+    folder = m.shared_folder()
+    model = compiled()
+    m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "good")])
+    other = compiled(seed=2)
+    other.optimizer.iterations.assign(2)
+    before = m.values(other)
+    for name, (damage, text) in DAMAGES.items():
+        if hvd.rank() == 0:
+            for rank in range(hvd.size()):
+                shutil.copy(folder / f"good.rank{rank}.npz", folder / f"{name}.rank{rank}.npz")
+            damage(folder / f"{name}.rank1.npz")
+        m.barrier()
+        reading = dgck.callbacks.CompressionCheckpoint(folder / name)
+        on_every_rank(lambda: m.fit(other, 1, callbacks=[reading]), text)  # noqa: B023
+        for a, b in zip(m.values(other), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert other.optimizer.compression.residual_norm == 0, "no rank has taken its state over"
+    remove(folder)
+
+
+@case
+def a_full_disk_on_one_rank_leaves_all_old_files():
+    folder = m.shared_folder()
+    model = compiled()
+    m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
+    own = folder / f"state.rank{hvd.rank()}.npz"
+    before, flush = own.read_bytes(), os.fsync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.fsync = full if hvd.rank() == 1 else flush
+    try:
+        on_every_rank(
+            lambda: m.fit(model, 1, first=2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")]),
+            "state.rank1.npz could not be written: No space left on device",
+        )
+    finally:
+        os.fsync = flush
+    m.barrier()
+    assert own.read_bytes() == before
+    assert len(list(folder.iterdir())) == hvd.size()
+    m.fit(model, 1, first=3, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
+    assert own.read_bytes() != before
+    remove(folder)
+
+
+def lost_in(model, first, *callbacks):
+    """What the warning of a lost state names in two more steps; None without one."""
+    with m.warned("nothing was loaded into the compressor") as texts:
+        m.fit(model, 2, first=first, callbacks=callbacks)
+    assert len(texts) <= (hvd.rank() == 0), texts
+    assert all("CompressionCheckpoint keeps both" in text for text in texts)
+    said = hvd.broadcast_object("".join(texts), name="said")
+    return said.partition("residuals: ")[2].partition(" is lost")[0] or None
+
+
+@case
+def a_model_that_goes_on_without_the_compressor_s_state_says_so():
+    folder = m.shared_folder()
+    adam = m.make_model(width=16)
+    adam.compile(dgck.DistributedOptimizer(keras.optimizers.Adam(), compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
+    paddle = m.make_model(width=16)
+    paddle.compile(dgck.DGCMomentum(0.05, 0.9, 0, num_trainers=hvd.size()), "mse")
+    models = {
+        "momentum": compiled(**m.SPARSITY_0),
+        "momentum and what was not sent yet": compiled(),
+        "what was not sent yet": adam,
+    }
+    models["momentum "] = paddle
+    for lost, model in models.items():
+        keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
+        assert lost_in(model, 0, keep) is None
+        path = folder / "model.keras"
+        m.save(model, path)
+        assert lost_in(model, 2) is None, "nothing was loaded"
+        loaded = keras.models.load_model(path)
+        assert lost_in(loaded, 2) == lost.strip()
+        assert lost_in(loaded, 4) is None, "once is enough"
+        assert lost_in(keras.models.load_model(path), 2, keep) is None, "the callback has brought it back"
+        m.save(loaded, path)  # and of a model that was loaded, and saved once more
+        assert lost_in(keras.models.load_model(path), 4) == lost.strip()
+    remove(folder)
+
+
+@case
+def weights_loaded_between_two_fits_say_what_is_lost():
+    folder = m.shared_folder()
+    model, root = compiled(), dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
+    path = str(folder / f"rank{hvd.rank()}.weights.h5")
+    assert lost_in(model, 0, root, keep) is None
+    model.save_weights(path)
+    assert lost_in(model, 2, root) is None
+    model.load_weights(path)
+    assert lost_in(model, 2, root) == "momentum and what was not sent yet"
+    model.optimizer.compression.reset()
+    assert lost_in(model, 4, root) is None
+    remove(folder)
+
+
+@case
+def a_dense_run_s_model_has_lost_nothing():
+    model = m.make_model(width=16)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    m.fit(model, 2, rank=0)
+    inner = model.optimizer
+    model.compile(dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
+    assert lost_in(model, 2) is None
+    assert model.optimizer.compression.residual_norm > 0
+
+
+@case
+def what_is_no_state_and_what_is_half_a_step_are_refused():
+    model = compiled()
+    m.fit(model, 1)
+    compression = model.optimizer.compression
+    norm = compression.residual_norm
+    for state in (None, 3, "state.npz", [compression.state_dict()]):
+        on_every_rank(lambda: compression.load_state_dict(state), "load_state_dict got")  # noqa: B023
+    assert compression.residual_norm == norm > 0
+    optimizer = model.optimizer
+    getattr(optimizer, "inner_optimizer", optimizer).momentum = 0.5 + 0.1 * hvd.rank()
+    m.assert_raises(lambda: m.fit(model, 1), "momentum")
+    on_every_rank(compression.state_dict, "after a step that failed", "reset()")
+    compression.reset()
+    assert compression.state_dict()["step"] == 0
+
+
+if __name__ == "__main__":
+    run_cases()

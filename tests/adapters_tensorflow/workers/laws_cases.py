@@ -1,0 +1,136 @@
+"""What holds for every front end: equal to dense, replicas alike, the same entries, resumed bit for bit."""
+
+import functools
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+
+keras = m.keras
+STEPS = 14
+
+
+def by_tape(options, optimizer, **arguments):
+    """A custom loop behind dgc's tape (``way="wrapper"``), Horovod's own ("stock"), or that without compression."""
+    way = arguments.pop("way", "wrapper") if options is not None else "dense"
+    arguments = {} if options is None else arguments
+    return m.train_loop(way, options, optimizer=optimizer, steps=STEPS, **arguments)
+
+
+def by_fit(options, optimizer, **arguments):
+    """Keras' ``fit()``, with dgc's optimizer or (``wrapper=False``, in legacy Keras) Horovod's own."""
+    arguments = {} if options is None else arguments
+    given = options if options is None or arguments.get("wrapper") is False else dgc.Compression.dgc(**options)
+    model = m.compile_model(given, optimizer=optimizer, **arguments)
+    m.fit(model, STEPS)
+    return m.values(model), given if isinstance(given, dgc.DGCCompressor) else None
+
+
+TAPES = {
+    "tape": functools.partial(by_tape, graph=True),
+    "eager tape": functools.partial(by_tape, graph=False),
+    "Horovod's tape": functools.partial(by_tape, way="stock", graph=True),
+    "Horovod's eager tape": functools.partial(by_tape, way="stock", graph=False),
+    "Horovod's tape, one group": functools.partial(by_tape, way="stock", hvd_options={"groups": 1}),
+    "Horovod's tape, two groups": functools.partial(by_tape, way="stock", hvd_options={"groups": 2}),
+}
+FITS = {"fit": by_fit, "eager fit": functools.partial(by_fit, run_eagerly=True)}
+if m.LEGACY:
+    FITS["Horovod's fit"] = functools.partial(by_fit, wrapper=False)
+    FITS["Horovod's fit, one group"] = functools.partial(by_fit, wrapper=False, groups=1)
+FRONT_ENDS = {**TAPES, **FITS}
+EQUAL = {
+    "before the ramp-up": (m.BEFORE_RAMPUP, m.TOLERANCE["before"]),
+    "at sparsity 0": (m.SPARSITY_0, m.TOLERANCE["zero"]),
+    "from the ramp-up on": ({**m.SPARSITY_0, "rampup_begin_step": 9}, m.TOLERANCE["zero"]),
+}
+
+
+@functools.cache
+def dense(by, optimizer):
+    return by(None, optimizer)[0]
+
+
+def equal_to_dense(name, optimizer, kind):
+    make = FRONT_ENDS[name]
+    options, tolerance = EQUAL[kind]
+    found, compression = make(options, optimizer)
+    m.assert_close(found, dense(by_fit if name in FITS else by_tape, optimizer), tolerance)
+    m.assert_replicas(found)
+    assert compression is None or compression.stats.steps == STEPS
+
+
+@case
+def every_front_end_equals_dense_across_changes_of_the_learning_rate():
+    for name in FRONT_ENDS:
+        equal_to_dense(name, "momentum", "at sparsity 0")
+    for name in ("tape", "Horovod's tape", "fit"):
+        equal_to_dense(name, "momentum", "before the ramp-up")
+
+
+@case
+def nesterov_decay_and_no_momentum_equal_dense_too():
+    for name in ("tape", "Horovod's tape, one group", "fit"):
+        equal_to_dense(name, "nesterov", "from the ramp-up on")
+    for optimizer in ("plain", "decoupled decay"):
+        for name in ("tape", "eager fit"):
+            equal_to_dense(name, optimizer, "at sparsity 0")
+
+
+@case
+def replicas_stay_bit_identical_at_99_percent_and_all_tapes_select_the_same_entries():
+    exact = None
+    for name, make in FRONT_ENDS.items():
+        found, compression = make({**m.SPARSE, "values": "float32", "small": "float32"}, "momentum")
+        m.assert_replicas(found)
+        if name in TAPES:
+            exact = exact or found
+            m.assert_close(found, exact, 1e-5)
+        if compression is not None:
+            assert compression.stats.total.density < 0.012
+            assert compression.residual_norm > 0
+
+
+@case
+def a_state_saved_in_the_middle_continues_bit_for_bit():
+    """``fit()`` has cases of its own, for what Keras saves."""
+    for way in ("wrapper", "stock"):
+        model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+
+        def steps(compression, library, first, last, inner=inner, model=model):
+            one = m.stepper(model, inner, compression, library, graph=False)
+            for step in range(first, last):
+                inner.learning_rate = m.rate(step)
+                one(step)
+
+        first, library = m.compressor(way, model, inner, **m.SPARSE)
+        steps(first, library, 0, 9)
+        saved, weights = first.state_dict(), m.values(model)
+        steps(first, library, 9, 15)
+        wanted = m.values(model)
+        model.set_weights(weights)
+        inner.momentum = 0.9
+        second, _ = m.compressor(way, model, inner, **m.SPARSE)
+        second.load_state_dict(saved)
+        steps(second, library, 9, 15)
+        for a, b in zip(m.values(model), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@case("4ranks")
+def nodes_that_send_as_one_equal_dense_and_stay_alike():
+    for name in ("tape", "fit"):
+        options = {**m.SPARSITY_0, "hierarchical": 2}
+        found, _ = FRONT_ENDS[name](options, "momentum")
+        m.assert_close(found, dense(by_fit if name in FITS else by_tape, "momentum"), 1e-5)
+        found, compression = FRONT_ENDS[name]({**m.SPARSE, "hierarchical": 2}, "momentum")
+        m.assert_replicas(found)
+        assert compression.describe()["nodes"] == 2
+    assert hvd.size() == 4
+
+
+if __name__ == "__main__":
+    run_cases()

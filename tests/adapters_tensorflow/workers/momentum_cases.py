@@ -1,0 +1,330 @@
+"""On real ranks: DGCMomentum against Paddle's algorithm in NumPy, against Keras' SGD, and resumed."""
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import models as m
+import momentum_models as mm
+import numpy as np
+import tensorflow as tf
+from momentum_models import make, make_variables, oracle_of, oracle_train, train, train_in_graph
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+from dgc.core.state import load_state, save_state
+
+keras = m.keras
+L1Decay, L2Decay = dgc.L1Decay, dgc.L2Decay
+
+
+@case
+def equals_paddle_from_before_the_rampup_to_its_end():
+    kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)))
+    for number, (nesterov, regularization) in enumerate(kinds):
+        clip = (None, 1.5)[number % 2]  # every two options meet
+        own = make_variables()
+        optimizer = make(
+            rampup_begin_step=3,
+            rampup_step=4,
+            sparsity=[0.75, 0.99],
+            use_nesterov=nesterov,
+            regularization=regularization,
+            local_grad_clip_norm=clip,
+            num_trainers=hvd.size() if clip else None,
+        )
+        l1 = [1e-3 if isinstance(regularization, L1Decay) else 0.0] * len(own)
+        l2 = [1e-2 if isinstance(regularization, L2Decay) else 0.0] * len(own)
+        oracle = oracle_of(
+            own, begin=3, rampup_step=4, sparsity=(0.75, 0.99), nesterov=nesterov, clip=clip, l1=l1, l2=l2
+        )
+        steps = train_in_graph if number in (2, 3, 4) else train
+        for start in range(0, 9, 3):
+            steps(optimizer, own, 3, start)
+            oracle_train(oracle, own, 3, start)
+            mm.assert_close(own, oracle)
+        m.assert_replicas(mm.arrays(own))
+        parameters = optimizer.state_dict()["parameters"]
+        for i in range(2):
+            assert parameters[f"w{i}"]["v"].shape == mm.SHAPES[i]
+            np.testing.assert_allclose(parameters[f"w{i}"]["v"].ravel(), oracle.v[hvd.rank()][i], atol=2e-5)
+        optimizer.close()
+
+
+@case
+def entries_sent_follow_the_rampup():
+    own = make_variables()
+    optimizer = make(rampup_begin_step=2, rampup_step=5, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999])
+    expected = [mm.COMPRESSED] * 2 + [2 * k for k in (4096, 1024, 256, 65, 16, 16, 16)]
+    for step, count in enumerate(expected):
+        train(optimizer, own, 1, step)
+        assert optimizer.stats.last.entries_sent == count, (step, optimizer.stats.last.entries_sent)
+    optimizer.close()
+
+
+def compressed(own, **options):
+    optimizer = make(**options)
+    train(optimizer, own, 2)
+    names = {name for name, entry in optimizer.state_dict()["parameters"].items() if "v" in entry}
+    optimizer.close()
+    return {i for i, v in enumerate(own) if v.name.split(":")[0] in names}
+
+
+@case
+def eligibility():
+    """At least 16384 elements of float32, whatever the number of dimensions; or what the options say."""
+    assert compressed(make_variables()) == {0, 1}
+    assert compressed(make_variables(), min_numel=30) == {0, 1, 2, 3, 4}
+    assert compressed(make_variables(), min_numel=10**6) == set()
+    assert compressed(make_variables(), exclude="w1") == {0}
+    for dtype in (tf.float16, tf.bfloat16, tf.float64):
+        assert compressed(make_variables(dtype=dtype)) == set(), dtype
+        assert compressed(make_variables(dtype=dtype), dtypes=["float32", dtype.name]) == {0, 1}, dtype
+
+
+@case
+def sparse_gradients_are_dense_momentum_or_an_error():
+    def step(optimizer, table):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [1, 2]))
+        gradients = tape.gradient(loss, [table])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        optimizer.apply_gradients(zip(gradients, [table], strict=True))
+
+    table = tf.Variable(tf.zeros((1000, 32)), name="table")
+    optimizer = make(exclude="tab*")
+    step(optimizer, table)
+    step(optimizer, table)
+    np.testing.assert_allclose(table.numpy()[1], -0.1 * (1 + 1.9), rtol=1e-6)
+    assert np.flatnonzero(table.numpy().any(axis=1)).tolist() == [1, 2]
+    optimizer.close()
+    optimizer, table = make(), tf.Variable(tf.zeros((1000, 32)), name="table")
+    mm.raises(dgc.ConfigError, "add its name to exclude=", lambda: step(optimizer, table))
+    optimizer.close()
+
+
+@case
+def a_variables_own_regularizer_goes_first():
+    own = make_variables()
+    chosen = {"w0": L2Decay(0.02), "w2": L1Decay(0.03), "w[3]": L2Decay(0.05), "w4": L2Decay(0.0)}
+    optimizer = make(regularization=L1Decay(0.01), parameter_regularization=chosen, rampup_begin_step=2, sparsity=[0.9])
+    oracle = oracle_of(own, begin=2, sparsity=(0.9,), l1=[0, 0.01, 0.03, 0, 0], l2=[0.02, 0, 0, 0.05, 0])
+    train(optimizer, own, 5)
+    oracle_train(oracle, own, 5)
+    mm.assert_close(own, oracle)
+    optimizer.close()
+
+
+@case
+def learning_rates_act_at_once():
+    """Paddle's velocity is free of the learning rate, Keras' is not."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.02])
+    own, second = make_variables(), make_variables()
+    by_schedule, by_hand = (make(learning_rate=r, rampup_begin_step=2, sparsity=[0.9]) for r in (schedule, 0.1))
+    oracle = oracle_of(own, begin=2, sparsity=(0.9,))
+    for step in range(6):
+        oracle.lr = 0.1 if step < 2 else 0.05 if step < 4 else 0.02
+        by_hand.learning_rate = oracle.lr
+        train(by_schedule, own, 1, step)
+        train(by_hand, second, 1, step)
+        oracle_train(oracle, own, 1, step)
+    mm.assert_close(own, oracle)
+    mm.assert_close(second, oracle)
+    by_schedule.close()
+    by_hand.close()
+
+
+@case
+def a_variables_own_learning_rate():
+    """Paddle's ParamAttr(learning_rate=...), before the ramp-up and after it."""
+    own = make_variables()
+    optimizer = make(parameter_learning_rate={"w0": 0.0, "w[12]": 0.5}, rampup_begin_step=2, sparsity=[0.9])
+    oracle = oracle_of(own, begin=2, sparsity=(0.9,))
+    factors = [0.0, 0.5, 0.5, 1.0, 1.0]
+    now = [np.asarray(v, np.float64).ravel() for v in own]
+    for step in range(5):
+        before = [np.array(p, np.float64) for p in oracle.parameters]
+        train(optimizer, own, 1, step)
+        oracle_train(oracle, own, 1, step)
+        moved = [a - b for a, b in zip(oracle.parameters, before, strict=True)]
+        now = [p + f * d for p, f, d in zip(now, factors, moved, strict=True)]
+    for found, wanted in zip(own, now, strict=True):
+        np.testing.assert_allclose(np.asarray(found).ravel(), wanted, rtol=2e-5, atol=2e-6)
+    restored = type(optimizer).from_config(optimizer.get_config())
+    assert restored.compression.parameter_learning_rate == optimizer.compression.parameter_learning_rate
+    restored.close()
+    optimizer.close()
+    mm.raises(dgc.ConfigError, "parameter_learning_rate", lambda: make(parameter_learning_rate={"w0": -1.0}))
+
+
+@case
+def resume_continues_bit_for_bit():
+    for (nesterov, first), folder in itertools.product(
+        itertools.product((False, True), (2, 5)), [Path(tempfile.mkdtemp())]
+    ):
+        options = dict(
+            rampup_begin_step=3, sparsity=[0.9, 0.99], rampup_step=4, use_nesterov=nesterov, regularization=L2Decay(0.1)
+        )
+        own = make_variables()
+        optimizer = make(**options)
+        assert optimizer.state_dict()["parameters"] == {}
+        train(optimizer, own, first)
+        optimizer.learning_rate = 0.04
+        save_state(folder / f"{hvd.rank()}.npz", optimizer.state_dict())
+        state = load_state(folder / f"{hvd.rank()}.npz")
+        assert state["step"] == state["iterations"] == first
+        assert state["parameters"]["w0"]["u"].shape == (16, 1024)
+        train(optimizer, own, 5, first)
+        # Before its first step, and in the middle of another run.
+        for begun in (0, 3):
+            again = make_variables()
+            resumed = make(**options)
+            train(resumed, again, begun, 50)
+            resumed.set_dict(state)
+            for v, saved in zip(again, resumed_values(options, first), strict=True):
+                v.assign(saved)
+            train(resumed, again, 5, first)
+            mm.assert_equal(again, own)
+            assert int(resumed.iterations) == first + 5
+            resumed.close()
+        optimizer.close()
+
+
+def resumed_values(options, first):
+    own = make_variables()
+    optimizer = make(**options)
+    train(optimizer, own, first)
+    optimizer.close()
+    return mm.arrays(own)
+
+
+@case
+def states_that_do_not_fit_are_refused():
+    own = make_variables()
+    optimizer = make()
+    train(optimizer, own, 1)
+    state = optimizer.state_dict()
+
+    def changed(**entry):
+        return {**state, "parameters": {**state["parameters"], "w0": {**state["parameters"]["w0"], **entry}}}
+
+    bad = [
+        (AssertionError, "has no 'step'", {k: v for k, v in state.items() if k != "step"}),
+        (AssertionError, "belongs to rank", {**state, "rank": hvd.rank() + 1}),
+        (AssertionError, "one of 9 ranks", {**state, "size": 9}),
+        (
+            AssertionError,
+            "lacks parameter",
+            {**state, "parameters": {n: e for n, e in state["parameters"].items() if n != "w0"}},
+        ),
+        (AssertionError, "has shape", changed(u=np.zeros(3, "f"))),
+        (AssertionError, "is float64", changed(u=np.zeros((16, 1024)))),
+        (RuntimeError, "is a str", changed(u="x")),
+        (AssertionError, "resize=True", [state]),
+    ]
+    for error, text, value in bad:
+        raised = mm.raises(error, text, lambda: optimizer.load_state_dict(value))  # noqa: B023
+        assert error is RuntimeError or isinstance(raised, dgc.LayoutError)
+    optimizer.load_state_dict(state)
+    train(optimizer, own, 1, 1)
+    optimizer.close()
+
+
+@case
+def minimize_is_a_whole_iteration():
+    weight = tf.Variable(np.random.default_rng(0).standard_normal((128, 128)).astype("f") / 12, name="weight")
+    optimizer = make(learning_rate=0.01, momentum=0.5, sparsity=[0.9])
+    optimizer.build([weight])
+    x = tf.ones((2, 128)) * (1 + hvd.rank())
+
+    def loss():
+        return tf.reduce_mean((x @ weight) ** 2)
+
+    first = float(loss())
+    for _ in range(40):
+        optimizer.minimize(loss, [weight])
+    assert float(loss()) < 0.2 * first, (first, float(loss()))
+    with tf.GradientTape() as tape:
+        value = loss()
+    optimizer.minimize(value, [weight], tape=tape)
+    assert optimizer.compression.engine.stats.steps == 41
+    m.assert_replicas([weight.numpy()])
+    optimizer.close()
+
+
+@case
+def fit_compiles_saves_and_continues():
+    def compiled(optimizer):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.Dense(256, activation="tanh"), keras.layers.Dense(64)])
+        model.add(keras.layers.Dense(3))
+        model.build((None, 20))
+        model.compile(optimizer=optimizer, loss=m.loss_function)
+        return model
+
+    options = dict(rampup_begin_step=4, rampup_step=4, sparsity=[0.9, 0.99], regularization=L2Decay(1e-3))
+    model = compiled(make(learning_rate=m.schedule(), **options))
+    m.fit(model, 6)
+    m.assert_replicas(m.values(model))
+    optimizer = model.optimizer
+    assert optimizer.stats.last.sparse_elements == 256 * 64
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), 0, name="folder"))
+    path = folder / f"model{hvd.rank()}.keras"
+    model.save(path)
+    state = optimizer.state_dict()
+    m.fit(model, 6, first=6)
+
+    again = keras.models.load_model(path, custom_objects={"loss_function": m.loss_function})
+    assert again.optimizer.get_config() == optimizer.get_config()
+    again.optimizer.load_state_dict(state)
+    m.fit(again, 6, first=6)
+    for a, b in zip(m.values(again), m.values(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert again.optimizer.stats.steps == 6
+
+
+@case
+def argument_errors():
+    given = dict(learning_rate=0.1, momentum=0.9, rampup_begin_step=0)
+    bad = [  # what needs no rank is in tests/adapter/test_paddle.py
+        (AssertionError, "learning_rate is None", {**given, "learning_rate": None}),
+        (TypeError, "rampup_begin_step is missing", {**given, "rampup_begin_step": None}),
+        (AssertionError, "num_trainers is 9, but", {**given, "num_trainers": 9}),
+        (AssertionError, "parameter_regularization['a']", {**given, "parameter_regularization": {"a": 0.5}}),
+        (ValueError, "sparsity contains 1.0", {**given, "sparsity": [1.0]}),
+        (ValueError, "mean the same", {**given, "lr": 0.1}),
+        (TypeError, "unknown option 'nonsense'", {**given, "nonsense": 1}),
+    ]
+    for error, text, options in bad:
+        raised = mm.raises(error, text, lambda: dgc.DGCMomentum(**options))  # noqa: B023
+        assert isinstance(raised, (dgc.ConfigError, TypeError))
+    optimizer = make(lr=0.1, learning_rate=None)
+    import dgc.tensorflow.keras as dgck
+
+    mm.raises(dgc.ConfigError, "distributed already", lambda: dgck.DistributedOptimizer(optimizer))
+    with tf.GradientTape():
+        mm.raises(dgc.ConfigError, "without its tape", lambda: make().minimize(tf.zeros(()), []))
+
+
+@case
+def ranks_that_disagree_all_get_an_error():
+    rank = hvd.rank()
+
+    def first_step(shapes=None, **options):
+        train(make(**options), make_variables(shapes), 1)
+
+    mm.raises(dgc.ConfigError, "sparsity", lambda: first_step(sparsity=[0.9 if rank else 0.8]))
+    mm.raises(dgc.LayoutError, "w0", lambda: first_step([(300, 300 + rank)]))
+    mm.raises(dgc.ConfigError, "learning_rate", lambda: first_step(learning_rate=0.1 + rank))
+    kinds = (L1Decay, L2Decay)
+    mm.raises(dgc.ConfigError, "L1Decay", lambda: first_step(regularization=kinds[min(rank, 1)](0.1)))
+    mm.raises(dgc.ConfigError, "momentum", lambda: first_step(momentum=0.9 - 0.1 * rank))
+    optimizer, variables = make(), make_variables()
+    train(optimizer, variables, 2)
+    optimizer.learning_rate = 0.1 / (2 + rank)
+    mm.raises(dgc.ConfigError, "disagree in step 2 about the learning rate", lambda: train(optimizer, variables, 1))
+
+
+if __name__ == "__main__":
+    run_cases()

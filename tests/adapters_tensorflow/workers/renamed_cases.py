@@ -1,0 +1,117 @@
+"""Models whose variables a loader renames: compressors go on bit for bit, and patterns name the same variables."""
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.core.compressors import compressor_names
+
+keras = m.keras
+STEPS, MORE = 4, 3
+LAST = ["sequential*/dense_1/*", "dense_1/*"]
+"""A pattern of the names of a built model, and one of a loaded one's."""
+
+
+def named_model():
+    """Names that no counting of Keras changes."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(64, name=f"dense_{i}", activation="tanh") for i in range(2)]
+    model = keras.Sequential([*layers, keras.layers.Dense(3, name="dense_2")], name="sequential")
+    model.build((None, 20))
+    return model
+
+
+def options(name):
+    return {"min_numel": 64} if name not in ("powersgd",) else {}
+
+
+def assert_same(found, wanted, name):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@case
+def every_compressor_in_fit_resumes_bit_for_bit():
+    folder = m.shared_folder()
+    for name in compressor_names():
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        compression = getattr(dgc.Compression, name)(**options(name))
+        model = m.compiled(inner, named_model(), compression=compression, run_eagerly=True)
+        m.fit(model, STEPS, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / name)])
+        m.save(model, folder / f"{name}.keras")
+        m.fit(model, MORE, STEPS)
+        again = keras.models.load_model(folder / f"{name}.keras")
+        again.compile(again.optimizer, loss=m.loss_function, run_eagerly=True)
+        m.fit(again, MORE, STEPS, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / name)])
+        assert_same(m.values(again), m.values(model), name)
+
+
+@case
+def every_compressor_behind_a_tape_resumes_bit_for_bit():
+    """A state that is loaded before the first step and one that is loaded later; dgc's tape and Horovod's own."""
+    for library in (dgc, hvd):
+        for name in compressor_names():
+
+            def made(model, rate=0.05, name=name, library=library):
+                inner, named = keras.optimizers.SGD(rate), [m.raw(model.trainable_variables)]
+                named = named if library is hvd else []
+                compression = getattr(dgc.Compression, name)(*named, optimizer=inner, **options(name))
+                more = {"groups": 1} if library is hvd else {}
+                return compression, m.stepper(model, inner, compression, library, graph=False, **more)
+
+            model = named_model()
+            compression, step = made(model)
+            for i in range(STEPS):
+                step(i)
+            state = compression.state_dict()
+            loaded = m.reloaded(model)
+            for i in range(STEPS, STEPS + MORE):
+                step(i)
+            other, step = made(loaded)
+            if library is dgc and name in ("qsgd", "dgc"):
+                weights = loaded.get_weights()
+                step(0)
+                loaded.set_weights(weights)
+            other.load_state_dict(state)
+            for i in range(STEPS, STEPS + MORE):
+                step(i)
+            assert_same(m.values(loaded), m.values(model), name)
+
+
+@case
+def patterns_name_the_same_variables_of_a_loaded_model():
+    for pattern in LAST[: 1 if not m.LEGACY else 2]:
+        compression = dgc.Compression.dgc(exclude=[pattern], min_numel=64, sparsity=0.9)
+        model = m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), named_model(), compression=compression)
+        m.fit(model, 2)
+        share = compression.describe()["sparsified_share"]
+        loaded = m.reloaded(model)
+        m.fit(loaded, 1, 2)
+        assert loaded.optimizer.compression.describe()["sparsified_share"] == share
+        again = m.reloaded(loaded)  # and once more
+        m.fit(again, 1, 2)
+        assert again.optimizer.compression.describe()["sparsified_share"] == share
+        state, model = again.optimizer.compression.state_dict(), m.reloaded(again)
+        inner = keras.optimizers.SGD(0.05)
+        tape = dgc.Compression.dgc(optimizer=inner, exclude=[pattern], min_numel=64, sparsity=0.9)
+        tape.load_state_dict(state)
+        m.tape_step(model, tape)
+        assert tape.describe()["sparsified_share"] == share
+
+
+@case
+def a_pattern_that_fits_nothing_is_told_on_rank_0():
+    for option in ("include", "exclude"):
+        with m.warned("no variable fits") as told:
+            compression = dgc.Compression.dgc(momentum=0.0, **{option: ["*dense*", "nowhere/*"]})
+            compression.bind(named_model().trainable_variables)
+        assert len(told) == (hvd.rank() == 0), told
+        assert all(f"{option}='nowhere/*'" in text and "*dense*" not in text for text in told)
+        compression.close()
+
+
+if __name__ == "__main__":
+    run_cases()
