@@ -23,12 +23,11 @@ SEGMENTS = 54
 DENSITIES = (0.001, 0.01)
 DENSE_BYTES = 4
 SHOWN = [
-    ("int32", "float32"),
+    ("uint16", "float32"),
     ("uint16", "float16"),
     ("elias_fano", "float16"),
     ("elias_fano", "int8"),
     ("elias_fano", "int2"),
-    ("elias_fano", "sign"),
 ]
 
 

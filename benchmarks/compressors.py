@@ -41,7 +41,6 @@ CASES = [
     Case("onebit", {"means": "row"}),
     Case("qsgd", {"bits": 2, "norm": "max"}),
     Case("qsgd", {"bits": 8}),
-    Case("qsgd", {"bits": 2, "coding": "elias"}),
     Case("dorefa", {"bits": 8}),
 ]
 COPIES = 24

@@ -18,7 +18,6 @@ BEFORE = {"indices": "uint16", "values": "float16"}
 CHOICES: tuple[dict[str, str], ...] = (
     {},
     {"small": "int2"},
-    {"small": "sign"},
     {"small": "int8"},
     {"small": "float16"},
     {"small": "float32"},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
 from multiprocessing import get_context
 
 
@@ -32,7 +31,7 @@ def compile_codecs() -> None:
         indices.encode(positions, 64, out)
         indices.decode(out, 64, 4)
     for codec in map(codecs.value_codec, codecs.value_codec_names()):
-        codec.encode(values.astype(codec.dtype), np.array([0, 4]), out)
+        codec.encode(values, np.array([0, 4]), out)
         codec.decode(out, 4, np.array([0, 4]))
     tensors = [Parameter("w", (64, 64), "float32"), Parameter("b", (64,), "float32")]
     (bucket,) = make_layout(tensors, make_config({})).buckets
@@ -54,16 +53,16 @@ def compile_compressors() -> None:
     from dgc.transport.local import run_ranks
 
     cases = [(name, {}) for name in ("onebit", "qsgd", "terngrad", "dorefa")]
-    cases += [("qsgd", {"coding": "elias"}), ("qsgd", {"norm": "max"})]
+    cases += [("qsgd", {"norm": "max"})]
 
     def one_rank(transport) -> None:
-        for dtype, (name, options) in product(("float32", "float64"), cases):
+        for name, options in cases:
             config = make_config({"min_numel": 0, **options}, algorithm=name)
             exchange = Exchange(
-                make_layout([Parameter("w", (16, 16), dtype)], config), config, transport, ReferenceKernels()
+                make_layout([Parameter("w", (16, 16), "float32")], config), config, transport, ReferenceKernels()
             )
             for _ in range(2):
-                gradient = np.linspace(-1, 1, 256).astype(dtype)
+                gradient = np.linspace(-1, 1, 256, dtype=np.float32)
                 exchange.submit(0, gradient, np.empty_like(gradient))
                 exchange.finish()
             exchange.close()

@@ -166,9 +166,6 @@ def require_momentum_source(optimizer: object, config: DGCConfig, given: str) ->
         optimizer: the argument of this name.
         config: the compressor's options.
         given: the name of the argument that came alone.
-
-    Raises:
-        ConfigError: there is neither an optimizer nor a momentum.
     """
     if optimizer is None and config.momentum is None:
         raise ConfigError(
@@ -185,9 +182,6 @@ def check_compression(compression: object, own: type[CompressorBase[Any]], packa
         own: the framework's compressors.
         package: where to take one from.
         texts: other arguments, which are texts.
-
-    Raises:
-        ConfigError: the message says what to pass.
     """
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):

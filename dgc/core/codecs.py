@@ -3,7 +3,9 @@
 ``docs/wire-format.md`` is the specification. The codecs' numbers are part of it: never reuse or change one. Every block
 is a multiple of 8 bytes long, so each part of a message that starts on an 8-byte boundary does too.
 
-n = elements of the bucket's flat sparse space, k = entries of one message, a group = the entries of one tensor.
+n = elements of the bucket's flat sparse space, k = entries of one message, a group = the entries of one tensor. Groups
+keep layers of different magnitude apart; they cost nothing to mark, since the boundaries follow from the positions and
+the layout, which a receiver has.
 """
 
 from __future__ import annotations
@@ -20,31 +22,37 @@ from dgc.core.config import require_unused
 from dgc.core.layout import Bucket
 from dgc.errors import ConfigError, WireError
 
+BLOCK_ALIGNMENT = 8
+"""Every block's length is a multiple of this, so that the block after it can be read as words."""
+
+FREE_NUMBERS = range(128, 256)
+"""Numbers in a message's header that this package never gives to a codec of its own."""
+
+SPARSE_ID = 1
+"""Compressor id of ``dgc`` in the header."""
+
+_DAMAGED = "The message is damaged, or was written for another layout."
+
 
 @unique
 class IndexCodecId(IntEnum):
-    """How a message writes its positions. A member's lower-case name is the codec's public name."""
+    """How a message writes its positions; 1 and 4 were codecs' and stay reserved."""
 
     NONE = 0
     """No positions: the compressor sends every element. There is no codec object for it."""
-    INT32 = 1
     UINT16 = 2
     ELIAS_FANO = 3
-    # 4 is reserved: it was a codec's.
 
 
 @unique
 class ValueCodecId(IntEnum):
-    """How a message writes its values. A member's lower-case name is the codec's public name."""
+    """How a message writes its values; 3, 5 and 6 were codecs' and stay reserved."""
 
     NONE = 0
     """The compressor writes its payload itself. There is no codec object for it."""
     FLOAT32 = 1
     FLOAT16 = 2
-    BFLOAT16 = 3
     INT8 = 4
-    SIGN = 5
-    FLOAT64 = 6
     INT2 = 7
     INT3 = 8
 
@@ -53,15 +61,10 @@ class ValueCodecId(IntEnum):
 class IndexCodec(Protocol):
     """Writes k sorted, unique positions below n as bytes and reads them back."""
 
-    @property
-    def id(self) -> int:
-        """The codec's number in a header."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The codec's name in the option ``indices=``."""
-        ...
+    id: int
+    """The codec's number in a header."""
+    name: str
+    """The codec's name in the option ``indices=``."""
 
     def max_bytes(self, n: int, k: int) -> int:
         """Bytes that suffice for k or fewer entries, whatever the positions: a multiple of 8 that never falls with k.
@@ -91,7 +94,7 @@ class IndexCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read ``count`` positions from the start of ``data``, (m,) uint8; what follows them is not looked at.
+        """Read ``count`` positions, 0..n, from the start of ``data``, (m,) uint8; what follows them is not looked at.
 
         Returns:
             (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
@@ -104,45 +107,30 @@ class IndexCodec(Protocol):
 
 @runtime_checkable
 class ValueCodec(Protocol):
-    """Writes k values as bytes and reads them back, exactly or with an error that the sender can compute.
+    """Writes k float32 as bytes and reads them back, exactly or with an error that the sender can compute.
 
     Group i, one per tensor of the bucket, holds the entries ``bounds[i]:bounds[i + 1]``; bounds are (groups + 1,) int64
     from 0 to k. Groups may be empty. Finite values come back finite; a non-finite value makes its own entry non-finite,
     or its whole group where the group shares a scale. Neither raises.
     """
 
-    @property
-    def id(self) -> int:
-        """The codec's number in a header."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The codec's name in the option ``values=``."""
-        ...
-
-    @property
-    def grouped(self) -> bool:
-        """Whether the groups matter; where they do not, ``bounds`` may name one group of all entries."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of the values on both sides: float32, or float64 for the float64 codec."""
-        ...
+    id: int
+    """The codec's number in a header."""
+    name: str
+    """The codec's name in the options ``values=`` and ``small=``."""
 
     def max_bytes(self, k: int, groups: int) -> int:
         """Bytes that always suffice for k or fewer entries in this many groups; a multiple of 8."""
         ...
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        """Write (k,) values of ``dtype`` at the start of ``out``, (m,) uint8, m >= ``max_bytes(k, groups)``.
+        """Write (k,) float32, contiguous, at the start of ``out``, (m,) uint8, m >= ``max_bytes(k, groups)``.
 
         Returns:
             Bytes written, at most ``max_bytes(k, groups)``, a multiple of 8.
 
         Raises:
-            WireError: ``out`` is too short, the type is not ``dtype``, or ``bounds`` do not cover the values.
+            WireError: ``out`` is too short.
         """
         ...
 
@@ -150,16 +138,15 @@ class ValueCodec(Protocol):
         """Read ``count`` values from the start of ``data``, (m,) uint8; what follows them is not looked at.
 
         Returns:
-            (count,) of ``dtype``, a fresh array; and the number of bytes read.
+            (count,) float32, a fresh array; and the number of bytes read.
 
         Raises:
-            WireError: ``data`` is too short or damaged, or ``bounds`` do not cover ``count`` entries.
+            WireError: ``data`` is too short or damaged.
         """
         ...
 
 
-BLOCK_ALIGNMENT = 8
-"""Every block's length is a multiple of this, so that the block after it can be read as words (GPUs insist)."""
+# -- blocks --------------------------------------------------------------------------------------------------------
 
 
 def padded(nbytes: int) -> int:
@@ -173,16 +160,10 @@ def words_for(bits: int) -> int:
 
 
 def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
-    """Return the first ``nbytes`` of ``array``, (m,) uint8, contiguous.
-
-    Args:
-        array: what is left of the message.
-        nbytes: length of the block.
-        what: the codec's name, for the error.
-        writes: whether the block is about to be written.
+    """The first ``nbytes`` of what is left of a message, to be read, or written by the codec ``what``.
 
     Raises:
-        WireError: ``array`` is something else, or shorter (a truncated message).
+        WireError: ``array`` is no contiguous (m,) uint8, or shorter (a truncated message).
     """
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise WireError(
@@ -196,47 +177,8 @@ def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False)
     return array[:nbytes]
 
 
-def as_words(block: np.ndarray) -> np.ndarray:
-    """View a block of whole words as little-endian uint64; a copy where the memory is not aligned for that."""
-    words = block.view("<u8")
-    return words if words.flags.aligned else words.copy()
-
-
-_TILE_BITS = 16
-_TILE = 1 << _TILE_BITS
-
-
-def check_sizes(n: int, k: int, limit: int, name: str) -> None:
-    """Refuse k entries of n elements where n is not below a codec's limit, or k not within 0..n.
-
-    Raises:
-        ConfigError: otherwise.
-    """
-    if not 0 <= n < limit:
-        raise ConfigError(
-            f"indices={name!r} addresses fewer than {limit} elements in a bucket, this bucket has {n}. Lower "
-            "bucket_bytes, or choose another index codec."
-        )
-    if not 0 <= k <= n:
-        raise ConfigError(f"indices={name!r}: {k} entries cannot be chosen from {n} elements.")
-
-
-def check_count(n: int, count: int, name: str) -> None:
-    """Refuse a count that no bucket of n elements can have.
-
-    Raises:
-        WireError: count is not within 0..n.
-    """
-    if not 0 <= count <= n:
-        raise WireError(f"{name}: the message claims {count} entries in a bucket of {n} elements. It is damaged.")
-
-
 def check_positions(positions: np.ndarray, n: int, name: str) -> None:
-    """Refuse positions that are not strictly ascending in [0, n).
-
-    Raises:
-        WireError: otherwise.
-    """
+    """Refuse positions that are not strictly ascending in [0, n)."""
     if positions.size == 0:
         return
     first, last = int(positions[0]), int(positions[-1])
@@ -246,57 +188,45 @@ def check_positions(positions: np.ndarray, n: int, name: str) -> None:
         raise WireError(f"{name}: positions are not strictly ascending. {_DAMAGED}")
 
 
-_DAMAGED = "The message is damaged, or was written for another layout."
+# -- positions -----------------------------------------------------------------------------------------------------
 
 
-class Int32Indices:
-    """Positions as they are, 32 bits each."""
+class _Indices:
+    name: str
+    LIMIT: int
+    """Elements that a bucket must have fewer of."""
 
-    id = IndexCodecId.INT32
-    name = "int32"
-    LIMIT = 1 << 31
-
-    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
-        check_sizes(n, k, self.LIMIT, self.name)
-        return padded(4 * k)
-
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions; does not check their order. See :class:`~dgc.core.codecs.IndexCodec`."""
-        k = positions.size
-        block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
-        block[: 4 * k].view("<i4")[...] = positions
-        block[4 * k :] = 0
-        return block.size
-
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
-        check_count(n, count, self.name)
-        block = block_of(data, self.max_bytes(n, count), self.name)
-        positions = block[: 4 * count].view("<i4").astype(np.int64)
-        check_positions(positions, n, self.name)
-        return positions, block.size
+    def _check_sizes(self, n: int, k: int) -> None:
+        if not 0 <= n < self.LIMIT:
+            raise ConfigError(
+                f"indices={self.name!r} addresses fewer than {self.LIMIT} elements in a bucket, this bucket has {n}. "
+                "Lower bucket_bytes, or choose another index codec."
+            )
+        if not 0 <= k <= n:
+            raise ConfigError(f"indices={self.name!r}: {k} entries cannot be chosen from {n} elements.")
 
 
-class Uint16Indices:
+class Uint16Indices(_Indices):
     """16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
 
-    16 bits an entry and 32 bits a tile: 16.5 bits at 0.1 %. As quick to read as it gets, and the default.
+    16 bits an entry and 32 bits a tile: 16.5 bits at 0.1 %. As quick to read as it gets.
     """
 
-    id = IndexCodecId.UINT16
+    id: int = IndexCodecId.UINT16
     name = "uint16"
     LIMIT = 1 << 47  # 2^31 tiles
 
     def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
-        check_sizes(n, k, self.LIMIT, self.name)
-        return padded(4 * tiles_of(n)) + padded(2 * k)
+        self._check_sizes(n, k)
+        return padded(4 * _tiles_of(n)) + padded(2 * k)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions; does not check their order. See :class:`~dgc.core.codecs.IndexCodec`."""
+        """Write positions; does not check their order. See :class:`IndexCodec`."""
         from dgc.core import loops
 
         k = positions.size
         block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
-        tiles = tiles_of(n)
+        tiles = _tiles_of(n)
         table = padded(4 * tiles)
         low = block[table : table + 2 * k].view(np.uint16)
         loops.to_tiles(positions, block[: 4 * tiles].view(np.uint32), low)
@@ -305,23 +235,21 @@ class Uint16Indices:
         return block.size
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
-        check_count(n, count, self.name)
         block = block_of(data, self.max_bytes(n, count), self.name)
-        tiles, table = tiles_of(n), block.size - padded(2 * count)
+        tiles, table = _tiles_of(n), block.size - padded(2 * count)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
         # Before np.repeat, which would otherwise allocate whatever a damaged table asks for.
         total = int(counts.sum())
         if total != count:
             raise WireError(f"{self.name}: the tiles hold {total} entries, the header says {count}. {_DAMAGED}")
-        positions = np.repeat(np.arange(tiles, dtype=np.int64) << _TILE_BITS, counts)
+        positions = np.repeat(np.arange(tiles, dtype=np.int64) << 16, counts)
         positions += block[table : table + 2 * count].view("<u2")
         check_positions(positions, n, self.name)
         return positions, block.size
 
 
-def tiles_of(n: int) -> int:
-    """Tiles of 65 536 elements that n elements begin."""
-    return (n + _TILE - 1) >> _TILE_BITS
+def _tiles_of(n: int) -> int:
+    return (n + 0xFFFF) >> 16
 
 
 @lru_cache(maxsize=1024)
@@ -338,19 +266,20 @@ def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: shape[1] + shape[2])
 
 
-class EliasFanoIndices:
+class EliasFanoIndices(_Indices):
     """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
-    high part h sets bit h + i, so that h zeros and i ones stand before it.
+    high part h sets bit h + i, so that h zeros and i ones stand before it. Golomb-Rice would reserve as many bits in
+    the worst case, and its entries wait for one another.
     """
 
-    id = IndexCodecId.ELIAS_FANO
+    id: int = IndexCodecId.ELIAS_FANO
     name = "elias_fano"
     LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
 
     def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
-        check_sizes(n, k, self.LIMIT, self.name)
+        self._check_sizes(n, k)
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
@@ -358,7 +287,7 @@ class EliasFanoIndices:
         from dgc.core import loops
 
         block = block_of(out, self.max_bytes(n, positions.size), self.name, writes=True)
-        words = as_words(block)
+        words = _as_words(block)
         width, low, _ = elias_fano_shape(n, positions.size)
         written = loops.elias_fano_encode(positions, n, width, words[:low], words[low:])
         if written != positions.size:
@@ -373,9 +302,8 @@ class EliasFanoIndices:
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
         from dgc.core import loops
 
-        check_count(n, count, self.name)
         block = block_of(data, self.max_bytes(n, count), self.name)
-        words, positions = as_words(block), np.empty(count, np.int64)
+        words, positions = _as_words(block), np.empty(count, np.int64)
         width, low, _ = elias_fano_shape(n, count)
         found = loops.elias_fano_decode(words[:low], words[low:], n, width, positions)
         if found != count:
@@ -386,52 +314,33 @@ class EliasFanoIndices:
         return positions, block.size
 
 
-def check_values(values: np.ndarray, dtype: np.dtype, name: str) -> None:
-    """Refuse values of another type: a silent cast of float64 could overflow.
-
-    Raises:
-        WireError: not one-dimensional, or not of this type.
-    """
-    if values.dtype != dtype or values.ndim != 1:
-        raise WireError(
-            f"{name}: values are {values.dtype} of shape {values.shape}, this codec takes one-dimensional {dtype}."
-        )
+def _as_words(block: np.ndarray) -> np.ndarray:
+    """A block of whole words as little-endian uint64; a copy where the memory is not aligned for that."""
+    words = block.view("<u8")
+    return words if words.flags.aligned else words.copy()
 
 
-class _PlainValues:
-    """Values as they are."""
-
-    id: ValueCodecId
-    name: str
-    dtype: np.dtype
-    grouped = False
-
-    def max_bytes(self, k: int, groups: int) -> int:
-        return padded(self.dtype.itemsize * k)
-
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        check_values(values, self.dtype, self.name)
-        return _write(values, self.dtype, out, self.name)
-
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        numbers, consumed = _read(data, count, self.dtype, self.name)
-        return numbers.astype(self.dtype), consumed
+# -- values --------------------------------------------------------------------------------------------------------
 
 
-class Float32Values(_PlainValues):
+class Float32Values:
     """32 bits an entry, exact."""
 
-    id = ValueCodecId.FLOAT32
+    id: int = ValueCodecId.FLOAT32
     name = "float32"
-    dtype = np.dtype(np.float32)
 
+    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+        return padded(4 * k)
 
-class Float64Values(_PlainValues):
-    """64 bits an entry, exact: for models whose state is float64."""
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
+        block[: values.nbytes] = values.view(np.uint8)
+        block[values.nbytes :] = 0
+        return block.size
 
-    id = ValueCodecId.FLOAT64
-    name = "float64"
-    dtype = np.dtype(np.float64)
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        block = block_of(data, self.max_bytes(count, 0), self.name)
+        return block[: 4 * count].view(np.float32).copy(), block.size
 
 
 class Float16Values:
@@ -445,10 +354,8 @@ class Float16Values:
     A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
     """
 
-    id = ValueCodecId.FLOAT16
+    id: int = ValueCodecId.FLOAT16
     name = "float16"
-    dtype = np.dtype(np.float32)
-    grouped = False
 
     HEAD = 8
     MIN_EXPONENT = -163
@@ -462,22 +369,18 @@ class Float16Values:
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         from dgc.core import loops
 
-        check_values(values, self.dtype, self.name)
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
-        if values.flags.c_contiguous:
-            largest = int(loops.largest_magnitude(values))
-            exponent = (largest >> 23) - 141  # for a normal number, what frexp(largest) - 15 is
-            if _SMALLEST_NORMAL <= largest and abs(exponent) <= 112:
-                end = self.HEAD + 2 * values.size
-                loops.to_halves(values, np.float32(2.0**-exponent), block[self.HEAD : end].view(np.uint16))
-                block[:4].view(np.int32)[0] = exponent
-                block[4:8] = 0
-                block[end:] = 0
-                return block.size
-        halves, exponent = self._scale_down(values)
-        block[:4].view("<i4")[...] = exponent
+        largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
+        finite = math.isfinite(largest)
+        # Beside NaN or infinity, which stay what they are, the finite entries keep what precision they can.
+        exponent = (math.frexp(largest)[1] - 15 if largest else 0) if finite else self.MAX_EXPONENT
+        # Rounding up to 2^15 would read back as 2^128: infinity.
+        limit = 32752.0 if finite and exponent == self.MAX_EXPONENT else math.inf
+        end = self.HEAD + 2 * values.size
+        loops.to_halves(values, *_factors(-exponent), np.float32(limit), block[self.HEAD : end].view(np.uint16))
+        block[:4].view(np.int32)[0] = exponent
         block[4:8] = 0
-        _write(halves, np.dtype("<f2"), block[self.HEAD :], self.name)
+        block[end:] = 0
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
@@ -490,104 +393,15 @@ class Float16Values:
                 f"{self.name}: the scale's exponent is {exponent}, it must be in {self.MIN_EXPONENT}.."
                 f"{self.MAX_EXPONENT}. The message is damaged."
             )
-        if -126 <= exponent:
-            values = np.empty(count, np.float32)
-            bits = block[self.HEAD : self.HEAD + 2 * count].view(np.uint16)
-            if loops.from_halves(bits, np.float32(2.0**exponent), values):
-                return values, block.size
-        halves, _ = _read(block[self.HEAD :], count, np.dtype("<f2"), self.name)
-        return _times_power_of_two(halves.astype(np.float32), exponent), block.size
-
-    def _scale_down(self, values: np.ndarray) -> tuple[np.ndarray, int]:
-        largest = float(np.abs(values).max()) if values.size else 0.0
-        if largest == 0.0:
-            return values.astype(np.float16), 0
-        if not math.isfinite(largest):
-            # The finite entries keep what precision they can, NaN and infinity stay what they are.
-            exponent = self.MAX_EXPONENT
-        else:
-            exponent = math.frexp(largest)[1] - 15
-        scaled = _times_power_of_two(values.copy(), -exponent)
-        if exponent == self.MAX_EXPONENT and math.isfinite(largest):
-            # Rounding up to 2^15 would read back as 2^128: infinity.
-            np.clip(scaled, -_LARGEST_HALF, _LARGEST_HALF, out=scaled)
-        with np.errstate(under="ignore"):
-            return scaled.astype(np.float16), exponent
+        values = np.empty(count, np.float32)
+        loops.from_halves(block[self.HEAD : self.HEAD + 2 * count].view(np.uint16), *_factors(exponent), values)
+        return values, block.size
 
 
-class Bfloat16Values:
-    """16 bits an entry: the upper half of a float32, rounded to nearest, ties to even.
-
-    Relative error at most 2^-8 over the whole range of normal float32, no scale needed. A finite value that would
-    round to infinity becomes the largest finite bfloat16.
-    """
-
-    id = ValueCodecId.BFLOAT16
-    name = "bfloat16"
-    dtype = np.dtype(np.float32)
-    grouped = False
-
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
-        return padded(2 * k)
-
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        return _write(_upper_halves(values), np.dtype("<u2"), out, self.name)
-
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        halves, consumed = _read(data, count, np.dtype("<u2"), self.name)
-        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32), consumed
-
-
-_SMALLEST_NORMAL = 0x00800000  # 2^-126, the smallest normal float32
-_LARGEST_HALF = np.float32(32752)  # the half-precision number just below 2^15
-_INFINITY = np.uint32(0x7F800000)
-_ROUNDS_TO_INFINITY = np.uint32(0x7F7F8000)
-
-
-def _upper_halves(values: np.ndarray) -> np.ndarray:
-    """Return the bfloat16 bits of (k,) float32 as (k,) uint32."""
-    bits = values.view(np.uint32)
-    # Just below half a unit of the last bit kept, plus that bit itself: a tie goes up only from an odd one.
-    rounded = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= np.uint32(16)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    if bits.size and magnitude.max() >= _ROUNDS_TO_INFINITY:
-        truncated = bits >> np.uint32(16)
-        # A NaN whose payload is all in the lower half would truncate to infinity: make it quiet, which sets a bit.
-        truncated[magnitude > _INFINITY] |= np.uint32(0x40)
-        rounded = np.where(magnitude >= _ROUNDS_TO_INFINITY, truncated, rounded)
-    return rounded
-
-
-def _times_power_of_two(values: np.ndarray, exponent: int) -> np.ndarray:
-    """Multiply (k,) float32 by 2^exponent in place, -163 <= exponent <= 163, with at most one rounding."""
-    # Small values may fall below float32's range on purpose, and NaN may come in: neither is worth a warning.
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if -126 <= exponent <= 127:
-            values *= np.float32(math.ldexp(1.0, exponent))
-        else:
-            # 2^exponent is no normal float32. The first factor keeps everything normal, so only the second rounds.
-            first = math.copysign(100, exponent)
-            values *= np.float32(2.0**first)
-            values *= np.float32(2.0 ** (exponent - first))
-    return values
-
-
-def _write(numbers: np.ndarray, dtype: np.dtype, out: np.ndarray, name: str) -> int:
-    used = dtype.itemsize * numbers.size
-    block = block_of(out, padded(used), name, writes=True)
-    block[:used].view(dtype)[...] = numbers
-    block[used:] = 0
-    return block.size
-
-
-def _read(data: np.ndarray, count: int, dtype: np.dtype, name: str) -> tuple[np.ndarray, int]:
-    used = dtype.itemsize * count
-    block = block_of(data, padded(used), name)
-    return block[:used].view(dtype), block.size
+def _factors(exponent: int) -> tuple[np.float32, np.float32]:
+    """Normal float32 whose product is 2^exponent, -163..163: multiplying by one after the other rounds once at most."""
+    first = exponent if -126 <= exponent <= 127 else int(math.copysign(100, exponent))
+    return np.float32(2.0**first), np.float32(2.0 ** (exponent - first))
 
 
 class _Quantized:
@@ -596,34 +410,28 @@ class _Quantized:
     A block: (groups, scales) float32, padded; then the codes, lowest bits first, padded.
     """
 
+    name: str
     bits: int
     scales: int
-    name: str
-    dtype = np.dtype(np.float32)
-    grouped = True
 
     def max_bytes(self, k: int, groups: int) -> int:
         return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
 
     def _write(self, block: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
-        from dgc.core import loops as packing
+        from dgc.core import loops
 
         block[: scales.nbytes].view(np.float32)[:] = scales
         at = padded(scales.nbytes)
         block[scales.nbytes : at] = 0
         block[at:][-8:] = 0
-        packing.pack(codes, self.bits, block[at:])
+        loops.pack(codes, self.bits, block[at:])
 
     def _read(self, block: np.ndarray, k: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops as packing
+        from dgc.core import loops
 
         scales, codes = block[: 4 * self.scales * groups].view(np.float32), np.empty(k, np.uint8)
-        packing.unpack(block[padded(scales.nbytes) :], self.bits, codes)
+        loops.unpack(block[padded(scales.nbytes) :], self.bits, codes)
         return scales, codes
-
-    def _block(self, data: np.ndarray, k: int, bounds: np.ndarray, *, writes: bool = False) -> np.ndarray:
-        groups = _group_sizes(bounds, k, self.name).size
-        return block_of(data, self.max_bytes(k, groups), self.name, writes=writes)
 
 
 class IntegerValues(_Quantized):
@@ -636,13 +444,12 @@ class IntegerValues(_Quantized):
     scales = 1
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        check_values(values, self.dtype, self.name)
-        block = self._block(out, values.size, bounds, writes=True)
+        block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
         self.write_apart(values, bounds[:-1], bounds, block, np.empty_like(values))
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        block, values = self._block(data, count, bounds), np.zeros(count, np.float32)
+        block, values = block_of(data, self.max_bytes(count, bounds.size - 1), self.name), np.zeros(count, np.float32)
         self.add_apart(block, bounds[:-1], bounds, values)
         return values, block.size
 
@@ -673,7 +480,7 @@ class IntegerValues(_Quantized):
 class Int8Values(IntegerValues):
     """8 bits an entry, 255 levels."""
 
-    id = ValueCodecId.INT8
+    id: int = ValueCodecId.INT8
     name = "int8"
     bits = 8
 
@@ -681,94 +488,53 @@ class Int8Values(IntegerValues):
 class Int3Values(IntegerValues):
     """3 bits an entry, 7 levels: for small tensors, of which a few elements are large and most are sent as 0."""
 
-    id = ValueCodecId.INT3
+    id: int = ValueCodecId.INT3
     name = "int3"
     bits = 3
 
 
-class _TwoMeans(_Quantized):
-    """The last bit chooses between two means of its group."""
-
-    scales = 2
-
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
-        from dgc.core import loops
-
-        check_values(values, self.dtype, self.name)
-        block = self._block(out, values.size, bounds, writes=True)
-        means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
-        loops.encode_two_means(values, bounds, self.bits, means, codes)
-        self._write(block, means, codes)
-        return block.size
-
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        from dgc.core import loops
-
-        block, values = self._block(data, count, bounds), np.empty(count, np.float32)
-        means, codes = self._read(block, count, bounds.size - 1)
-        loops.decode_two_means(means, codes, bounds, self.bits, values)
-        return values, block.size
-
-
-class Int2Values(_TwoMeans):
+class Int2Values(_Quantized):
     """2 bits an entry: 1 = negative, and 2 = the larger of its group's two magnitudes.
 
     The magnitudes are the mean of those not above the group's mean magnitude, and the mean of those above; so the sum
     of a group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
     """
 
-    id = ValueCodecId.INT2
+    id: int = ValueCodecId.INT2
     name = "int2"
     bits = 2
+    scales = 2
+
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+        from dgc.core import loops
+
+        block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
+        means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
+        loops.encode_two_means(values, bounds, means, codes)
+        self._write(block, means, codes)
+        return block.size
+
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+        from dgc.core import loops
+
+        block = block_of(data, self.max_bytes(count, bounds.size - 1), self.name)
+        means, codes = self._read(block, count, bounds.size - 1)
+        values = np.empty(count, np.float32)
+        loops.decode_two_means(means, codes, bounds, values)
+        return values, block.size
 
 
-class SignValues(_TwoMeans):
-    """1 bit an entry, 1 = negative: each value becomes the mean of its group's values of the same sign.
-
-    What a class of values loses, the residual keeps, and the sum over each class is kept exactly (in real numbers).
-    Zeros count as positive. The first mean is that of the non-negative values.
-
-    Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Dryden et al. 2016, two means of sent entries.
-    """
-
-    id = ValueCodecId.SIGN
-    name = "sign"
-    bits = 1
+# -- by name -------------------------------------------------------------------------------------------------------
 
 
-def _group_sizes(bounds: np.ndarray, k: int, name: str) -> np.ndarray:
-    """Return (groups,) sizes of the groups.
-
-    Raises:
-        WireError: bounds do not run from 0 to k without a step back.
-    """
-    sizes = np.diff(bounds)
-    if bounds.size < 1 or bounds[0] != 0 or bounds[-1] != k or (sizes.size and int(sizes.min()) < 0):
-        raise WireError(
-            f"{name}: the bounds of the groups must run from 0 to {k} entries without a step back. They follow from "
-            "the layout's segments, np.searchsorted(positions, segment_offsets)."
-        )
-    return sizes
+def _by_name(*codecs: Any) -> dict[str, Any]:
+    return {codec.name: codec for codec in codecs}
 
 
-FREE_NUMBERS = range(128, 256)
-"""Numbers in a message's header that this package never gives to a codec of its own."""
-
-
-# Cheapest to decode first: smallest_index_codec() breaks ties by this order.
-_OWN_INDEX_CODECS: tuple[IndexCodec, ...] = (Int32Indices(), Uint16Indices(), EliasFanoIndices())
-_OWN_VALUE_CODECS: tuple[ValueCodec, ...] = (
-    Float16Values(),
-    Float32Values(),
-    Bfloat16Values(),
-    Int8Values(),
-    Int3Values(),
-    Int2Values(),
-    SignValues(),
-    Float64Values(),
+_INDEX_CODECS: dict[str, IndexCodec] = _by_name(Uint16Indices(), EliasFanoIndices())
+_VALUE_CODECS: dict[str, ValueCodec] = _by_name(
+    Float16Values(), Float32Values(), Int8Values(), Int3Values(), Int2Values()
 )
-_INDEX_CODECS = {codec.name: codec for codec in _OWN_INDEX_CODECS}
-_VALUE_CODECS = {codec.name: codec for codec in _OWN_VALUE_CODECS}
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "indices": (IndexCodec, _INDEX_CODECS),
     "values": (ValueCodec, _VALUE_CODECS),
@@ -778,7 +544,7 @@ _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
     """Add a codec, so that the option ``indices=`` or ``values=`` takes its name in every framework.
 
-    Every rank must register the same ones. ``indices="auto"`` goes on choosing among this package's own.
+    Every rank must register the same ones.
 
     Args:
         option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
@@ -790,11 +556,12 @@ def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
     if option not in _KINDS:
         raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
     protocol, table = _KINDS[option]
-    missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(codec, name)]
+    members = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
+    missing = [name for name in members if not hasattr(codec, name)]
     if missing:
         raise ConfigError(f"{codec!r} is no {protocol.__name__}: it lacks {', '.join(missing)}")
     taken = {other.name: int(other.id) for other in table.values()}
-    require_unused("codec", codec.name, codec.id, numbers=FREE_NUMBERS, reserved=("auto",), taken=taken)
+    require_unused("codec", codec.name, codec.id, numbers=FREE_NUMBERS, reserved=(), taken=taken)
     table[codec.name] = codec
 
 
@@ -830,100 +597,65 @@ def value_codec(name: str) -> ValueCodec:
     return _VALUE_CODECS[name]
 
 
-@lru_cache(maxsize=1024)
-def smallest_index_codec(n: int, k: int) -> IndexCodec:
-    """Return the codec whose reserve for k entries below n is the smallest; ties go to the quickest to decode.
-
-    Raises:
-        ConfigError: k is not within 0..n, or n is negative or beyond every codec.
-    """
-    reserves = {}
-    refusal: ConfigError | None = None
-    for codec in _OWN_INDEX_CODECS:
-        try:
-            reserves[codec] = codec.max_bytes(n, k)
-        except ConfigError as error:  # too large a bucket for this codec
-            refusal = error
-    if not reserves:
-        assert refusal is not None
-        raise refusal
-    return min(reserves, key=reserves.__getitem__)
-
-
-def resolve_index_codec(name: str, n: int, k: int) -> IndexCodec:
-    """Return the codec for ``indices=``: a codec's name, or "auto" for the smallest one for k of n elements.
-
-    Raises:
-        ConfigError: unknown name, or no codec for these sizes.
-    """
-    if name == "auto":
-        return smallest_index_codec(n, k)
-    if name not in _INDEX_CODECS:
-        raise _unknown(name, "indices", (*_INDEX_CODECS, "auto"))
-    return _INDEX_CODECS[name]
-
-
 def _unknown(name: str, option: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")
 
 
-SPARSE_ID = 1
-"""Compressor id of ``dgc`` in the header."""
+# -- a bucket's blocks ---------------------------------------------------------------------------------------------
 
 
 class SparseCodec:
-    """Encodes selected entries of one bucket at one density; knows what the receiver will read."""
+    """Selected entries of one bucket at one density, through an index codec and a value codec."""
 
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
-        """Look up the codecs; ``indices="auto"`` takes the smallest for k entries of this bucket.
+        """Look up the codecs.
 
         Raises:
             ConfigError: an unknown codec name; the message lists the valid ones.
         """
         self._bucket = bucket
         n = bucket.sparse_size
-        self.indices = resolve_index_codec(indices, n, k)
+        self.indices = index_codec(indices)
         self.values = value_codec(values)
-        used = self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse)) if k else 0
-        self.max_bytes = -(-used // 8) * 8
-        """Payload bytes that hold any k entries, a multiple of 8."""
+        self.max_bytes = padded(self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse))) if k else 0
+        """Payload bytes that hold any k entries."""
 
     def encode(self, positions: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write the payload; returns the values as every receiver will decode them.
 
         Args:
             positions: (k,) int64, ascending, unique, below n.
-            values: (k,) float.
+            values: (k,) float32.
             out: (payload_bytes,) uint8; what is left over is zeroed.
 
         Returns:
             (k,) float32.
         """
-        bounds = self._bounds(positions)
+        bounds = self._bucket.bounds(positions)
         values_at = self.indices.encode(positions, self._bucket.sparse_size, out)
-        used = values_at + self.values.encode(values.astype(self.values.dtype, copy=False), bounds, out[values_at:])
-        out[used:] = 0
+        out[values_at + self.values.encode(values, bounds, out[values_at:]) :] = 0
         return self.values.decode(out[values_at:], len(values), bounds)[0]
 
     def decode(self, payload: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Read a payload: (count,) int64 positions and (count,) values.
 
         Raises:
-            WireError: the payload is damaged; nothing was applied.
+            WireError: the payload is damaged.
+            LayoutError: a position lies between tensors.
         """
-        positions, used = self.indices.decode(payload, self._bucket.sparse_size, count)
-        values, _ = self.values.decode(payload[used:], count, self._bounds(positions))
+        n = self._bucket.sparse_size
+        if not 0 <= count <= n:
+            raise WireError(f"the message claims {count} entries in a bucket of {n} elements. It is damaged.")
+        positions, used = self.indices.decode(payload, n, count)
+        values, _ = self.values.decode(payload[used:], count, self._bucket.bounds(positions))
         return positions, values
-
-    def _bounds(self, positions: np.ndarray) -> np.ndarray:
-        """Where each group of the values begins among ascending ``positions``: (S + 1,) int64, by segments, or (2,)."""
-        if not self.values.grouped:
-            return np.array([0, positions.size], np.int64)
-        return np.searchsorted(positions, self._bucket.sparse_offsets)
 
 
 class SmallCodec:
-    """Writes the small tensors of one bucket, reads them, and says what is lost; ``max_bytes`` is always used up."""
+    """The small dense tensors of one bucket through a value codec, each as a group; ``max_bytes`` is always used up.
+
+    S = tensors, N = elements of the space that they lie in, padding between them included.
+    """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
         """Look up the codec.

@@ -39,11 +39,7 @@ def require_number(
     high_open: bool = False,
     optional: bool = False,
 ) -> None:
-    """Require a finite number between ``low`` and ``high``, either end left out where it is open.
-
-    Raises:
-        ConfigError: it is not; the message says what is allowed.
-    """
+    """Require a finite number between ``low`` and ``high``, either end left out where it is open."""
     if value is None and optional:
         return
     if (
@@ -59,41 +55,25 @@ def require_number(
 
 
 def require_flag(name: str, value: object) -> None:
-    """Require True or False.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Require True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {brief(value)}; allowed: True or False")
 
 
 def require_integer(name: str, value: object, low: int) -> None:
-    """Require a whole number of at least ``low``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Require a whole number of at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} is {brief(value)}; allowed: a whole number >= {low}")
 
 
 def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
-    """Require one of ``choices``.
-
-    Raises:
-        ConfigError: it is not; the message lists them.
-    """
+    """Require one of ``choices``."""
     if not any(type(value) is type(c) and value == c for c in choices):
         raise ConfigError(f"{name} is {brief(value)}; allowed: {', '.join(repr(c) for c in choices)}")
 
 
 def require_compressor(value: object) -> None:
-    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None.
-
-    Raises:
-        ConfigError: something else, such as ``Compression.dgc`` without parentheses or its name as a text.
-    """
+    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None."""
     if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
         raise no_compressor(value)
 
@@ -111,11 +91,7 @@ def no_compressor(value: object) -> ConfigError:
 def require_unused(
     what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
 ) -> None:
-    """Require a name for options, and a number for headers out of ``numbers``, that nothing in ``taken`` has.
-
-    Raises:
-        ConfigError: they are taken, or not allowed.
-    """
+    """Require a name for options, and a number for headers out of ``numbers``, that nothing in ``taken`` has."""
     if not isinstance(name, str) or not name.isidentifier() or name in reserved:
         raise ConfigError(f"a {what} cannot be named {name!r}; give it a Python name of its own")
     if number not in numbers:

@@ -92,6 +92,18 @@ class Bucket:
         """(S,) int64: where each sparsified segment ends; padding follows."""
         return np.array([s.slice.stop for s in self.sparse], np.int64)
 
+    def bounds(self, positions: np.ndarray) -> np.ndarray:
+        """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number.
+
+        Raises:
+            LayoutError: a position lies in the padding between tensors.
+        """
+        bounds = np.searchsorted(positions, self.sparse_offsets)
+        used = np.flatnonzero(np.diff(bounds))
+        if (positions[bounds[used + 1] - 1] >= self.sparse_ends[used]).any():
+            raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+        return bounds
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -146,8 +158,11 @@ class Layout:
 
 
 def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
-    """Whether a parameter is exchanged dense whatever the step: 1-D, small or excluded, and not included by name."""
-    if parameter.numel == 0 or _is_named(parameter, config):
+    """Whether a parameter is exchanged dense whatever the step.
+
+    Those of float64 always are; others that are 1-D, small or excluded, and not included by name.
+    """
+    if parameter.numel == 0 or parameter.dtype == "float64" or _is_named(parameter, config):
         return True
     if any(fnmatchcase(parameter.name, p) for p in config.include):
         return False
@@ -162,7 +177,7 @@ def _is_named(parameter: Parameter, config: DGCConfig) -> bool:
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
 
-    float64 parameters get separate buckets, because their state is float64.
+    float64 parameters get separate buckets, which are dense and whose momentum is float64.
 
     Raises:
         LayoutError: no parameters, two of one name, a type that is no float, or a tensor of 2**31 elements or more.

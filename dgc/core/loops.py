@@ -51,16 +51,19 @@ def _half_of(bits):
     odd = (magnitude >> uint32(13)) & uint32(1)
     large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
     half = small if magnitude < uint32(_SMALLEST_NORMAL) else large
+    if magnitude >= uint32(0x7F800000):  # infinity; NaN stays one
+        half = uint32(0x7C00) | uint32(0x200 if magnitude > uint32(0x7F800000) else 0)
     return half | ((bits >> uint32(16)) & uint32(0x8000))
 
 
 @helper
 def _value_of(half):
-    """The float32 that a finite half is, of its bits."""
+    """The float32 that a half is, of its bits."""
     magnitude = (half & uint32(0x7FFF)) << uint32(13)
     normal = _float(magnitude + uint32(0x38000000))
     subnormal = _float(magnitude + uint32(0x38800000)) - np.float32(6.103515625e-05)
     x = subnormal if magnitude < uint32(0x800000) else normal
+    x = _float(magnitude + uint32(0x70000000)) if magnitude >= uint32(0xF800000) else x  # infinity and NaN
     return _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16)))
 
 
@@ -74,36 +77,29 @@ def largest_magnitude(values: np.ndarray) -> int:
 
 
 @entry(__file__)
-def to_halves(values: np.ndarray, factor: np.float32, halves: np.ndarray) -> None:
-    """``halves[i]`` = the bits of ``values[i] * factor`` in half precision, rounded to nearest, ties to even.
+def to_halves(
+    values: np.ndarray, factor: np.float32, second: np.float32, limit: np.float32, halves: np.ndarray
+) -> None:
+    """``halves[i]`` = the bits of ``values[i] * factor * second`` in half precision, rounded to nearest, ties to even.
 
     Args:
-        values: (k,) float32, finite.
-        factor: float32, a power of two that leaves every magnitude below 65520.
+        values: (k,) float32.
+        factor: a power of two, after which no magnitude above 0 is subnormal, or ``second`` is 1.
+        second: a power of two, after which every finite magnitude is below 65520.
+        limit: the largest magnitude, also of infinity.
         halves: (k,) uint16, filled.
     """
     for i in range(halves.size):
-        halves[i] = _half_of(_bits(values[i] * factor))
+        x = values[i] * factor * second
+        x = limit if x > limit else -limit if x < -limit else x
+        halves[i] = _half_of(_bits(x))
 
 
 @entry(__file__)
-def from_halves(halves: np.ndarray, factor: np.float32, values: np.ndarray) -> bool:
-    """``values[i]`` = ``halves[i] * factor`` with one rounding.
-
-    Args:
-        halves: (k,) uint16 bits of half precision numbers.
-        factor: float32, a power of two.
-        values: (k,) float32, filled.
-
-    Returns:
-        False when a half is infinite or NaN; the values are then to be made another way.
-    """
-    finite = True
+def from_halves(halves: np.ndarray, factor: np.float32, second: np.float32, values: np.ndarray) -> None:
+    """``values[i]`` = ``halves[i] * factor * second``, of (k,) uint16 bits of half precision numbers."""
     for i in range(halves.size):
-        half = uint32(halves[i])
-        finite &= (half & uint32(0x7FFF)) < uint32(0x7C00)
-        values[i] = _value_of(half) * factor
-    return finite
+        values[i] = _value_of(uint32(halves[i])) * factor * second
 
 
 @entry(__file__)
@@ -287,13 +283,12 @@ def add_integers(
 
 
 @entry(__file__)
-def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: np.ndarray, codes: np.ndarray) -> None:
-    """Codes of ``sign`` (one bit an entry) and ``int2`` (two).
+def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, codes: np.ndarray) -> None:
+    """Codes of ``int2``: bit 0 is the sign, bit 1 says which of its group's two mean magnitudes an entry has.
 
     Args:
         values: (k,) float32.
         bounds: (groups + 1,) int64.
-        bits: a code's; the last one says which mean of its group an entry has.
         means: (2 groups,) float32; filled.
         codes: (k,) uint8; filled.
     """
@@ -302,16 +297,14 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: n
         group, code = values[bounds[g] : bounds[g + 1]], codes[bounds[g] : bounds[g + 1]]
         # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
         total = 0.0
-        if bits == 2:
-            for i in range(n):
-                total += abs(group[i])
+        for i in range(n):
+            total += abs(group[i])
         middle = np.float32(total / max(n, 1))
         first, second, members = 0.0, 0.0, 0
         for i in range(n):
-            negative = group[i] < np.float32(0)
-            value = abs(group[i]) if bits == 2 else group[i]
-            is_second = value > middle if bits == 2 else negative
-            code[i] = np.uint8(negative | is_second << (bits - 1))
+            value = abs(group[i])
+            is_second = value > middle
+            code[i] = np.uint8((group[i] < np.float32(0)) | is_second << 1)
             first += 0.0 if is_second else value
             second += value if is_second else 0.0
             members += is_second
@@ -319,7 +312,7 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: n
 
 
 @entry(__file__)
-def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, bits: int, values: np.ndarray) -> None:
+def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
     """Read what :func:`encode_two_means` coded into ``values``, (k,) float32."""
     for g in range(bounds.size - 1):
         first = _bits(means[2 * g])
@@ -327,8 +320,8 @@ def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, b
         for i in range(bounds[g], bounds[g + 1]):
             code = uint32(codes[i])
             # Arithmetic on the bits, since a branch on random ones costs three times as much.
-            value = first ^ (change * (code >> uint32(bits - 1) & uint32(1)))
-            values[i] = _float(value | (code & uint32(bits - 1)) << uint32(31))
+            value = first ^ (change * (code >> uint32(1) & uint32(1)))
+            values[i] = _float(value | (code & uint32(1)) << uint32(31))
 
 
 _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
@@ -456,96 +449,6 @@ def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
         for j in range(codes.size - 5 * whole):
             codes[5 * whole + j] = _TRITS[data[whole], j]
     return True
-
-
-@helper
-def _put(words, at, value, length):
-    """Write the low ``length`` bits of a value, lowest first, from bit ``at`` on."""
-    for j in range(length):
-        if (value >> uint64(j)) & uint64(1):
-            words[(at + j) >> 6] |= uint64(1) << uint64((at + j) & 63)
-    return at + length
-
-
-@helper
-def _put_gamma(words, at, value):
-    length = 0
-    while (value >> length) > 1:
-        length += 1
-    at += length  # so many zeros
-    words[at >> 6] |= uint64(1) << uint64(at & 63)
-    return _put(words, at + 1, uint64(value), length)
-
-
-@entry(__file__)
-def gamma_encode(codes: np.ndarray, levels: int, words: np.ndarray) -> tuple[int, int]:
-    """Write codes of :func:`round_signed` that are not ``levels`` as Elias gamma codes.
-
-    Each is gamma(distance from the last), one bit for the sign, gamma(magnitude). gamma(v) is as many zeros as v
-    has bits after its first, a one, and those bits, the lowest first.
-
-    Args:
-        codes: (n,) uint8.
-        levels: the code that stands for 0.
-        words: (w,) uint64 that suffice.
-
-    Returns:
-        Entries, and bits written.
-    """
-    words[:] = 0
-    at = 0
-    last = -1
-    entries = 0
-    for i in range(codes.size):
-        level = int(codes[i]) - levels
-        if level == 0:
-            continue
-        at = _put_gamma(words, at, i - last)
-        at = _put(words, at, uint64(1 if level < 0 else 0), 1)
-        at = _put_gamma(words, at, abs(level))
-        last = i
-        entries += 1
-    return entries, at
-
-
-@helper
-def _bit(words, at):
-    return (words[at >> 6] >> uint64(at & 63)) & uint64(1)
-
-
-@helper
-def _take_gamma(words, at, end):
-    """Value and the bit after it; value 0 when the code does not end before ``end`` or is beyond 2**31."""
-    length = 0
-    while at < end and _bit(words, at) == uint64(0):
-        length += 1
-        at += 1
-    at += 1
-    if length > 30 or at + length > end:
-        return 0, at
-    value = 0
-    for j in range(length):
-        value |= int(_bit(words, at + j)) << j
-    return value | (1 << length), at + length
-
-
-@entry(__file__)
-def gamma_decode(words: np.ndarray, bits: int, entries: int, levels: int, codes: np.ndarray) -> bool:
-    """Undo :func:`gamma_encode`; returns False where the bits are none that it writes."""
-    codes[:] = levels
-    at = 0
-    last = -1
-    for _ in range(entries):
-        gap, at = _take_gamma(words, at, bits)
-        if gap == 0 or last + gap >= codes.size or at >= bits:
-            return False
-        last += gap
-        negative = _bit(words, at)
-        level, at = _take_gamma(words, at + 1, bits)
-        if level == 0 or level > levels:
-            return False
-        codes[last] = levels - level if negative else levels + level
-    return at == bits
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -234,11 +234,7 @@ FORMAT = 1
 
 
 def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
-    """Refuse a ``state_dict()`` of another rank, or of a job of another size, number of nodes or op.
-
-    Raises:
-        LayoutError: it is one.
-    """
+    """Refuse a ``state_dict()`` of another rank, or of a job of another size, number of nodes or op."""
     if saved.get("nodes") != nodes:
         theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
         raise LayoutError(
@@ -259,11 +255,7 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
 
 
 def require_op(saved: Mapping[str, Any], op: str) -> None:
-    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large.
-
-    Raises:
-        LayoutError: it is one.
-    """
+    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large."""
     theirs = saved.get("op")
     if theirs != op:
         raise LayoutError(
@@ -274,11 +266,7 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
-    """Refuse what :meth:`dgc.core.state.State.to_dict` does not return, or what would spoil the training.
-
-    Raises:
-        LayoutError: another format, or a part of it is missing, of another kind or not finite.
-    """
+    """Refuse what :meth:`dgc.core.state.State.to_dict` does not return, or what would spoil the training."""
     if saved.get("format") != FORMAT:
         raise LayoutError(
             f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
@@ -320,9 +308,6 @@ def require_fit(
         lengths: name -> number of elements, of the same parameters.
         optional: names of those that the state need not have, and of others that it may have.
         small: names of those that may be sent coded, and so may have a residual of the codec's.
-
-    Raises:
-        LayoutError: it has other parameters, of other lengths, or they were sent otherwise.
     """
     found = saved["parameters"]
     missing = [n for n in lengths if n not in found and n not in optional]

@@ -9,7 +9,6 @@ import pytest
 from codec_tools import read_back
 from exchange_tools import first_gradients, gradient, make_exchange, run_step, train
 
-from dgc.core import codecs as registry
 from dgc.core.codecs import ValueCodec, padded, register_codec, value_codec
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.header import HEADER_BYTES, unpack_header
@@ -27,14 +26,12 @@ class PowerValues:
 
     name = "power"
     id = 200
-    grouped = False
-    dtype = np.dtype(np.float32)
 
     def max_bytes(self, k, groups):
         return padded(k)
 
     def encode(self, values, bounds, out):
-        if values.dtype != self.dtype or out.size < padded(values.size):
+        if values.dtype != np.float32 or out.size < padded(values.size):
             raise WireError("power: values are not float32, or there is too little room")
         _, exponents = np.frexp(values)
         codes = np.clip(exponents + 63, 1, 127).astype(np.uint8) * np.isfinite(values) * (values != 0)
@@ -53,27 +50,23 @@ class PowerValues:
         return values, padded(count)
 
 
-@pytest.fixture
-def power():
-    codec = PowerValues()
-    register_codec("values", codec)
-    yield codec
-    del registry._VALUE_CODECS[codec.name]  # other tests go over all that are registered
+POWER = PowerValues()
+register_codec("values", POWER)
 
 
-def test_a_codec_is_found_by_its_name(power):
-    assert isinstance(power, ValueCodec)
-    assert value_codec("power") is power
+def test_a_codec_is_found_by_its_name():
+    assert isinstance(POWER, ValueCodec)
+    assert value_codec("power") is POWER
 
 
-def test_a_codec_keeps_what_the_protocol_promises(power):
+def test_a_codec_keeps_what_the_protocol_promises():
     values = np.array([0, 1, -1, 0.3, -1e-5, 1000], np.float32)
-    sent = read_back(power, values, np.array([0, 6]))
+    sent = read_back(POWER, values, np.array([0, 6]))
     np.testing.assert_array_equal(sent, np.float32([0, 1, -1, 0.25, -(2.0**-17), 512]))
-    assert np.isnan(read_back(power, np.array([np.inf, np.nan], np.float32), np.array([0, 2]))).all()
+    assert np.isnan(read_back(POWER, np.array([np.inf, np.nan], np.float32), np.array([0, 2]))).all()
 
 
-def test_a_codec_travels_in_messages_and_its_error_stays_in_the_residual(power):
+def test_a_codec_travels_in_messages_and_its_error_stays_in_the_residual():
     seen = []
 
     def look(rank, step, exchange, params, results):

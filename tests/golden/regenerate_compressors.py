@@ -23,7 +23,6 @@ CASES = [
     Case("onebit"),
     Case("onebit", {"means": "row"}),
     Case("qsgd", {"bucket_size": 64}),
-    Case("qsgd", {"bits": 2, "coding": "elias"}),
     Case("terngrad"),
     Case("dorefa", {"bits": 3}),
 ]

@@ -6,9 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-import numpy as np
-
-from dgc.core.codecs import index_codec_names, value_codec, value_codec_names
+from dgc.core.codecs import index_codec_names, value_codec_names
 from dgc.core.compressors.base import (
     Algorithm,
     BucketSpec,
@@ -131,11 +129,7 @@ def leaves_zeros(config: DGCConfig) -> bool:
 
 
 def check_codecs(indices: object, values: object, small: object) -> None:
-    """Refuse names that no codec has; ``indices`` may be "auto".
-
-    Raises:
-        ConfigError: the message lists the valid ones.
-    """
-    require_choice("indices", indices, (*index_codec_names(), "auto"))
+    """Refuse names that no codec has."""
+    require_choice("indices", indices, index_codec_names())
     require_choice("values", values, value_codec_names())
-    require_choice("small", small, tuple(n for n in value_codec_names() if value_codec(n).dtype == np.float32))
+    require_choice("small", small, value_codec_names())

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.codecs import padded
+from dgc.core.codecs import check_positions, padded
 from dgc.core.config import DGCConfig
 from dgc.core.layout import Bucket
 from dgc.errors import WireError
@@ -67,20 +67,6 @@ class BucketSpec:
     def size(self) -> int:
         """N, elements of the flat space."""
         return self.bucket.sparse_size
-
-    def check_positions(self, positions: np.ndarray) -> None:
-        """Require (k,) int64 positions that a sender may name.
-
-        Raises:
-            WireError: not strictly ascending, outside the bucket, or between tensors.
-        """
-        if positions.size == 0:
-            return
-        if positions[0] < 0 or positions[-1] >= self.size or (positions[1:] <= positions[:-1]).any():
-            raise WireError("positions are not ascending within the bucket; the message is damaged")
-        tensor = np.searchsorted(self.bucket.sparse_offsets, positions, "right") - 1
-        if (positions >= self.bucket.sparse_ends[tensor]).any():
-            raise WireError("a position lies between tensors; the message is damaged")
 
 
 @dataclass
@@ -179,10 +165,6 @@ class Algorithm(ABC):
         """Whether the selection of the k largest entries, which needs no algorithm, does it all."""
         return False
 
-    @property
-    def varying(self) -> bool:
-        """Whether the length of messages depends on the values, so that the ranks have to ask for the longest."""
-        return False
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         """Numbers of the index and value codec in the header."""
@@ -310,10 +292,7 @@ def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
         WireError: another number than ``count``, or positions that a tensor does not have.
     """
     for (positions, _), tensor in zip(parts, spec.tensors, strict=True):
-        if positions.size and (positions[0] < 0 or positions[-1] >= tensor.n):
-            raise WireError(f"a position lies outside of {tensor.name!r}; the message is damaged")
-        if (positions[1:] <= positions[:-1]).any():
-            raise WireError(f"positions in {tensor.name!r} are not ascending; the message is damaged")
+        check_positions(positions, tensor.n, tensor.name)
     found = sum(positions.size for positions, _ in parts)
     if found != count:
         raise WireError(f"the header says {count} entries, there are {found}; the message is damaged")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dgc.core.codecs import SPARSE_ID, SparseCodec
+from dgc.core.codecs import SPARSE_ID, SparseCodec, check_positions
 from dgc.core.compressors.base import (
     Algorithm,
     BucketSpec,
@@ -38,7 +38,7 @@ class _Selection(Algorithm):
     coded: ClassVar[bool] = True
 
     def _codec(self, spec: BucketSpec) -> SparseCodec:
-        values = spec.bucket.dtype if self.sends_all(spec.density) else self.config.values
+        values = "float32" if self.sends_all(spec.density) else self.config.values
         return SparseCodec(spec.bucket, sum(self.max_counts(spec)), self.config.indices, values)
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
@@ -65,9 +65,7 @@ class _Selection(Algorithm):
         if count > sum(self.max_counts(spec)):
             raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
         codec = self._codec(spec)
-        positions, values = codec.decode(data[: codec.max_bytes], count)
-        spec.check_positions(positions)
-        return SparseValues(positions, values)
+        return SparseValues(*codec.decode(data[: codec.max_bytes], count))
 
 
 class DGC(_Selection):
@@ -246,7 +244,8 @@ class Strom(Algorithm):
             raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
         words = take(data, 0, count, "<u4")
         positions = (words >> 1).astype(np.int64)
-        spec.check_positions(positions)
+        check_positions(positions, spec.size, self.name)
+        spec.bucket.bounds(positions)
         threshold = np.float32(self.options.threshold)
         return SparseValues(positions, np.where(words & 1, threshold, -threshold))
 

@@ -267,7 +267,7 @@ class EntrySum:
         from dgc.core.kernels.entries import add_up  # which loads Numba
 
         positions, values = add_up(entries, factor, np.dtype(bucket.dtype))
-        return cls(bucket, positions, values, bounds_of(bucket, positions))
+        return cls(bucket, positions, values, bucket.bounds(positions))
 
     def tensors(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """The tensors that anything was sent of: (parameter, (m,) int64 places within it, (m,) values)."""
@@ -279,19 +279,6 @@ class EntrySum:
         """Make the results of the sparsified tensors: these values, and zeros."""
         results = [item.result for item in step.submissions.of(self.bucket.sparse)]
         kernels.set_entries(results, self.bucket.sparse_offsets, self.positions, self.values)
-
-
-def bounds_of(bucket: Bucket, positions: np.ndarray) -> np.ndarray:
-    """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number.
-
-    Raises:
-        LayoutError: a position lies in the padding between tensors.
-    """
-    bounds = np.searchsorted(positions, bucket.sparse_offsets)
-    used = np.flatnonzero(np.diff(bounds))
-    if (positions[bounds[used + 1] - 1] >= bucket.sparse_ends[used]).any():
-        raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
-    return bounds
 
 
 @dataclass

@@ -16,7 +16,7 @@ OPTIONS = {
 }
 MORE = [
     ("topk", {"threshold": "global", "sparsity": 0.9}),
-    ("qsgd", {"coding": "elias", "bits": 2}),
+    ("qsgd", {"norm": "max", "bits": 2}),
     ("adacomp", {"momentum": 0.9, "momentum_masking": True}),
     ("onebit", {"means": "row", "momentum": 0.9, "nesterov": True}),
 ]

@@ -98,11 +98,11 @@ def test_a_position_between_tensors_is_a_damaged_message(kernels):
         def damaged(message, out):
             gather(message, out)
             if out.shape[1] > 100:
-                positions = out[1, HEADER_BYTES : HEADER_BYTES + 4 * 15].view(np.int32)
+                positions = out[1, HEADER_BYTES + 8 : HEADER_BYTES + 8 + 2 * 15].view(np.uint16)
                 positions[14] = 1502
 
         transport.allgather = damaged
-        config = make_config({"sparsity": 0.99, "indices": "int32", "momentum": 0.0})
+        config = make_config({"sparsity": 0.99, "indices": "uint16", "momentum": 0.0})
         layout = make_layout([Parameter("a", (1500, 1), "float32"), Parameter("b", (1500, 1), "float32")], config)
         exchange = Exchange(layout, config, transport, kernels)
         norm = exchange.state.residual_norm()

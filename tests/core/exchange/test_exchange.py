@@ -83,8 +83,8 @@ def test_follows_the_paper_through_the_rampup(options, masking):
     assert worst(out[0][0], expected) <= 2e-6
 
 
-@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("indices", ["uint16", "int32"])
+@pytest.mark.parametrize("values", ["float32", "float16"])
+@pytest.mark.parametrize("indices", ["uint16", "elias_fano"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_are_bit_identical(ranks, indices, values):
     out = train(
@@ -107,10 +107,10 @@ def test_replicas_are_bit_identical(ranks, indices, values):
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
-    values=st.sampled_from(["float32", "float16", "bfloat16", "int8", "int3", "int2", "sign"]),
-    indices=st.sampled_from(["uint16", "int32"]),
+    values=st.sampled_from(["float32", "float16", "int8", "int3", "int2"]),
+    indices=st.sampled_from(["uint16", "elias_fano"]),
     nesterov=st.booleans(),
-    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    dtype=st.sampled_from(["float16", "float32"]),
     bad=st.booleans(),
     seed=st.integers(0, 1000),
 )

@@ -15,7 +15,6 @@ NAMES = list(SHAPES)
 SMALL = ("conv.bias", "fc.bias", "head.weight")
 COMPRESSORS = [
     Case("qsgd"),
-    Case("qsgd", {"bits": 2, "coding": "elias"}),
     Case("onebit"),
     Case("topk", {"sparsity": 0.9}),
 ]
@@ -40,7 +39,7 @@ def steps(exchange, count, first=0):
     return [run_step(exchange, grads(first + i, exchange.transport.rank))[1] for i in range(count)]
 
 
-@pytest.mark.parametrize("codec", ["int8", "int3", "float16", "bfloat16", "int2", "sign"])
+@pytest.mark.parametrize("codec", ["int8", "int3", "float16", "int2"])
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_what_is_sent_and_what_stays_are_what_came_in(op, codec):
     def one_rank(transport):

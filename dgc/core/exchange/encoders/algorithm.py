@@ -5,7 +5,6 @@ Works on host arrays.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,11 +14,10 @@ from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, Sparse
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
 from dgc.core.exchange.encoders.dense_vector import is_finite
 from dgc.core.exchange.records import StepContext
-from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Bucket, Layout
 from dgc.core.message import Incoming
-from dgc.core.plan import MIN_MESSAGE_BYTES, BucketPlan, Mode, plan_for
+from dgc.core.plan import BucketPlan, Mode, plan_for
 from dgc.core.state import BucketState
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError, WireError
@@ -28,8 +26,7 @@ from dgc.errors import ConfigError, LayoutError, WireError
 class AlgorithmEncoder(Encoder):
     """Accumulates, then lets an algorithm write the message.
 
-    Collectives of a step before the message, in this order on every rank: the allreduce of what the ranks share before
-    encoding, if the algorithm has that; the allreduce of the longest message, if lengths vary.
+    Where the ranks share something before encoding, an allreduce of it comes before the message.
     """
 
     def __init__(
@@ -54,9 +51,7 @@ class AlgorithmEncoder(Encoder):
         self._specs: dict[float, BucketSpec] = {}
         self._own = np.empty(0, np.uint8)
         self._count_sent = 0
-        self._fitted: BucketPlan | None = None
         self._shared_in: StepContext | None = None
-        self._measured_in: StepContext | None = None
 
     def _make_plan(self, density: float | None) -> BucketPlan:
         spec = self._spec(1.0 if density is None else density)
@@ -82,37 +77,20 @@ class AlgorithmEncoder(Encoder):
         at.flagged = self._accumulate(at, info)
         if algorithm.shares:
             info.shared = self._share(step, self._prepare(state, spec))
-        in_message = plan.mode is Mode.SPARSE and not self._varies(plan)
-        if in_message:
-            at.start_message()
+        at.start_message()
+        if plan.mode is Mode.SPARSE:
             self._own = at.sender.payload
         elif self._own.size != padded(algorithm.max_bytes(spec)):
             self._own = self._memory.host_array(padded(algorithm.max_bytes(spec)), np.uint8)
         at.count, used = self._encode(state, spec, info)
         self._own[used:] = 0
         self._count_sent = at.count
-        if in_message:
-            return
-        if self._varies(plan):
-            plan = at.plan = self._fit(step, plan, used)
-        at.start_message()
-        if plan.mode is Mode.SPARSE:
-            at.sender.payload[...] = self._own[: plan.payload_bytes]
-        else:
+        if plan.mode is Mode.SUM:
             self._fill_vector(at.vector.values, spec)
 
     def catch_up(self, at: BucketStep) -> None:  # noqa: D102
-        step, plan = at.step, at.plan
-        if not plan.is_active:
-            return
-        if self._algorithm.shares and self._shared_in is not step:
-            self._share(step, np.zeros(len(self._tensors)))
-        if not self._varies(plan):
-            return
-        if self._measured_in is not step:
-            self._fit(step, plan, 0)
-        assert self._fitted is not None
-        at.plan = self._fitted
+        if at.plan.is_active and self._algorithm.shares and self._shared_in is not at.step:
+            self._share(at.step, np.zeros(len(self._tensors)))
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         spec, factor = self._spec(at.plan.density), share * at.step.loss_scale
@@ -173,17 +151,6 @@ class AlgorithmEncoder(Encoder):
         step.stats.count_collective(shared.nbytes)
         return shared
 
-    def _fit(self, step: StepContext, plan: BucketPlan, used: int) -> BucketPlan:
-        """The plan with messages as long as the longest of all ranks."""
-        longest = np.array([float(used)])
-        self._transport.allreduce(longest, "max")
-        self._measured_in = step
-        step.stats.count_collective(longest.nbytes)
-        payload = padded(int(longest[0]))
-        message = max(MIN_MESSAGE_BYTES, HEADER_BYTES + payload + plan.dense_bytes)
-        self._fitted = dataclasses.replace(plan, payload_bytes=payload, message_bytes=message)
-        return self._fitted
-
     def _fill_vector(self, vector: np.ndarray, spec: BucketSpec) -> None:
         """Turn this rank's own message into a vector for the dense sum."""
         decoded = self._algorithm.decode(self._own, self._count_sent, spec)
@@ -218,6 +185,3 @@ class AlgorithmEncoder(Encoder):
         if density not in self._specs:
             self._specs[density] = BucketSpec(self._bucket, self._tensors, density, self._total)
         return self._specs[density]
-
-    def _varies(self, plan: BucketPlan) -> bool:
-        return self._algorithm.varying and plan.mode is Mode.SPARSE

@@ -61,19 +61,18 @@ def is_unchanged(row: type[Algorithm]) -> bool:
 def _encoders(config: DGCConfig, layout: Layout, kernels: Kernels, transport: Transport) -> list[Encoder]:
     row, buckets = compressor_class(config.algorithm), layout.buckets
     if not (is_unchanged(row) and row.is_plain_selection(config)):
-        for dtype in sorted({b.dtype for b in buckets}):
-            _warm_up(row(config), dtype, kernels)
+        _warm_up(row(config), kernels)
         algorithm = row(config)
         return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
     return [TopKEncoder(b, config, kernels, transport.size) for b in buckets]
 
 
-def _warm_up(algorithm: Algorithm, dtype: str, kernels: Kernels) -> None:
+def _warm_up(algorithm: Algorithm, kernels: Kernels) -> None:
     """Compile what the first step would otherwise wait for, by a message of an object that is then thrown away."""
     n = 64
     tensor = Tensor("warm-up", (8, 8), 0, n)
-    spec = BucketSpec(Bucket(0, dtype, (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
-    x = np.linspace(-1, 1, n).astype(dtype)
+    spec = BucketSpec(Bucket(0, "float32", (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
+    x = np.linspace(-1, 1, n, dtype=np.float32)
     info = StepInfo(0, 0, 0, kernels.new_thresholds(1), algorithm.prepare(x, spec), x)
     out = np.zeros(padded(algorithm.max_bytes(spec)), np.uint8)
     count, _ = algorithm.encode(x, out, spec, info)

@@ -12,7 +12,6 @@ import numpy as np
 from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders.base import BucketStep, Encoder
-from dgc.core.exchange.records import bounds_of
 from dgc.core.kernels.base import Array, Kernels, Selection
 from dgc.core.layout import Bucket
 from dgc.core.message import Incoming
@@ -37,7 +36,7 @@ class TopKEncoder(Encoder):
             density=density,
             ranks=self._ranks,
             indices=self._config.indices,
-            values=self._bucket.dtype if self._is_exact(density) else self._config.values,
+            values="float32" if self._is_exact(density) else self._config.values,
             compressor=compressor_class(self._config.algorithm).number,
             small=self._small(density),
         )
@@ -83,7 +82,6 @@ class TopKEncoder(Encoder):
         for message in messages:
             try:
                 entries.append(at.plan.codec.decode(message.payload, message.count))
-                bounds_of(self._bucket, entries[-1][0])
             except (WireError, LayoutError) as error:
                 raise message.damaged(error) from error
         return entries

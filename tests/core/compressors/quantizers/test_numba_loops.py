@@ -145,39 +145,6 @@ def test_means_of_either_sign(shape, dtype):
                     assert means[int(members is not None and (column < 0).all()), c] == 0
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("levels", "zeros"), [(1, 0.9), (7, 0.5), (127, 0.0), (127, 1.0)])
-def test_gamma_codes(n, levels, zeros):
-    codes = rng.integers(0, 2 * levels + 1, n).astype(np.uint8)
-    codes[rng.random(n) < zeros] = levels
-    spec = -(-n * (2 + 2 * levels.bit_length() - 1) // 64)
-
-    def make(module):
-        words, back = np.full(spec, 2**64 - 1, np.uint64), np.empty(n, np.uint8)
-        entries, bits = module.gamma_encode(codes, levels, words)
-        used = words[: -(-bits // 64)]
-        assert module.gamma_decode(used, bits, entries, levels, back)
-        return used, back, np.array([entries, bits])
-
-    _, back, _ = same(make)
-    np.testing.assert_array_equal(back, codes)
-
-
-def test_both_judge_damaged_gamma_codes_alike():
-    good = rng.integers(0, 15, 300).astype(np.uint8)
-    words = np.zeros(200, np.uint64)
-    entries, bits = numba_loops.gamma_encode(good, 7, words)
-    words = words[: -(-bits // 64)]
-    refused = 0
-    for _ in range(500):
-        damaged = words.copy()
-        damaged[rng.integers(words.size)] ^= np.uint64(1) << np.uint64(rng.integers(64))
-        verdicts = [module.gamma_decode(damaged, bits, entries, 7, np.empty(300, np.uint8)) for module in BOTH]
-        assert verdicts[0] == verdicts[1]
-        refused += not verdicts[0]
-    assert refused > 100
-
-
 @pytest.mark.parametrize("n", SIZES[1:])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("group", [50, 512])

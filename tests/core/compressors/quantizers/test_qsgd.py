@@ -28,19 +28,3 @@ def test_qsgd_has_the_variance_of_the_paper():
         errors = [((alone.roundtrip(x, step=i) - x) ** 2).sum() for i in range(50)]
         assert np.mean(errors) <= 1.05 * min(d / s**2, np.sqrt(d) / s) * (x**2).sum()
         assert np.mean(errors) > 0
-
-
-def test_elias_codes_say_what_fixed_ones_say():
-    shapes = {"a": (30, 30), "b": (7, 11)}
-    for bits in (2, 4, 8):
-        fixed = Alone(Case("qsgd", {"bits": bits}), shapes)
-        elias = Alone(Case("qsgd", {"bits": bits, "coding": "elias"}), shapes)
-        x = fixed.random()
-        np.testing.assert_array_equal(fixed.roundtrip(x), elias.roundtrip(x))
-        assert elias.encode(x)[2] <= elias.algorithm.max_bytes(elias.spec)
-
-
-def test_elias_codes_of_the_worst_case_fit():
-    alone = Alone(Case("qsgd", {"bits": 8, "coding": "elias", "norm": "max"}), {"a": (64, 64)})
-    x = alone.flat({"a": np.ones(4096)})
-    np.testing.assert_array_equal(alone.roundtrip(x), x)

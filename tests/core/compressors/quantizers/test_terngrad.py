@@ -41,7 +41,7 @@ def test_all_ranks_use_the_largest_scaler():
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-3, -7.7])
 @pytest.mark.parametrize("size", [10, 1000, 4099])
-def test_terngrad_sends_a_constant_float64_tensor_as_it_is(value, size):
+def test_terngrad_sends_a_constant_as_it_is(value, size):
     """Rounding leaves a deviation of some 1e-17; clipping to 2.5 of it would send nothing."""
     algorithm = Terngrad(make_config({}, algorithm="terngrad"))
     largest, cut = algorithm._extent(np.full(size, value))

@@ -20,7 +20,6 @@ OPTIONS = [
         for name in compressor_names()
         if not compressor_class(name).is_plain_selection(make_config({}, algorithm=name))
     ),
-    ("qsgd", {"coding": "elias"}),
 ]
 
 

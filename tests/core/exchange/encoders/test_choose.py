@@ -59,7 +59,7 @@ def test_an_algorithm_refuses_the_kernels_of_a_device():
 
 
 def test_a_message_of_2_gib_is_refused_before_training():
-    config = make_config({"sparsity": [0.999, 0.55], "values": "float32", "indices": "int32"})
+    config = make_config({"sparsity": [0.999, 0.55], "values": "float32", "indices": "uint16"})
     with pytest.raises(LayoutError, match="the limit is 2 GiB: choose a higher sparsity"):
         encoders(config, [Parameter("w", (2**15, 2**15), "float32")])
 

@@ -87,7 +87,8 @@ def test_the_vector_waits_before_its_memory_is_replaced_and_only_then(same):
     vector, plan, *_ = prepared(0.001)
     waiting = Waiting(vector._bucket, ReferenceKernels())
     waiting.start(plan)
-    waiting.start(plan if same else make_plan(vector._bucket, density=None, ranks=2, indices="int32", values="float32"))
+    codecs = {"indices": "uint16", "values": "float32"}
+    waiting.start(plan if same else make_plan(vector._bucket, density=None, ranks=2, **codecs))
     assert waiting.waits == 2 - same
 
 

@@ -148,7 +148,7 @@ def accumulation_and_sums_and_other_compressors():
     both(twice, way="a", hvd_options={"backward_passes_per_step": 2}, steps=20)
     both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))
     for values in ("float32", "int8"):
-        both(plain, options={"values": values, "indices": "int32"}, steps=20)
+        both(plain, options={"values": values, "indices": "uint16"}, steps=20)
 
 
 @case

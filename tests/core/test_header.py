@@ -138,7 +138,7 @@ def test_flags_are_the_callers_business(flags):
         ({"compressor": 9}, r"compressor 9 came, 1 was expected.*compression="),
         ({"index_codec": 3}, r"index codec 3 \(elias_fano\) came, 2 \(uint16\) was expected.*indices="),
         ({"index_codec": 77}, r"index codec 77 \(unknown\) came"),
-        ({"value_codec": 5}, r"value codec 5 \(sign\) came, 2 \(float16\) was expected.*values="),
+        ({"value_codec": 7}, r"value codec 7 \(int2\) came, 2 \(float16\) was expected.*values="),
         ({"fingerprint": 1}, r"fingerprint 0000000000000001 came, feedfacecafebeef was expected.*every rank"),
         ({"bucket": 4}, r"bucket 4 came, 3 was expected.*different orders"),
         ({"step": 999}, r"step 999 came, 1000 was expected.*out of step"),

@@ -16,7 +16,7 @@ RANKS = 3
 BUCKET, STEP = 0, 7
 LAYOUT = make_layout([Parameter("w", (40, 50), "float32"), Parameter("b", (9,), "float32")], make_config({}))
 PLAN, DENSER, DENSE = (
-    make_plan(LAYOUT.buckets[0], density=density, ranks=RANKS, indices="int32", values="float32")
+    make_plan(LAYOUT.buckets[0], density=density, ranks=RANKS, indices="uint16", values="float32")
     for density in (0.01, 0.02, None)
 )
 

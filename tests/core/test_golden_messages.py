@@ -12,7 +12,7 @@ from codec_tools import read_back
 
 from dgc.core import codecs, header
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 
 _spec = importlib.util.spec_from_file_location("regenerate_wire", GOLDEN / "regenerate_wire.py")
@@ -20,8 +20,8 @@ regenerate_wire = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(regenerate_wire)
 
 CASES = regenerate_wire.cases()
-INDEX_CODECS = [codecs.index_codec(name) for name in codecs.index_codec_names()]
-VALUE_CODECS = [codecs.value_codec(name) for name in codecs.value_codec_names()]
+INDEX_CODECS = [codecs.index_codec(member.name.lower()) for member in codecs.IndexCodecId if member]
+VALUE_CODECS = [codecs.value_codec(member.name.lower()) for member in codecs.ValueCodecId if member]
 
 
 def stored(name):
@@ -54,7 +54,7 @@ def test_stored_values_can_be_read(codec):
         name = f"value_{codec.name}_{case}"
         if name in CASES:
             values, consumed = codec.decode(stored(name), len(original), np.array(bounds))
-            expected = read_back(codec, np.array(original, codec.dtype), np.array(bounds))
+            expected = read_back(codec, np.array(original, np.float32), np.array(bounds))
             assert values.tobytes() == expected.tobytes()
             assert consumed == stored(name).size
 

@@ -1,0 +1,206 @@
+"""Compressors by name, from options to a config, and the bytes that they write."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from contract_tools import Alone, Case
+
+from dgc.__main__ import facts
+from dgc.adapter.compression import constructor
+from dgc.core.codecs import index_codec_names, value_codec_names
+from dgc.core.compressors import PerTensor, check_codecs, compressor_class, compressor_names, make_config, register
+from dgc.errors import ConfigError, WireError
+
+NUMBERS = {
+    "dgc": 1,
+    "topk": 2,
+    "strom": 3,
+    "dryden": 4,
+    "adacomp": 5,
+    "onebit": 6,
+    "qsgd": 7,
+    "terngrad": 8,
+    "dorefa": 9,
+}
+
+
+def test_numbers_on_the_wire_never_change():
+    assert {name: compressor_class(name).number for name in NUMBERS} == NUMBERS
+    assert tuple(NUMBERS) == compressor_names()[: len(NUMBERS)]
+
+
+def test_every_row_states_its_facts():
+    for name, bits, feedback, unbiased, source in facts():
+        assert bits
+        assert source
+        assert {feedback, unbiased} <= {"yes", "no"}
+        row = compressor_class(name)
+        assert "Source:" in row.__doc__
+        # A compressor that forgets what it does not send must at least be right on average.
+        assert row.error_feedback or row.unbiased
+
+
+def test_the_patent_of_adacomp_is_mentioned():
+    assert "US 11,295,208" in compressor_class("adacomp").__doc__
+
+
+def test_the_command_prints_the_table():
+    out = subprocess.run([sys.executable, "-m", "dgc", "compressors"], capture_output=True, text=True, check=True)
+    lines = out.stdout.splitlines()
+    assert lines[0].split("  ")[0].strip() == "name"
+    for name in NUMBERS:
+        assert any(line.startswith(name + " ") for line in lines)
+    wrong = subprocess.run([sys.executable, "-m", "dgc", "compresors"], capture_output=True, text=True)
+    assert wrong.returncode != 0
+    assert "compressors" in wrong.stderr
+
+
+def make_row(**facts):
+    class Row(PerTensor):
+        name = "mine"
+        number = 200
+        source = "here"
+        bits = "8"
+        error_feedback = True
+
+        def tensor_bytes(self, tensor, spec):
+            return tensor.n
+
+        def encode_tensor(self, x, out, tensor, spec, info):
+            return tensor.n
+
+        def decode_tensor(self, data, tensor, spec):
+            return np.zeros(tensor.n, np.float32)
+
+    for name, value in facts.items():
+        setattr(Row, name, value)
+    return Row
+
+
+class TestRegister:
+    taken: ClassVar = [
+        ({"name": "dgc"}, "collides"),
+        ({"number": 7}, "128 to 255"),
+        ({"number": 256}, "128 to 255"),
+        ({"name": "fp16"}, "name of its own"),
+        ({"name": "two words"}, "Python name"),
+    ]
+
+    @pytest.mark.parametrize(("facts", "message"), taken, ids=str)
+    def test_what_is_taken_is_refused(self, facts, message):
+        with pytest.raises(ConfigError, match=message):
+            register(make_row(**facts))
+        assert "mine" not in compressor_names()
+
+
+def test_an_unknown_compressor_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match="'powersgd'; choose one of dgc, topk"):
+        make_config({}, algorithm="powersgd")
+    with pytest.raises(AttributeError, match="none, fp16, dgc"):
+        constructor("powersgd", object(), print)
+
+
+def test_only_dgc_adopts_momentum_unless_asked():
+    for name in compressor_names():
+        assert (make_config({}, algorithm=name).momentum is None) is (name == "dgc")
+    assert make_config({"momentum": None}, algorithm="strom").momentum is None
+
+
+def test_the_owner_is_named_in_errors():
+    with pytest.raises(TypeError, match=r"^Compression.topk got an unknown option 'levels'; valid options: .*sparsity"):
+        make_config({"levels": 3}, algorithm="topk")
+    with pytest.raises(TypeError, match=r"^Compression.mine got"):
+        make_config({"levels": 3}, algorithm="topk", owner="mine")
+
+
+def test_the_options_of_the_compressor_and_of_all_come_in_one_dictionary():
+    config = make_config({"bits": 8, "seed": 3}, algorithm="qsgd")
+    assert (config.own.bits, config.seed) == (8, 3)
+
+
+def test_every_codec_can_be_chosen():
+    for indices in index_codec_names():
+        for values in value_codec_names():
+            check_codecs(indices, values, "int8")
+    with pytest.raises(ConfigError, match=r"^values is 'float64'; allowed: "):
+        check_codecs("uint16", "float64", "int8")
+
+
+def test_small_tensors_take_every_codec():
+    for small in ("float32", "float16", "int8", "int3", "int2"):
+        assert make_config({"small": small}).small == small
+    for wrong in ("float64", "auto", None):
+        with pytest.raises(
+            ConfigError,
+            match=r"^small is .*; allowed: 'float16', 'float32', 'int8', 'int3', 'int2'",
+        ):
+            make_config({"small": wrong})
+
+
+def test_only_dgc_codes_small_tensors_unless_asked():
+    assert make_config({}).small == "int3"
+    assert make_config({}, algorithm="qsgd").small == "float32"
+
+
+@pytest.mark.parametrize(
+    ("case", "at", "byte"),
+    [
+        (Case("terngrad"), 4, 243),  # more than five ternary numbers can be
+        (Case("terngrad"), 3, 0xFF),  # the scale becomes negative or no number
+        (Case("qsgd"), 16, 0xFF),  # level 15 of 0 to 14
+        (Case("qsgd", {"bits": 8}), 16, 0xFF),
+        (Case("adacomp", {"fc_bin": 50}), 8, 0x3E),  # index 62 in a bin of 50
+        (Case("adacomp", {"fc_bin": 50}), 8, 0x3F),  # the mark of an empty bin that is not its last unit
+        (Case("dryden"), 3, 0x7F),  # a mean that is no number
+        (Case("onebit"), 2, 0xFF),
+        (Case("dorefa"), 3, 0xFF),
+    ],
+    ids=str,
+)
+def test_codes_that_no_sender_writes_are_refused(case, at, byte):
+    alone = Alone(case, {"w": (40, 40)})
+    message, count, _ = alone.encode(alone.random())
+    alone.decode(message, count)
+    message[at] = byte
+    if at == 3 and byte == 0x7F:
+        message[2] = 0xFF
+    if case.name == "onebit":
+        message[3] = 0x7F
+    with pytest.raises(WireError):
+        alone.algorithm.decode(message, count, alone.spec)
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad", "dorefa", "onebit", "dryden", "adacomp"])
+def test_norms_and_means_beyond_float32_arrive_as_its_largest(name):
+    alone = Alone(Case(name), {"w": (40, 40)})
+    x = alone.flat({"w": 3.4e38 * np.where(np.arange(1600) % 2, 1, -1)})
+    with np.errstate(over="ignore"):
+        message, count, _ = alone.encode(x)
+    decoded = alone.decode(message, count)
+    assert np.isfinite(decoded).all()
+    assert (np.sign(decoded) * np.sign(x) >= 0).all()
+
+
+PATH = Path(__file__).parents[1] / "golden" / "regenerate_compressors.py"
+spec = importlib.util.spec_from_file_location("regenerate_compressors", PATH)
+golden = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(golden)
+
+
+@pytest.mark.parametrize("case", golden.CASES, ids=str)
+def test_bytes_have_not_changed(case):
+    wanted = bytes.fromhex((golden.FOLDER / f"{case}.hex").read_text().replace("\n", ""))
+    assert golden.message(case) == wanted
+
+
+def test_every_compressor_has_a_golden_message():
+    from documented import own_names
+
+    assert {case.name for case in golden.CASES} == set(own_names()) - {"dgc"}  # dgc's are in golden/wire

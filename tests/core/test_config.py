@@ -1,0 +1,248 @@
+"""Options: what is refused and what a refusal says; the schedule, and how many entries that is."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from exchange_tools import (
+    errors_of,
+    make_exchange,
+)
+
+from dgc.core import config as checks
+from dgc.core.compressors import make_config
+from dgc.core.config import Schedule, entries_to_send
+from dgc.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 1.0},
+        {"sparsity": -0.1},
+        {"sparsity": []},
+        {"sparsity": "0.9"},
+        {"momentum": 1.5},
+        {"weight_decay": -1},
+        {"rampup_begin_step": -1},
+        {"rampup_step": 0},
+        {"clip_scope": "layer"},
+        {"local_grad_clip_norm": 0},
+        {"op": "adasum"},
+        {"indices": "int7"},
+        {"values": "float1"},
+        {"momentum": 0, "nesterov": True},
+        {"seed": -1},
+        {"bucket_bytes": 0},
+        {"momentum": True},
+        {"momentum": np.zeros(2)},
+        {"momentum": 10**400},
+        {"sparsity": 10**400},
+        {"sparsity": np.zeros((2, 2))},
+        {"nesterov": 1},
+        {"momentum_masking": "no"},
+        {"error_feedback": 0},
+        {"exclude": 3},
+        {"include": np.zeros(3)},
+        {"values": ["float16"]},
+        {"min_numel": np.float32(3)},
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options):
+    def rank(transport):
+        make_exchange(transport, **options)
+
+    assert all(isinstance(e, ConfigError) for e in errors_of(1, rank))
+
+
+def test_numpy_numbers_are_numbers():
+    given = make_config(
+        {"sparsity": np.array([0.75, 0.5]), "momentum": np.float64(0.5), "min_numel": np.int64(7), "nesterov": np.True_}
+    )
+    assert (
+        given.describe()
+        == make_config({"sparsity": (0.75, 0.5), "momentum": 0.5, "min_numel": 7, "nesterov": True}).describe()
+    )
+    assert type(given.min_numel) is int
+
+
+def test_an_unknown_option_names_the_valid_ones():
+    with pytest.raises(TypeError, match="sparsity"):
+        make_config({"sparcity": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.True_, True),
+        ([np.float32(0.5), (np.int8(1), "a")], [0.5, (1, "a")]),
+        ((), ()),
+        (None, None),
+    ],
+)
+def test_numpys_scalars_become_pythons(given, expected):
+    found = checks.plain(given)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_what_is_no_number_stays_the_same_object():
+    named = SimpleNamespace()
+    array = np.ones(2)
+    assert checks.plain(named) is named
+    assert checks.plain(array) is array
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_open_end_is_left_out_and_a_closed_one_is_in(closed):
+    ends = {"low": 0.0, "high": 1.0, "low_open": not closed, "high_open": not closed}
+    checks.require_number("x", 0.5, **ends)
+    for end in (0.0, 1.0, 0, 1):
+        if closed:
+            checks.require_number("x", end, **ends)
+        else:
+            with pytest.raises(ConfigError, match=rf"^x is {end}; allowed: a number in \(0.0, 1.0\)$"):
+                checks.require_number("x", end, **ends)
+
+
+@pytest.mark.parametrize(
+    "value", [np.nextafter(0, -1), np.nextafter(1, 2), np.nan, np.inf, -np.inf, True, "1", [1], None]
+)
+def test_what_is_not_between_the_ends_is_refused(value):
+    with pytest.raises(ConfigError, match=r"a number in \[0, 1\]$"):
+        checks.require_number("x", value, low=0, high=1)
+
+
+def test_none_is_allowed_where_it_is_said():
+    checks.require_number("x", None, low=0, optional=True)
+    with pytest.raises(ConfigError, match=re.escape("x is -1; allowed: a number in [0, inf) or None")):
+        checks.require_number("x", -1, low=0, optional=True)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes", np.True_])
+def test_a_flag_is_true_or_false_and_nothing_like_it(value):
+    with pytest.raises(ConfigError, match="allowed: True or False"):
+        checks.require_flag("x", value)
+    checks.require_flag("x", True)
+    checks.require_flag("x", False)
+
+
+@pytest.mark.parametrize("value", [1, 2.0, True, "2", None])
+def test_a_whole_number_below_the_least_or_of_another_type_is_refused(value):
+    with pytest.raises(ConfigError, match=f"^x is {value!r}; allowed: a whole number >= 2$"):
+        checks.require_integer("x", value, 2)
+    checks.require_integer("x", 2, 2)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, "b", None, False])
+def test_a_choice_is_compared_by_value_and_type(value):
+    """``1 == True``, and still 1 was not offered."""
+    with pytest.raises(ConfigError, match=r"allowed: 'a', True$"):
+        checks.require_choice("x", value, ("a", True))
+    checks.require_choice("x", True, ("a", True))
+
+
+def test_a_choice_that_is_an_array_is_refused_and_not_compared():
+    with pytest.raises(ConfigError, match=r"allowed: 'a'$"):
+        checks.require_choice("x", np.zeros(2), ("a",))
+
+
+def factory():
+    """Stands for ``Compression.qsgd`` without parentheses."""
+
+
+factory.__name__ = "qsgd"
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ("topk", "Compression.topk()"),
+        (factory, "Compression.qsgd()"),
+        (SimpleNamespace, "Compression.dgc()"),
+        (3, "Compression.dgc()"),
+        ("not a name", "Compression.dgc()"),
+    ],
+)
+def test_what_is_no_compressor_is_refused_with_the_call_that_makes_one(value, advice):
+    with pytest.raises(ConfigError, match=re.escape(f"call one: compression={advice}, or leave it out")):
+        checks.require_compressor(value)
+
+
+def test_horovods_own_compressors_are_compressors():
+    checks.require_compressor(None)
+    checks.require_compressor(type("Fp16", (), {"compress": None, "decompress": None}))
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "2", None, float("nan")])
+def test_a_loss_scale_is_positive_or_a_function(value):
+    with pytest.raises(ConfigError, match=r"a function that returns one, or the GradScaler$"):
+        checks.as_loss_scale(value, "GradScaler")
+
+
+def test_a_loss_scale_is_handed_on():
+    assert type(checks.as_loss_scale(2)) is float
+    assert checks.as_loss_scale(factory) is factory
+
+
+@pytest.mark.parametrize(("steps", "density"), [(1, 1 / 64), (6400, 1 / 64), (10_000, 0.01), (10**6, 0.001)])
+def test_each_entry_is_sent_a_hundred_times(steps, density):
+    config = make_config({"steps": steps, "momentum": 0.9})
+    assert config.sparsity == (pytest.approx(1 - density),)
+    assert (config.momentum, config.momentum_masking) == (0.9, False)
+
+
+def test_what_is_given_beside_it_stays():
+    config = make_config({"steps": 1000, "values": "float16", "momentum_masking": True})
+    assert config.values == "float16"
+    assert config.momentum_masking
+
+
+@pytest.mark.parametrize("steps", [np.int64(500), None])
+def test_numpy_integers_and_none_are_taken(steps):
+    assert make_config({"steps": steps}).sparsity == (1 - 1 / 64 if steps else 0.999,)
+
+
+@pytest.mark.parametrize("steps", [0, -3, 1.5, True, "10"])
+def test_other_than_a_number_of_steps_is_refused(steps):
+    with pytest.raises(ConfigError, match="steps is "):
+        make_config({"steps": steps})
+
+
+@pytest.mark.parametrize("other", [{"sparsity": 0.99}, {"rampup_step": 10}])
+def test_a_second_choice_of_the_sparsity_is_refused(other):
+    with pytest.raises(ConfigError, match=rf"steps=100 chooses the sparsity: leave {next(iter(other))} out, or steps"):
+        make_config({"steps": 100, **other})
+
+
+def test_others_than_dgc_have_no_such_option():
+    with pytest.raises(TypeError, match="unknown option 'steps'"):
+        make_config({"steps": 100}, algorithm="qsgd")
+
+
+def test_schedule_is_paddles_table():
+    five = (0.75, 0.9375, 0.984375, 0.996, 0.999)
+    schedule = Schedule(five, begin=0, length=100)
+    expected = [five[min(step // 20, 4)] for step in range(120)]
+    assert [round(1 - schedule.density(step), 9) for step in range(120)] == [round(s, 9) for s in expected]
+    one_each = Schedule(five, begin=3, length=5)
+    assert [one_each.is_dense(s) for s in range(4)] == [True, True, True, False]
+    assert [round(1 - one_each.density(3 + s), 9) for s in range(7)] == [*(round(s, 9) for s in five), 0.999, 0.999]
+    assert one_each.ramp_end() == 7
+    jump = Schedule((0.5, 0.9), begin=0, length=1)
+    assert (jump.density(0), round(jump.density(1), 9)) == (0.5, 0.1)
+
+
+def test_k_is_what_a_reader_computes_by_hand():
+    assert entries_to_send(1000, 1 - 0.999) == 1
+    assert entries_to_send(1000, 1 - 0.9) == 100
+    assert entries_to_send(2000, 1 - 0.999) == 2
+    assert entries_to_send(10, 0.001) == 1
+    assert entries_to_send(0, 0.5) == 0
+    assert entries_to_send(7, 1.0) == 7
