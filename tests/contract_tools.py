@@ -135,14 +135,13 @@ def snapshot(exchange):
 class Alone:
     """One compressor on one bucket without an exchange."""
 
-    def __init__(self, case, shapes=None, dtype="float32", seed=0):
+    def __init__(self, case, shapes=None, seed=0):
         config = make_config(
             {"min_numel": 0, "include": "*", "seed": seed, "bucket_bytes": 2**30, **case.options}, algorithm=case.name
         )
-        layout = make_layout(specs(shapes, dtype), config)
+        layout = make_layout(specs(shapes), config)
         assert len(layout.buckets) == 1
         self.bucket = layout.buckets[0]
-        self.dtype = dtype
         self.tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
             for s in self.bucket.sparse
@@ -155,7 +154,7 @@ class Alone:
 
     def flat(self, values):
         """Values by tensor name -> the bucket's flat space."""
-        x = np.zeros(self.bucket.sparse_size, self.dtype)
+        x = np.zeros(self.bucket.sparse_size, np.float32)
         for tensor in self.tensors:
             x[tensor.slice] = np.broadcast_to(np.asarray(values[tensor.name]).reshape(-1), (tensor.n,))
         return x
