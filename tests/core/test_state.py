@@ -236,5 +236,3 @@ def test_a_state_with_half_a_failed_step_is_not_saved():
         exchange.close()
 
     run_ranks(2, rank)
-
-
