@@ -91,14 +91,14 @@ def test_momentum_options_reach_the_core():
         local_grad_clip_norm=2.0,
         num_trainers=4,
         rampup_step=9,
-        codecs={"indices": "auto"},
+        codecs={"indices": "uint16"},
     ).to_config([])
     assert (config.nesterov, config.momentum, config.local_grad_clip_norm, config.rampup_step, config.indices) == (
         True,
         0.7,
         2.0,
         9,
-        "auto",
+        "uint16",
     )
 
 

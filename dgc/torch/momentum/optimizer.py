@@ -98,7 +98,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
             name: shown in ``repr``.
             lr: another name for ``learning_rate``.
             min_numel: smaller tensors are sent dense.
-            dtypes: names of the types that are compressed.
+            dtypes: names of the types that are compressed; float64 never is.
             exclude: name patterns (fnmatch) of parameters that are sent dense.
             process_set: the Horovod process set to average over; None means all ranks, those of torch.distributed
                 where it is initialised and Horovod is not.

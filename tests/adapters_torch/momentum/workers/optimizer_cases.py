@@ -154,7 +154,8 @@ def eligibility():
     assert compressed(named, exclude=("b*",)) == {0}
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert compressed(parameters(dtype=dtype)) == set(), dtype
-        assert compressed(parameters(dtype=dtype), dtypes=["float32", str(dtype).removeprefix("torch.")]) == {0, 1}
+        found = compressed(parameters(dtype=dtype), dtypes=["float32", str(dtype).removeprefix("torch.")])
+        assert found == (set() if dtype is torch.float64 else {0, 1})  # which is always sent dense
 
 
 @case
