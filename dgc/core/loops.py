@@ -455,7 +455,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
-_TILE, _ROWS = 4096, 64  # as in ``codes``
+_LANES = 64
+"""Sums that are made side by side, so that additions do not wait for each other."""
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -476,85 +477,41 @@ def uniform(key: np.uint64, out: np.ndarray) -> None:
         out[i] = _uniform(key, i)
 
 
-@helper
-def _cleared(sums, size):
-    """Set to 0 what :func:`_halved` reads of ``size`` sums."""
-    for j in range(32 * ((size + 31) // 32) if size > 16 else 16 if size > 8 else 8):
-        sums[j] = 0.0
-
-
-@helper
-def _halved(sums, first, size):
-    """32 sums from ``first`` on as one, in the order of ``codes``. All but the first ``size`` are 0, and none is -0."""
-    if size > 16:
-        for j in range(first, first + 16):
-            sums[j] += sums[j + 16]
-    if size > 8:
-        for j in range(first, first + 8):
-            sums[j] += sums[j + 8]
-    for j in range(first, first + 4):
-        sums[j] += sums[j + 4]
-    return (sums[first] + sums[first + 2]) + (sums[first + 1] + sums[first + 3])
-
-
-@helper
-def _tile_sum(sums, size):
-    """256 sums as one; all but the first ``size`` are 0."""
-    total = 0.0
-    for first in range(0, min(size, 256), 32):
-        total += _halved(sums, first, size - first)
-    return total
-
-
 @entry(__file__)
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
     """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
-    sums = np.empty(32)
+    sums = np.empty(_LANES)
     for g in range(out.size):
+        part = x[g * group : min((g + 1) * group, x.size)]
         largest = 0.0
-        stop = min((g + 1) * group, x.size)
-        if not squared:
-            for i in range(g * group, stop):
-                largest = max(largest, abs(np.float64(x[i])))
-            out[g] = largest
-            continue
-        _cleared(sums, min(32, stop - g * group))
-        for start in range(g * group, stop, 32):
-            for j in range(min(32, stop - start)):
-                magnitude = abs(np.float64(x[start + j]))
-                largest = max(largest, magnitude)
-                sums[j] += magnitude * magnitude
-        out[g] = max(largest, np.sqrt(_halved(sums, 0, stop - g * group)))
+        for value in part:
+            largest = max(largest, abs(np.float64(value)))
+        out[g] = largest
+        if squared:
+            sums[:] = 0.0
+            for start in range(0, part.size, _LANES):
+                for j in range(min(_LANES, part.size - start)):
+                    sums[j] += np.float64(part[start + j]) * np.float64(part[start + j])
+            out[g] = max(largest, np.sqrt(sums.sum()))
 
 
 @entry(__file__)
-def moments(x: np.ndarray, out: np.ndarray) -> None:
-    """Of each tile of (n,) finite floats the largest magnitude, the sum, and the squares' sum about the mean.
-
-    Args:
-        x: the floats.
-        out: (tiles, 3) float64, written; see :func:`~dgc.core.compressors.quantizers.magnitude_and_deviation`.
-    """
-    sums = np.empty(256)
-    for tile in range(len(out)):
-        stop = min((tile + 1) * _TILE, x.size)
-        largest = 0.0
-        sums[:] = 0.0
-        for start in range(tile * _TILE, stop, 256):
-            for j in range(min(256, stop - start)):
-                value = np.float64(x[start + j])
-                largest = max(largest, abs(value))
-                sums[j] += value
-        total = _tile_sum(sums, stop - tile * _TILE)
-        mean = total / (stop - tile * _TILE)
-        sums[:] = 0.0
-        for start in range(tile * _TILE, stop, 256):
-            for j in range(min(256, stop - start)):
-                difference = np.float64(x[start + j]) - mean
-                sums[j] += difference * difference
-        out[tile, 0] = largest
-        out[tile, 1] = total
-        out[tile, 2] = _tile_sum(sums, stop - tile * _TILE)
+def spread(x: np.ndarray) -> tuple[float, float]:
+    """The largest magnitude and the standard deviation of (n,) finite floats, n > 0."""
+    sums = np.zeros(_LANES)
+    largest = 0.0
+    for start in range(0, x.size, _LANES):
+        for j in range(min(_LANES, x.size - start)):
+            value = np.float64(x[start + j])
+            largest = max(largest, abs(value))
+            sums[j] += value
+    mean = sums.sum() / x.size
+    sums[:] = 0.0
+    for start in range(0, x.size, _LANES):
+        for j in range(min(_LANES, x.size - start)):
+            difference = np.float64(x[start + j]) - mean
+            sums[j] += difference * difference
+    return largest, np.sqrt(sums.sum() / x.size)
 
 
 @entry(__file__)
@@ -624,48 +581,6 @@ def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: 
         codes[i] = int(max(0.0, min(float(levels), np.floor(place + _uniform(key, i)))))
 
 
-@helper
-def _split_rows(x, low, high, above, signs):
-    """The sums of the columns of (rows, columns, 1), of pieces of some rows."""
-    rows, columns, _ = x.shape
-    below_sums, above_sums = np.zeros(columns), np.zeros(columns)
-    for o in range(rows):
-        for c in range(columns):
-            value = np.float64(x[o, c, 0])
-            negative = value < 0
-            signs[o * columns + c] = 0 if negative else 1
-            below_sums[c] += value if negative else 0.0
-            above_sums[c] += 0.0 if negative else value
-            above[c] += 0 if negative else 1
-        if (o + 1) % _ROWS == 0 or o == rows - 1:
-            for c in range(columns):
-                low[c] += below_sums[c]
-                high[c] += above_sums[c]
-                below_sums[c] = 0.0
-                above_sums[c] = 0.0
-
-
-@helper
-def _split_run(x, c, low, high, above, signs, below_sums, above_sums):
-    """The sums of one column that lies in one piece, tile by tile; room for 256 sums of either sign is given."""
-    count = 0
-    for tile in range(0, x.size, _TILE):
-        stop = min(tile + _TILE, x.size)
-        _cleared(below_sums, min(256, stop - tile))
-        _cleared(above_sums, min(256, stop - tile))
-        for start in range(tile, stop, 256):
-            for j in range(min(256, stop - start)):
-                value = np.float64(x[start + j])
-                negative = value < 0
-                signs[start + j] = 0 if negative else 1
-                below_sums[j] += value if negative else 0.0
-                above_sums[j] += 0.0 if negative else value
-                count += 0 if negative else 1
-        low[c] += _tile_sum(below_sums, stop - tile)
-        high[c] += _tile_sum(above_sums, stop - tile)
-    above[c] += count
-
-
 @entry(__file__)
 def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
     """Means of the negative and of the other entries of each column.
@@ -676,20 +591,37 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
         signs: (outer * columns * inner,) uint8, written: 1 unless below 0.
     """
     outer, columns, inner = x.shape
-    low, high, above = np.zeros(columns), np.zeros(columns), np.zeros(columns, np.int64)
-    if inner == 1:
-        _split_rows(x, low, high, above, signs)
-    else:
-        at = 0
-        below_sums, above_sums = np.empty(256), np.empty(256)
-        for o in range(outer):
+    # Sums in lanes, so that the additions of one column do not wait for each other.
+    lanes = 1 if inner == 1 else _LANES
+    low, high, above = np.zeros((columns, lanes)), np.zeros((columns, lanes)), np.zeros(columns, np.int64)
+    at = 0
+    for o in range(outer):
+        if inner == 1:
             for c in range(columns):
-                _split_run(x[o, c], c, low, high, above, signs[at : at + inner], below_sums, above_sums)
-                at += inner
+                value = np.float64(x[o, c, 0])
+                negative = value < 0
+                signs[at + c] = 0 if negative else 1
+                low[c, 0] += value if negative else 0.0
+                high[c, 0] += 0.0 if negative else value
+                above[c] += 0 if negative else 1
+            at += columns
+            continue
+        for c in range(columns):
+            run, count = x[o, c], 0
+            for start in range(0, inner, _LANES):
+                for j in range(min(_LANES, inner - start)):
+                    value = np.float64(run[start + j])
+                    negative = value < 0
+                    signs[at + start + j] = 0 if negative else 1
+                    low[c, j] += value if negative else 0.0
+                    high[c, j] += 0.0 if negative else value
+                    count += 0 if negative else 1
+            above[c] += count
+            at += inner
     for c in range(columns):
         below = outer * inner - above[c]
-        means[0, c] = low[c] / below if below else 0.0
-        means[1, c] = high[c] / above[c] if above[c] else 0.0
+        means[0, c] = low[c].sum() / below if below else 0.0
+        means[1, c] = high[c].sum() / above[c] if above[c] else 0.0
 
 
 @entry(__file__)

@@ -165,7 +165,6 @@ class Algorithm(ABC):
         """Whether the selection of the k largest entries, which needs no algorithm, does it all."""
         return False
 
-
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
         """Numbers of the index and value codec in the header."""
         return 0, 0

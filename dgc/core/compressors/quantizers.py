@@ -1,12 +1,6 @@
-"""Messages of scales and codes: what such compressors have in common, and the compressors.
+"""Compressors that send a code of few bits for every element: ``onebit``, ``qsgd``, ``terngrad``, ``dorefa``.
 
-Letters: n elements of a tensor. Sums over many elements are made in an order that is written down here, so that every
-backend gets the same bits:
-
-- Of a group of elements: 32 sums, of the elements i, i + 32, ... in turn. Those of the upper half are added to those of
-  the lower half, until one is left.
-- Of a tile of ``TILE`` elements: 256 sums of that kind. Each 32 of them become one, and those are added in turn.
-- Of a tensor, or a row of it: over its tiles in turn. Down a column: over pieces of ``ROWS`` rows in turn.
+Letters: n elements of a tensor.
 """
 
 from __future__ import annotations
@@ -14,56 +8,28 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from dgc.core.compressors.base import (
-    BucketSpec,
-    PerTensor,
-    StepInfo,
-    Tensor,
-    as_scale,
-    put,
-    take_scales,
-)
+from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.config import DGCConfig, require_choice, require_integer, require_number
 from dgc.errors import WireError
 
-TILE = 4096
-"""Elements that are added up together."""
-ROWS = 64
-"""Rows of a matrix that are added up together, column by column."""
-
-
-@dataclass(frozen=True)
-class CodeForm:
-    """How a tensor's block lies in a message: ``scales`` float32 numbers, and behind them the codes of all elements."""
-
-    kind: Literal["signed", "span", "sign"]
-    """What a code means: see ``round_signed``, ``round_span`` and ``split_means`` of the loops."""
-    bits: int
-    """Of a code, 1 to 8; 0: five of them to a byte, as a number to the base 3."""
-    levels: int
-    scales: int
-    group: int
-    """Elements that share a scale."""
-    shape: tuple[int, int, int] = (1, 1, 1)
-    """(outer, columns, inner) of a sign; a column has a pair of means."""
-    norm: Literal["", "l2", "max"] = ""
-    """The scale is each group's norm; "": it is chosen from the tensor's moments."""
-
-    def bytes(self, n: int) -> int:
-        """Of a block, without what pads it."""
-        return 4 * self.scales + (-(-n // 5) if self.bits == 0 else -(-n * self.bits // 8))
-
 
 class Coded(PerTensor):
-    """A compressor that sends scales and a code for each element."""
+    """A compressor whose blocks are float32 scales, and behind them a code for each element."""
+
+    signed: ClassVar[bool] = False
+    """Whether scales may be negative."""
 
     @abstractmethod
-    def form(self, tensor: Tensor) -> CodeForm:
-        """How this tensor's block lies."""
+    def scales(self, tensor: Tensor) -> int:
+        """How many scales a tensor has."""
+
+    @abstractmethod
+    def code_bits(self) -> int:
+        """Of a code, 1 to 8; 0: five of them to a byte, as a number to the base 3."""
 
     @abstractmethod
     def quantise(
@@ -80,59 +46,33 @@ class Coded(PerTensor):
         """
 
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
-        return self.form(tensor).bytes(tensor.n)
+        bits = self.code_bits()
+        return 4 * self.scales(tensor) + (-(-tensor.n * bits // 8) if bits else -(-tensor.n // 5))
 
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        from dgc.core import loops as packing
+        from dgc.core import loops
 
         scales, codes = self.quantise(x, tensor, spec, info)
-        block, bits = out[put(out, 0, scales) :], self.form(tensor).bits
+        block, bits = out[put(out, 0, scales) :], self.code_bits()
         if bits:
-            packing.pack(codes, bits, block)
+            loops.pack(codes, bits, block)
         else:
-            packing.pack_trits(codes, block)
+            loops.pack_trits(codes, block)
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops as packing
+        from dgc.core import loops
 
-        form, codes = self.form(tensor), np.empty(tensor.n, np.uint8)
-        scales = take_scales(data, 0, form.scales, signed=form.kind == "sign")
+        bits, codes = self.code_bits(), np.empty(tensor.n, np.uint8)
+        scales = take_scales(data, 0, self.scales(tensor), signed=self.signed)
         block = data[scales.nbytes :]
-        if form.bits:
-            packing.unpack(block, form.bits, codes)
-        elif not packing.unpack_trits(block, codes):
+        if bits:
+            loops.unpack(block, bits, codes)
+        elif not loops.unpack_trits(block, codes):
             raise WireError("a byte is no five ternary numbers; the message is damaged")
         return self.restore(scales, codes, tensor)
-
-
-def tiles_of(n: int) -> int:
-    """How many tiles a tensor has."""
-    return -(-n // TILE)
-
-
-def magnitude_and_deviation(moments: np.ndarray, n: int) -> tuple[float, float]:
-    """The largest magnitude and the standard deviation of a tensor, n > 0.
-
-    Args:
-        moments: (tiles, 3) float64: of each tile the largest magnitude, the sum, and the sum of squares of what its
-            elements differ from their mean (Chan et al. 1983 put them together).
-        n: elements.
-    """
-    counts = np.full(len(moments), float(TILE))
-    counts[-1] = n - TILE * (len(moments) - 1)
-    mean = _in_turn(moments[:, 1]) / n
-    with np.errstate(over="ignore"):
-        apart = moments[:, 1] / counts - mean
-        squares = _in_turn(moments[:, 2]) + _in_turn(counts * apart * apart)
-    return float(moments[:, 0].max()), float(np.sqrt(squares / n))
-
-
-def _in_turn(values: np.ndarray) -> float:
-    """A sum in the order of its terms, which ``np.sum`` does not keep."""
-    return float(np.cumsum(values)[-1])
 
 
 @dataclass(frozen=True)
@@ -167,11 +107,14 @@ class Onebit(Coded):
     source = "Seide et al. 2014, Interspeech"
     bits = "1 + 2 floats a column"
     error_feedback = True
+    signed = True
     Options = OnebitOptions
 
-    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
-        shape = self._shape(tensor)
-        return CodeForm("sign", 1, 1, scales=2 * shape[1], group=tensor.n, shape=shape)
+    def scales(self, tensor: Tensor) -> int:  # noqa: D102
+        return 2 * self._shape(tensor)[1]
+
+    def code_bits(self) -> int:  # noqa: D102
+        return 1
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
@@ -238,17 +181,15 @@ class Qsgd(Coded):
     Options = QsgdOptions
     options: QsgdOptions
 
-
     @property
     def _levels(self) -> int:
         return (1 << self.options.bits - 1) - 1
 
-    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
-        own = self.options
-        return CodeForm("signed", own.bits, self._levels, self._groups(tensor), own.bucket_size, norm=own.norm)
-
-    def _groups(self, tensor: Tensor) -> int:
+    def scales(self, tensor: Tensor) -> int:  # noqa: D102
         return -(-tensor.n // self.options.bucket_size)
+
+    def code_bits(self) -> int:  # noqa: D102
+        return self.options.bits
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
@@ -256,7 +197,7 @@ class Qsgd(Coded):
         from dgc.core import loops
 
         group = self.options.bucket_size
-        exact = np.empty(self._groups(tensor))
+        exact = np.empty(self.scales(tensor))
         # Never below a group's largest magnitude, or that would be cut and not rounded.
         loops.norms(x, group, self.options.norm == "l2", exact)
         norms = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
@@ -315,16 +256,17 @@ class Terngrad(Coded):
         super().__init__(config)
         self._limits: dict[str, float] = {}
 
-    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
-        return CodeForm("signed", 0, 1, scales=1, group=tensor.n)
+    def scales(self, tensor: Tensor) -> int:  # noqa: D102
+        return 1
+
+    def code_bits(self) -> int:  # noqa: D102
+        return 0
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
         """Each tensor's largest magnitude after clipping; where it is cut is kept for :meth:`quantise`."""
-        largest = np.empty(len(spec.tensors))
-        for i, tensor in enumerate(spec.tensors):
-            largest[i], self._limits[tensor.name] = self._extent(x[tensor.slice])
-            largest[i] = min(largest[i], self._limits[tensor.name])
-        return largest
+        found = {t.name: self._measure(x[t.slice]) for t in spec.tensors}
+        self._limits.update({name: limit for name, (_, limit) in found.items()})
+        return np.array([min(each) for each in found.values()])
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
@@ -333,9 +275,9 @@ class Terngrad(Coded):
 
         limit = self._limits.pop(tensor.name, None)
         if limit is None:
-            limit = self._extent(x)[1]
-        scale = as_scale(float(info.shared[spec.tensors.index(tensor)]))
-        scales, codes = np.array([scale], np.float32), np.empty(tensor.n, np.uint8)
+            _, limit = self._measure(x)
+        scales = np.array([as_scale(float(info.shared[spec.tensors.index(tensor)]))], np.float32)
+        codes = np.empty(tensor.n, np.uint8)
         loops.round_signed(x, scales, tensor.n, limit, 1, info.key(tensor.name), codes)
         return scales, codes
 
@@ -346,21 +288,15 @@ class Terngrad(Coded):
         loops.scale_signed(codes, scales, tensor.n, 1, out)
         return out
 
-    def _extent(self, x: np.ndarray) -> tuple[float, float]:
+    def _measure(self, x: np.ndarray) -> tuple[float, float]:
         """A tensor's largest magnitude, and where it is cut."""
-        largest, deviation = magnitude_and_deviation(_moments(x), x.size)
+        from dgc.core import loops
+
+        largest, deviation = loops.spread(x)
         factor = self.options.clip_factor
-        if deviation <= CONSTANT * largest:  # rounding leaves a trace of deviation in a constant float64 tensor
-            deviation = 0.0
-        return largest, math.inf if factor is None else factor * deviation or math.inf
-
-
-def _moments(x: np.ndarray) -> np.ndarray:
-    from dgc.core import loops
-
-    found = np.empty((tiles_of(x.size), 3))
-    loops.moments(x, found)
-    return found
+        # Rounding leaves a trace of deviation in a constant.
+        cut = factor is not None and deviation > CONSTANT * largest
+        return largest, factor * deviation if cut else math.inf
 
 
 @dataclass(frozen=True)
@@ -402,8 +338,11 @@ class Dorefa(Coded):
     def _levels(self) -> int:
         return (1 << self.options.bits) - 1
 
-    def form(self, tensor: Tensor) -> CodeForm:  # noqa: D102
-        return CodeForm("span", self.options.bits, self._levels, scales=1, group=tensor.n)
+    def scales(self, tensor: Tensor) -> int:  # noqa: D102
+        return 1
+
+    def code_bits(self) -> int:  # noqa: D102
+        return self.options.bits
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
