@@ -641,7 +641,6 @@ class SparseCodec:
 
         Raises:
             WireError: the payload is damaged.
-            LayoutError: a position lies between tensors.
         """
         n = self._bucket.sparse_size
         if not 0 <= count <= n:

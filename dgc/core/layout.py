@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from dgc.core.config import DGCConfig
-from dgc.errors import LayoutError
+from dgc.errors import LayoutError, WireError
 
 ALIGNMENT = 16
 """Segments start at multiples of this many elements, so that a kernel's vector loads are aligned."""
@@ -96,12 +96,12 @@ class Bucket:
         """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number.
 
         Raises:
-            LayoutError: a position lies in the padding between tensors.
+            WireError: a position lies in the padding between tensors.
         """
         bounds = np.searchsorted(positions, self.sparse_offsets)
         used = np.flatnonzero(np.diff(bounds))
         if (positions[bounds[used + 1] - 1] >= self.sparse_ends[used]).any():
-            raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+            raise WireError("a position lies in the padding between tensors; nothing is ever selected there")
         return bounds
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dgc.core.codecs import IndexCodecId, SparseCodec, elias_fano_shape, index_codec
 from dgc.core.config import DGCConfig
 from dgc.core.layout import Parameter, make_layout
-from dgc.errors import ConfigError, LayoutError, WireError
+from dgc.errors import ConfigError, WireError
 
 CODECS = [index_codec(member.name.lower()) for member in IndexCodecId if member]
 TILE = 65_536
@@ -237,7 +237,7 @@ def test_positions_in_the_padding_between_tensors_are_refused(place):
     if place < 10 or 16 <= place < 37:
         assert codec.decode(out, 1)[0].tolist() == [place]
         return
-    with pytest.raises(LayoutError, match="padding between tensors"):
+    with pytest.raises(WireError, match="padding between tensors"):
         codec.decode(out, 1)
 
 

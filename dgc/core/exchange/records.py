@@ -262,7 +262,7 @@ class EntrySum:
         """Add up the ranks' (positions, values) in rank order, times ``factor``.
 
         Raises:
-            LayoutError: a position lies in the padding between tensors.
+            WireError: a position lies in the padding between tensors.
         """
         from dgc.core.kernels.entries import add_up  # which loads Numba
 
