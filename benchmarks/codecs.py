@@ -81,7 +81,7 @@ def measure(kind: str, name: str, n: int, k: int, repeats: int) -> Row:
         encode, decode = lambda: index.encode(positions, n, block), lambda: index.decode(block, n, k)
     else:
         value = codecs.value_codec(name)
-        values = (1e-4 * rng.standard_normal(k)).astype(value.dtype)
+        values = (1e-4 * rng.standard_normal(k)).astype(np.float32)
         block = np.empty(value.max_bytes(k, SEGMENTS), np.uint8)
         encode, decode = lambda: value.encode(values, bounds, block), lambda: value.decode(block, k, bounds)
     used = encode()
