@@ -25,8 +25,8 @@ failed=0
 } >"$out/gpu-machine.txt" 2>&1
 
 "$python" -m pytest -p no:cacheprovider tests/core/kernels/test_gpu.py tests/core/kernels/test_texts.py \
-    tests/core/kernels/test_device.py tests/core/exchange/test_on_device.py tests/adapters_torch/engine/test_gpu.py \
-    tests/adapters_torch/engine/test_device_tensors.py 2>&1 | tee "$out/gpu-tests.txt" || failed=1
+    tests/core/kernels/test_device.py tests/core/exchange/test_on_device.py tests/adapters_torch/test_gpu.py \
+    tests/adapters_torch/test_device_tensors.py 2>&1 | tee "$out/gpu-tests.txt" || failed=1
 
 : >"$out/gpu-benchmarks.txt"
 for model in resnet50 flat transformer; do

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.encoders.choose import make_encoders
+from dgc.core.exchange.encoders import make_encoders
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Parameter, make_layout

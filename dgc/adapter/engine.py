@@ -256,6 +256,16 @@ class EngineBase(abc.ABC):
         for exchange in self._exchanges:
             (exchange.require_whole if whole else exchange.require_between_steps)(what)
 
+    def applied(self) -> None:
+        """The results of the latest exchange were applied: the step counts.
+
+        Raises:
+            LayoutError: called in the middle of a step.
+        """
+        self.require_between_steps("applied()")
+        for exchange in self._exchanges:
+            exchange.applied()
+
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

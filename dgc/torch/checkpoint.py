@@ -32,7 +32,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of
-from dgc.torch.engine.tensors import is_sharded
+from dgc.torch.tensors import is_sharded
 from dgc.transport.agreement import agree_or_raise, gather_values
 from dgc.transport.local import local_world
 

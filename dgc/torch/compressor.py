@@ -19,15 +19,13 @@ from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import require_own_shards
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.owner import announce_owner
-from dgc.torch.engine.step.saved_state import take_stepped
-from dgc.torch.engine.step.scaler import read_scale
-from dgc.torch.engine.step.sparse_updates import obstacle_of_sgd
-from dgc.torch.engine.step.untraced import leave_hooks_untraced
-from dgc.torch.engine.step.watch import require_free
-from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod
+from dgc.torch.engine import Engine
+from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
+from dgc.torch.saved_state import take_stepped
+from dgc.torch.sparse_updates import obstacle_of_sgd
+from dgc.torch.step import read_scale, require_free
 from dgc.torch.stock import HorovodCompressor
+from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
 _DROPPED = (

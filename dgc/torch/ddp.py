@@ -29,10 +29,10 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gathered_states, load_gathered
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.distributed import DistributedJob
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import StepWatch, only_makes_state, require_free
-from dgc.torch.engine.tensors import scattered_values
+from dgc.torch.engine import Engine
+from dgc.torch.step import StepWatch, only_makes_state, require_free
+from dgc.torch.tensors import scattered_values
+from dgc.torch.untraced import untraced
 
 _LOCAL = (
     "optimizer.step() was called with gradients that were not exchanged: the backward passes since the last step ran "
@@ -202,7 +202,6 @@ class _Steps(StepWatch):
 
     drives = alone = True
     begun = averaged = False
-    first_pass = True
     in_step = False
     _joined = _warned = False
 

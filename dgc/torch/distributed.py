@@ -17,8 +17,8 @@ import torch.distributed as dist
 from dgc.adapter.job import Job
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
-from dgc.torch.engine.tensors import is_sharded, local
 from dgc.torch.horovod import HOROVOD, TorchHorovod
+from dgc.torch.tensors import is_sharded, local
 from dgc.transport.agreement import gather_values, tell_error
 from dgc.transport.choice import HorovodTransportBase, require_no_choice
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.errors import ConfigError
-from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.untraced import untraced
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
 

@@ -18,9 +18,8 @@ from dgc.core.header import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import DistributedJob, TorchJob
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.replicas import option_values, set_option_values
-from dgc.torch.engine.tensors import is_sharded
+from dgc.torch.engine import Engine, option_values, set_option_values
+from dgc.torch.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
 from dgc.transport.agreement import gather_if_different
 

@@ -24,12 +24,11 @@ from dgc.adapter.compression import (
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
 from dgc.torch.distributed import horovod_of_all_ranks, job_of
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.scaler import has_unscaled
-from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import StepWatch, only_makes_state
-from dgc.torch.engine.tensors import is_sharded, local, scattered_values, set_memory
+from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD
+from dgc.torch.step import StepWatch, has_unscaled, only_makes_state
+from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
+from dgc.torch.untraced import untraced
 
 
 def DistributedOptimizer(
@@ -246,10 +245,6 @@ class Steps(StepWatch):
         self._engine.results.cleared()
 
     # -- the watch's half ------------------------------------------------------------------------------------------
-
-    @property
-    def first_pass(self) -> bool:  # noqa: D102
-        return self._passes == 1
 
     def before_update(self, closure: bool) -> None:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""

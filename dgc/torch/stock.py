@@ -19,11 +19,10 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import check_placeholder
 from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.owner import find_owner
-from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.step.watch import Closure, StepWatch
-from dgc.torch.horovod import Placeholders
+from dgc.torch.engine import Engine
+from dgc.torch.horovod import Placeholders, find_owner
+from dgc.torch.step import Closure, StepWatch
+from dgc.torch.untraced import untraced
 
 _PATIENCE = 10.0
 """Seconds that collectives of a step that was given up are waited for."""
@@ -85,11 +84,6 @@ class HorovodSteps(StepWatch):
         """Horovod has made gradients of what no rank has any of; Adam would move those parameters."""
         for index in () if self.begun else self.watched.left_alone:
             self.watched.parameters[index].grad = None
-
-    @property
-    def first_pass(self) -> bool:  # noqa: D102
-        o = self._optimizer
-        return o is not None and o.backward_passes_per_step == 1 and o._groups is None
 
     @property
     def in_step(self) -> bool:

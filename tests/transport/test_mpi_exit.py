@@ -118,7 +118,7 @@ import faulthandler, os, sys, time
 import horovod.torch as hvd
 hvd.init()
 import numpy as np
-from dgc.core.exchange.step import Step
+from dgc.core.exchange.exchange import Step
 from dgc.errors import TransportError
 from dgc.torch.horovod import HOROVOD
 from dgc.transport.mpi import MPITransport

@@ -30,7 +30,7 @@ SAMPLE = 100_000
 
 
 class _Selection(Algorithm):
-    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.encoders.topk.TopKEncoder` itself."""
+    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.encoders.TopKEncoder` itself."""
 
     error_feedback: ClassVar[bool] = True
     sends_entries: ClassVar[bool] = True

@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from dgc.core.exchange.encoders.base import BucketStep, Encoder
-from dgc.core.exchange.encoders.dense_vector import DenseVector
+from dgc.core.exchange.encoders import BucketStep, DenseVector, Encoder
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Bucket, Segment

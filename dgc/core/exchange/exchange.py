@@ -1,31 +1,559 @@
-"""One training step over all buckets: gradients in, averaged results out, while the backward pass goes on.
+"""The exchange of a model's gradients on one rank: gradients in, averaged results out, while the backward pass goes on.
 
-The caller's side; the buckets run in :mod:`~dgc.core.exchange.pipeline`.
+:class:`Step` is the latest step with its table of stages, :class:`Pipeline` the communication thread, on which buckets
+run in a fixed order, and :class:`Exchange` the caller's side.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import math
+import os
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.encoders.choose import make_encoders
-from dgc.core.exchange.gradients.clipping import Clipping
-from dgc.core.exchange.gradients.nodes import NodeSums
-from dgc.core.exchange.pipeline import Pipeline
+from dgc.core.exchange.encoders import make_encoders
+from dgc.core.exchange.nodes import Announced, NodeSums
 from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
-from dgc.core.exchange.step import Stage, Step
 from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Layout
+from dgc.core.layout import Bucket, Layout
+from dgc.core.message import RemoteFailure
 from dgc.core.state import State, require_place
 from dgc.core.transport import Transport
-from dgc.errors import DGCError, LayoutError, RemoteError
+from dgc.errors import DGCError, LayoutError, RemoteError, StallError, TransportError
+
+_forks = 0
+"""How often this process was forked; reading its number before every gradient would cost more."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class Stage(enum.Enum):
+    """Where a step stands."""
+
+    NONE = "no step so far, or none since the state was reset or loaded"
+    OPEN = "gradients come in, and buckets run"
+    THROUGH = "all buckets have run; finish() was not called"
+    BROKEN = "an error ended the exchange; finish() or fail() has not raised it"
+    EXCHANGED = "the results are there; the update has neither used nor dropped them"
+    APPLIED = "it counts: what was sent has left the residual"
+    DROPPED = "exchanged and not applied"
+    REFUSED = "a value was not finite"
+    FAILED = "an error was raised; reset() or load_state_dict() must come first"
+
+
+class Event(enum.Enum):
+    """What happens to a step."""
+
+    BEGIN = "first gradient of a step"
+    RUN = "last bucket has run"
+    BREAK = "a message carries an error, is damaged, or a collective fails; or the step is given up"
+    FINISH = "`finish()`: all values are finite"
+    REFUSE = "`finish()`: a value is not finite"
+    RAISE = "`finish()` or `fail()` raises the error"
+    APPLY = "`applied()`: the optimizer updates the parameters, or updates are not reported"
+    DROP = "`drop()`: the results are not used"
+    RESET = "`reset()`, `load_state_dict()`"
+
+
+_UNDER_WAY = (Stage.OPEN, Stage.THROUGH, Stage.BROKEN)
+_BETWEEN = (Stage.NONE, Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED, Stage.REFUSED)
+
+TABLE: dict[tuple[Stage, Event], Stage] = {
+    **{(stage, Event.BEGIN): Stage.OPEN for stage in _BETWEEN},
+    (Stage.OPEN, Event.RUN): Stage.THROUGH,
+    (Stage.OPEN, Event.BREAK): Stage.BROKEN,
+    (Stage.THROUGH, Event.BREAK): Stage.BROKEN,
+    (Stage.THROUGH, Event.FINISH): Stage.EXCHANGED,
+    (Stage.THROUGH, Event.REFUSE): Stage.REFUSED,
+    (Stage.BROKEN, Event.RAISE): Stage.FAILED,
+    (Stage.EXCHANGED, Event.APPLY): Stage.APPLIED,
+    (Stage.EXCHANGED, Event.DROP): Stage.DROPPED,
+    **{(stage, Event.RESET): Stage.NONE for stage in (*_BETWEEN, Stage.FAILED)},
+}
+"""(stage, event) -> the next stage."""
+
+IGNORED = {
+    (Stage.BROKEN, Event.BREAK),  # the first error counts
+    *((stage, event) for stage in Stage if stage is not Stage.EXCHANGED for event in (Event.APPLY, Event.DROP)),
+}
+"""Pairs that change nothing; all others that :data:`TABLE` lacks are errors of this package."""
+
+
+class Step:
+    """The latest step of one exchange, shared by the caller's thread and the communication thread.
+
+    Attributes:
+        lock: guards all of this; it is notified of every change.
+        stage: where the step stands.
+        context: what its buckets share while it is under way.
+        error: what ended it, in the stages BROKEN and FAILED.
+        announced: an error of this rank, and the parameter it concerns, which its next message carries.
+        closed: whether the exchange was closed.
+
+    A dropped or failed step keeps its gradient in u and v and counts in the schedule, and dense tensors' momentum keeps
+    what it took in. A rank that has joined goes back to a copy of the state instead: its last step was none.
+    """
+
+    def __init__(self, state: State, buckets: Sequence[BucketExchange]) -> None:
+        """Begin without a step, of an exchange with this state and these buckets."""
+        self.lock = threading.Condition()
+        self.stage = Stage.NONE
+        self.context: StepContext | None = None
+        self.error: DGCError | None = None
+        self.announced: tuple[DGCError, int | None] | None = None
+        self.closed = False
+        self._state = state
+        self._buckets = buckets
+        self._before: State | None = None
+        self._process = _forks
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a fork of the process that exchanges: no thread runs here, and the lock may be held."""
+        return self._process != _forks
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the step has begun and not ended."""
+        return self.stage in _UNDER_WAY
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the step was exchanged, and neither applied nor dropped."""
+        return self.stage is Stage.EXCHANGED
+
+    @property
+    def failure_pending(self) -> bool:
+        """Whether an error came too late for its step; the first message of the next one carries it."""
+        return self.announced is not None and not self.under_way and self.stage is not Stage.FAILED
+
+    def require_usable(self) -> None:
+        """Refuse what would begin or go on with a step.
+
+        Raises:
+            TransportError: the exchange was closed, or belongs to the process that this one was forked from.
+            RemoteError: an earlier step failed.
+        """
+        if self._process != _forks:
+            raise TransportError(
+                "this process was forked from one that exchanges gradients, and cannot exchange any: start the job "
+                "with one process for each rank"
+            )
+        if self.closed:
+            raise TransportError("this compressor was closed; build a new one")
+        if self.stage is Stage.FAILED:
+            raise RemoteError(
+                f"an earlier step failed ({self.error}); call reset() or load_state_dict() on all ranks, or restart"
+            )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no bucket runs; returns False when ``timeout`` seconds did not suffice."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.stage is not Stage.OPEN, timeout)
+
+    def wait_until_raised(self, timeout: float) -> bool:
+        """Wait until the error of a broken step was raised; False if ``timeout`` seconds did not suffice."""
+        with self.lock:
+            return self.lock.wait_for(lambda: self.stage is not Stage.BROKEN or self.closed, timeout)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def enter(self, event: Event) -> bool:
+        """Go to the next stage of :data:`TABLE`; returns False where the event is ignored."""
+        with self.lock:
+            following = TABLE.get((self.stage, event))
+            if following is None:
+                if (self.stage, event) in IGNORED:
+                    return False
+                raise RuntimeError(f"{event.name} came in the stage {self.stage.name}")
+            self.stage = following
+            if following not in _UNDER_WAY:
+                self.context = None
+            self.lock.notify_all()
+            return True
+
+    def announce(self, error: DGCError, parameter: int | None = None) -> None:
+        """Have the next message carry an error of this rank; the first one counts."""
+        with self.lock:
+            self.announced = self.announced or (error, parameter)
+            self.lock.notify_all()
+
+    def begin(self, context: StepContext) -> None:
+        """Open a step; the one before it counts if that is undecided. The caller holds the lock."""
+        self.applied()
+        self._before = None
+        for bucket in self._buckets:
+            bucket.start(context)
+        self.enter(Event.BEGIN)
+        self.context = context
+
+    def broke(self, error: DGCError) -> None:
+        """End the exchange by an error, on all ranks or on this one; the first one counts."""
+        with self.lock:
+            self.error = self.error or error
+            self.enter(Event.BREAK)
+
+    def fail(self, error: DGCError) -> DGCError:
+        """End the step by an error, and go back to copies from before it; returns the first error, to be raised."""
+        self.broke(error)
+        self.enter(Event.RAISE)
+        self._go_back()
+        return self.error or error
+
+    def finish(self, *, refused: bool) -> None:
+        """End a step whose buckets have finished."""
+        self.enter(Event.REFUSE if refused else Event.FINISH)
+
+    def applied(self) -> None:
+        """Let the step count: what was sent leaves the residual."""
+        if self.stage is Stage.EXCHANGED:
+            for bucket in self._buckets:
+                bucket.commit()
+            self.enter(Event.APPLY)
+
+    def drop(self) -> bool:
+        """Leave the results of the step unused: what was sent stays in the residual.
+
+        Returns:
+            False when there is nothing to drop: no step, or one that was refused, applied or dropped.
+        """
+        if not self.enter(Event.DROP):
+            return False
+        self._go_back()
+        return True
+
+    def recover(self) -> None:
+        """Forget the step and its error: the state was reset or loaded."""
+        with self.lock:
+            self.error = self.announced = self._before = None
+            self.enter(Event.RESET)
+
+    def close(self) -> None:
+        """Let no step begin or go on."""
+        with self.lock:
+            self.closed = True
+            self.lock.notify_all()
+
+    # -- copies of the state ---------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Copy the state from before the step, on a rank that has joined."""
+        if self.context is not None and self.context.joins:
+            self._before = self._state.copy()
+
+    def counted(self) -> State:
+        """The state with the step applied: a copy of it while that is undecided."""
+        if self.stage is not Stage.EXCHANGED:
+            return self._state
+        counted = self._state.copy()
+        for bucket, copy in zip(self._buckets, counted.buckets, strict=True):
+            bucket.commit(copy)
+        return counted
+
+    def _go_back(self) -> None:
+        if self._before is not None:
+            self._state.assign(self._before)
+            self._before = None
+
+
+def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
+    """Factors that bring each gradient's L2 norm to at most ``threshold * sqrt(ranks)``.
+
+    The paper scales its threshold by N^(-1/2) for gradients already divided by N; on an undivided gradient
+    that is ``||g|| <= c * sqrt(N)``.
+
+    Args:
+        sums_of_squares: (S,) float64 of the gradients as they arrived.
+        threshold: c > 0.
+        ranks: N.
+        scale: what the gradients are multiplied by before the norm counts (1 / loss scale).
+
+    Source: arXiv 1712.01887, section 3.2; Paddle's dgc_clip_by_norm.
+    """
+    limit = threshold * math.sqrt(ranks)
+    # S is small, and the caches hold gradients: half a dozen NumPy calls would take longer.
+    return [limit / n if (n := math.sqrt(s) * scale) > limit else 1.0 for s in sums_of_squares.tolist()]
+
+
+class Clipping:
+    """Fills in a step's clipping factors, bucket by bucket or at once."""
+
+    def __init__(self, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
+        """Keep what the factors depend on: ``local_grad_clip_norm``, ``clip_scope``, and the number of ranks N."""
+        self._threshold = config.local_grad_clip_norm
+        self._kernels = kernels
+        self._ranks = ranks
+        self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
+        """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
+
+    def fill_in(self, step: StepContext, buckets: Iterable[Bucket]) -> None:
+        """Clip the gradients of ``buckets``, or once all of them; a dense step is clipped globally or not at all."""
+        if self._threshold is None:
+            return
+        chosen: Iterable[int] = range(len(step.scales))
+        if not self.needs_all_gradients:
+            if step.density is None:
+                return
+            chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
+        squares = self._kernels.sums_of_squares([step.submissions[i].gradient for i in chosen])
+        if self.needs_all_gradients:
+            squares = np.full(len(squares), squares.sum())
+        factors = clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
+        for i, factor in zip(chosen, factors, strict=True):
+            step.scales[i] *= factor
+
+
+_CLOSE_PATIENCE = 5.0
+"""Seconds that closing waits for a collective under way; a rank that is gone would be waited for for ever."""
+
+
+_STALL_PATIENCE = 10.0
+"""Seconds in which the caller takes the error about a missing rank. It may wait for that rank, too, where nothing ends
+the wait: in Horovod's collective of a placeholder."""
+
+
+class Pipeline:
+    """Runs all buckets of each step; the thread starts with the first one."""
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketExchange],
+        clipping: Clipping,
+        kernels: Kernels,
+        step: Step,
+        transport: Transport,
+        nodes: NodeSums | None = None,
+    ) -> None:
+        """Take the parts of an exchange: ``buckets`` in their order, and ``nodes`` where several ranks send as one."""
+        self._transport = transport
+        self._nodes = nodes
+        self._buckets = buckets
+        self._clipping = clipping
+        self._kernels = kernels
+        self._step = step
+        self._prepared = self._clipped = self._summed = 0  # buckets before these are
+        self._waits = kernels.on_device  # whether kernels run while this thread goes on
+        self._thread: threading.Thread | None = None
+
+    def start(self, context: StepContext) -> None:
+        """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
+        self._prepared = self._clipped = self._summed = 0
+        self._step.begin(context)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
+            self._thread.start()
+
+    def close(self) -> bool:
+        """End the thread.
+
+        Returns:
+            False if it still waits for another rank inside the transport, or runs in the process that this one was
+            forked from: the transport must then not be closed.
+        """
+        if self._step.in_child:
+            return False
+        self._step.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_PATIENCE)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    # -- inside: the communication thread --------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        step = self._step
+        self._kernels.adopt_thread()
+        while True:
+            with step.lock:
+                while step.stage is not Stage.OPEN and not step.closed:
+                    step.lock.wait()
+                if step.closed:
+                    if step.stage is Stage.OPEN:
+                        step.broke(TransportError("this compressor was closed in the middle of a step"))
+                    return
+            try:
+                done = self._run_step()
+            except RemoteFailure as failure:
+                step.broke(failure.error)
+            except StallError as error:
+                step.broke(error)
+                if not step.wait_until_raised(_STALL_PATIENCE):
+                    self._transport.end_job(error)
+            except DGCError as error:
+                step.broke(error)
+            except BaseException as error:
+                wrapped = RemoteError(f"the exchange failed: {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                step.broke(wrapped)
+            else:
+                if done:
+                    step.enter(Event.RUN)
+
+    def _run_step(self) -> bool:
+        """Run all buckets; returns False if the exchange was closed before that."""
+        context = self._step.context
+        assert context is not None, "a step has begun"
+        self._step.capture()
+        if (refused := context.await_scale()) is not None:
+            self._step.announce(refused)
+        try:
+            for index in range(len(self._buckets)):
+                if not self._wait_for_gradients(context, index):
+                    return False
+                self._run_bucket(context, index)
+        finally:
+            for bucket in self._buckets:
+                bucket.encoder.abandon()
+        return True
+
+    def _wait_for_gradients(self, context: StepContext, index: int) -> bool:
+        """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
+        step, missing, last = self._step, context.submissions.missing, index == len(self._buckets) - 1
+        whole = self._clipping.needs_all_gradients
+
+        def ready() -> bool:
+            return not (any(missing) if whole else missing[index]) and (context.is_awaited or not last)
+
+        with step.lock:
+            while not (ready() or step.announced is not None or step.closed):
+                step.lock.wait()
+            return not step.closed
+
+    def _run_bucket(self, context: StepContext, index: int) -> None:
+        """Exchange a bucket, or the error that this rank has announced.
+
+        Raises:
+            RemoteFailure: a rank sent an error.
+            DGCError: a message or a collective failed; or another error that cannot be reported in this step any more.
+        """
+        bucket, step = self._buckets[index], self._step
+        announced = step.announced if self._nodes is None else self._add_up(context, index, self._nodes)
+        if announced is None:
+            try:
+                self._prepare(context, index)
+                self._prepare_following(context, index)
+                bucket.run()
+                return
+            except (RemoteFailure, TransportError):
+                raise
+            except Exception as error:
+                if bucket.at.is_out and (isinstance(error, DGCError) or self._sends_no_more(index)):
+                    raise  # the others see it in the messages as well, or cannot hear of it in this step
+                step.announce(_told(error))
+                if bucket.at.is_out:
+                    return  # the message of the next bucket tells the others
+                announced = step.announced
+        else:
+            step.announce(*announced)
+        assert announced is not None
+        cause, parameter = announced
+        try:
+            bucket.send_error(cause, parameter)
+        except RemoteFailure as failure:
+            failure.error.__cause__ = cause
+            raise
+
+    def _sends_no_more(self, index: int) -> bool:
+        """Whether no message follows that of the bucket: it is the last, or an allreduce comes first."""
+        return index == len(self._buckets) - 1 or self._buckets[index].at.plan.allreduces
+
+    def _add_up(self, context: StepContext, index: int, nodes: NodeSums) -> Announced | None:
+        """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
+
+        Returns:
+            What any of them cannot go on for. It is met by all of them, as they send the same message.
+        """
+        stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
+        buckets = self._buckets[max(index, self._summed) : stop]
+        since = time.perf_counter()
+        try:
+            if self._step.announced is None:
+                for each in buckets:
+                    each.encoder.await_gradients(context)
+                    nodes.collect(context, each.bucket)
+        except Exception as error:
+            self._step.announce(_told(error))
+        announced = nodes.agree(self._step.announced, context, [each.bucket for each in buckets])
+        if announced is None:
+            for each in buckets:
+                nodes.add_up(context, each.bucket)
+        context.stats.lap("exchange", since)
+        self._summed = max(self._summed, stop)
+        return announced
+
+    def _prepare(self, context: StepContext, index: int) -> None:
+        """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
+        if index < self._prepared:
+            return
+        bucket = self._buckets[index]
+        since = time.perf_counter()
+        self._clip(context, index)
+        bucket.keep_absent()
+        if self._kernels.overlaps and bucket.encoder.begins_early:
+            bucket.encoder.begin(bucket.at)
+        context.stats.lap("compress", since)
+        self._prepared = index + 1
+
+    def _clip(self, context: StepContext, index: int) -> None:
+        """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
+        if index < self._clipped:
+            return
+        stop = index + 1
+        if self._clipping.needs_all_gradients:
+            stop = len(self._buckets)
+        elif self._waits and self._nodes is None:
+            stop = self._stop(context, index)
+        ready = self._buckets[index:stop]
+        for each in ready:
+            each.encoder.await_gradients(context)
+        self._clipping.fill_in(context, [each.bucket for each in ready])
+        self._clipped = stop
+
+    def _prepare_following(self, context: StepContext, index: int) -> None:
+        """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
+        if not self._kernels.overlaps or self._nodes is not None:
+            return  # which gradients are there differs between the ranks of a node
+        stop = self._stop(context, index)
+        # What fails here fails again when it is that bucket's turn, and can be reported to the other ranks then.
+        with contextlib.suppress(Exception):
+            for following in range(index + 1, stop if self._waits else min(stop, index + 2)):
+                self._prepare(context, following)
+
+    def _stop(self, context: StepContext, index: int) -> int:
+        """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
+        stop = index + 1
+        while stop < len(self._buckets) and not context.submissions.missing[stop]:
+            stop += 1
+        return stop
+
+
+def _told(error: Exception) -> DGCError:
+    """What is reported to the other ranks of an error here."""
+    if isinstance(error, DGCError):
+        return error
+    wrapped = RemoteError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
 
 LossScale = float | Callable[[], float | Callable[[], float]]
 
@@ -264,7 +792,7 @@ class Exchange:
         self.latest.applied()
 
     def drop(self) -> bool:
-        """See :meth:`~dgc.core.exchange.step.Step.drop`."""
+        """See :meth:`Step.drop`."""
         return self.latest.drop()
 
     def deferred(self) -> list[EntrySum]:

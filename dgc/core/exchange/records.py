@@ -206,7 +206,7 @@ class StepContext:
     stats: StepStats = field(default_factory=StepStats)
     scales: list[float] = field(init=False)
     """What each parameter's gradient is multiplied by before anything else: weight / loss scale, and its clipping
-    factor once :class:`~dgc.core.exchange.gradients.clipping.Clipping` has met its bucket."""
+    factor once :class:`~dgc.core.exchange.exchange.Clipping` has met its bucket."""
     defers: bool = False
     """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
     joins: int = 0

@@ -27,12 +27,12 @@ from dgc.adapter.paddle import (
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 from dgc.torch.distributed import job_of, require_own_shards
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.sparse_updates import refusal_of_rate
-from dgc.torch.engine.step.untraced import untraced
-from dgc.torch.engine.tensors import describe
+from dgc.torch.engine import Engine
 from dgc.torch.horovod import Heartbeat, TorchHorovod
 from dgc.torch.momentum import state as momentum_state
+from dgc.torch.sparse_updates import refusal_of_rate
+from dgc.torch.tensors import describe
+from dgc.torch.untraced import untraced
 from dgc.transport.agreement import agree_or_raise
 
 
@@ -370,7 +370,7 @@ class DGCMomentum(Uncopied, ExchangeMethods, Optimizer):
         p.grad = self._engine.submit(i, p.grad, torch.sign(p) if _decay(group, p)[0] else None)
 
     def _obstacle(self) -> str | None:
-        """Why the results of a step that begins must be dense; see :mod:`dgc.torch.engine.step.sparse_updates`."""
+        """Why the results of a step that begins must be dense; see :mod:`dgc.torch.sparse_updates`."""
         if self._shows_gradients:
             return "minimize() returns gradients"
         if self._scale != 1.0:

@@ -9,7 +9,7 @@ from torch import nn
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.torch.engine.step.untraced import untraced
+from dgc.torch.untraced import untraced
 
 STEPS = 3
 

@@ -10,7 +10,6 @@ import horovod.torch as hvd
 import torch
 from models import (
     assert_replicas_identical,
-    batch,
     dense_reference,
     each_way,
     flat,
@@ -74,30 +73,25 @@ def nothing_is_lost_and_replicas_are_identical():
 
 
 @case
-def what_was_applied_is_never_taken_back():
-    """By the optimizer, by another one over the same parameters, or by hand."""
+def a_step_counts_whoever_applies_it():
+    """The optimizer, another one over the same parameters, or the script, which says so."""
 
-    def by_the_optimizer(optimizer, model):
+    def by_the_optimizer(optimizer, model, compression):
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    def by_another(optimizer, model):
+    def by_another(optimizer, model, compression):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    def by_hand(optimizer, model):
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-0.1)
-
-    def by_hand_of_old(optimizer, model):
+    def by_hand(optimizer, model, compression):
         for p in model.parameters():
             if p.grad is not None:
                 p.data.add_(p.grad, alpha=-0.1)
+        compression.applied()
 
     for way in "ab":
         results = []
-        for apply in (by_the_optimizer, by_another, by_hand, by_hand_of_old):
+        for apply in (by_the_optimizer, by_another, by_hand):
             model = make_model()
             optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
             with warnings.catch_warnings():
@@ -105,11 +99,19 @@ def what_was_applied_is_never_taken_back():
                 for step in range(5):
                     loss_of(model, step).backward()
                     optimizer.synchronize()
-                    apply(optimizer, model)
+                    apply(optimizer, model, compression)
                     optimizer.zero_grad()
             results.append(flat(model).clone())
             assert compression.describe()["step"] == 5
         assert all(torch.equal(r, results[0]) for r in results), way
+
+
+@case
+def applied_in_the_middle_of_a_step():
+    for way, model, optimizer, compression in each_way(sparsity=0.9):
+        loss_of(model, 0).backward()
+        on_every_rank(dgc.LayoutError, "while a step is under way", compression.applied, way)
+        optimizer.step()
 
 
 @case
@@ -152,8 +154,8 @@ def a_closure_that_runs_twice_counts_twice():
 
 
 @case
-def gradients_that_stay_are_not_taken_back():
-    """Without zero_grad() the averaged gradient is still in ``.grad`` and is exchanged again with the next one."""
+def gradients_that_stay_are_sent_again():
+    """Without zero_grad() the averaged gradient is still in ``.grad``, as in dense training."""
     for way in "ab":
         model = make_model()
         optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), **EXACT)
@@ -173,41 +175,31 @@ def gradients_are_not_added_to_a_velocity():
     for way, options in itertools.product("ab", ({"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.01})):
         model = make_model()
         optimizer, _ = wrap(way, model, sgd(model, **options), sparsity=0.99)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+        train(optimizer, model, 2)
         optimizer.zero_grad()
         loss_of(model, 2).backward()
         optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         before = flat(model).clone()
 
         def again(model=model, optimizer=optimizer):
             loss_of(model, 3).backward()
             optimizer.step()
 
-        on_every_rank(dgc.DGCError, "cannot take in another gradient", again, f"{way} {options}")
+        on_every_rank(dgc.ConfigError, "cannot take in another gradient", again, f"{way} {options}")
         assert torch.equal(flat(model), before)
 
 
 @case
-def where_gradients_may_have_been_zeroed_in_place_a_warning_says_what_would_be_wrong():
-    """One parameter, or passes that are added up, hide whether somebody has cleared the gradients before."""
-    for way, passes in itertools.product("ab", (1, 2)):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(20, 10, bias=False) if passes == 1 else torch.nn.Sequential(torch.nn.Linear(20, 10))
-        optimizer, _ = wrap(way, model, sgd(model), hvd_options={"backward_passes_per_step": passes})
+def gradients_that_the_model_zeroes_in_place_are_dropped():
+    for way, model, optimizer, _ in each_way(sparsity=0.9):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in range(2):
-                for i in range(passes):
-                    x, y = batch(10 * step + i)
-                    torch.nn.functional.cross_entropy(model(x), y).backward()
+            for step in range(3):
+                loss_of(model, step).backward()
                 optimizer.synchronize()
                 model.zero_grad(set_to_none=False)
-        # The second step finds what the first one left, and gradients in it.
-        assert sum("set to 0 in place" in str(w.message) for w in caught) == 1, [str(w.message) for w in caught]
+        assert sum("compression.applied()" in str(w.message) for w in caught) == 1, [str(w.message) for w in caught]
+        assert_replicas_identical(model, f"in place {way}")
 
 
 @case

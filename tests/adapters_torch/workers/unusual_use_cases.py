@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -418,16 +419,15 @@ def a_step_that_one_rank_gives_up():
     loss_of(model, 1).backward()
     if hvd.rank() == 0:
         compression.reset()
-        outcome = "reset"
     else:
-        try:
+        with contextlib.suppress(dgc.DGCError):  # the message of rank 0 may be out already
             optimizer.step()
-            outcome = "stepped"
-        except dgc.DGCError as error:
-            outcome = str(error)
-    outcomes = hvd.allgather_object(outcome, name="given up")
-    assert outcomes[0] == "reset"
-    assert "given up" in outcomes[1] or outcomes[1] == "stepped", outcomes
+        compression.reset()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = flat(model).clone()
+    train(optimizer, model, 2)
+    assert not torch.equal(flat(model), before)
+    assert_replicas_identical(model, "given up")
 
 
 @case

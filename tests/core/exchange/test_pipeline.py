@@ -8,7 +8,7 @@ from exchange_tools import gradient, make_exchange, parameters, run_step
 from exchange_tools import train as train_small
 
 from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.exchange.encoders import TopKEncoder
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks

@@ -21,7 +21,7 @@ from exchange_tools import (
 )
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.step import IGNORED, TABLE, Event, Stage
+from dgc.core.exchange.exchange import IGNORED, TABLE, Event, Stage
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError

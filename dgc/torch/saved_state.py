@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from dgc.core.transport import Transport
-from dgc.torch.engine.adoption import Adoption, is_empty
-from dgc.torch.engine.owner import broadcasting
-from dgc.torch.engine.step.untraced import weakly
+from dgc.torch.adoption import Adoption, is_empty
+from dgc.torch.horovod import broadcasting
+from dgc.torch.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"
 """A key of saved ``param_groups``: a state without momentum may be a new one, or one after steps.

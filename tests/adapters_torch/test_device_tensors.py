@@ -12,12 +12,12 @@ from dgc.core.compressors import make_config
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import DeviceKernels
 from dgc.errors import ConfigError, DGCError
-from dgc.torch.engine import device_tensors
-from dgc.torch.engine import engine as engine_module
-from dgc.torch.engine import tensors as tensors_module
-from dgc.torch.engine.device_tensors import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.tensors import Result, as_array
+from dgc.torch import engine as engine_module
+from dgc.torch import gpu as device_tensors
+from dgc.torch import tensors as tensors_module
+from dgc.torch.engine import Engine
+from dgc.torch.gpu import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
+from dgc.torch.tensors import Result, as_array
 from dgc.transport.local import run_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 from exchange_tools import parameters
 
 from dgc.core.compressors import make_config
-from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.exchange.encoders import TopKEncoder
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout

@@ -5,9 +5,7 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors import compressor_class, compressor_names, make_config
-from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.base import BucketStep
-from dgc.core.exchange.encoders.dense_vector import DenseVector
+from dgc.core.exchange.encoders import AlgorithmEncoder, BucketStep, DenseVector
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout

@@ -5,8 +5,8 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors import make_config
-from dgc.core.exchange.encoders import dense_vector
-from dgc.core.exchange.encoders.dense_vector import DenseVector, is_finite
+from dgc.core.exchange import encoders
+from dgc.core.exchange.encoders import DenseVector, is_finite
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
@@ -130,7 +130,7 @@ def test_a_result_too_large_for_its_type_is_met_before_anything_is_written():
 
 def written(monkeypatch, small, *, decay, nesterov):
     """What a vector of many tensors writes, and u, when tensors of up to ``small`` elements are updated together."""
-    monkeypatch.setattr(dense_vector, "SMALL", small)
+    monkeypatch.setattr(encoders, "SMALL", small)
     sizes = [1, 15, 16, 17, 40, 33, 0, 64, 65, 5]
     shapes = {f"p{i}": (size,) for i, size in enumerate(sizes)}
     config = make_config({"min_numel": 64})

@@ -20,7 +20,7 @@ import torch
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
 from dgc.errors import ConfigError
-from dgc.torch.engine.tensors import Result, as_array
+from dgc.torch.tensors import Result, as_array
 
 if TYPE_CHECKING:
     from dgc.core.kernels.device import DeviceKernels

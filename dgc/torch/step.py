@@ -1,7 +1,13 @@
-"""What happens around an optimizer's ``step()``: who steps the parameters, and what is done before and after that."""
+"""What happens around an optimizer's ``step()``, and which steps count.
+
+A step counts when an optimizer over any of its parameters begins to step, or ``compression.applied()`` is called; it is
+dropped when the next one begins without that (:class:`Results`). A :class:`StepWatch` knows who steps the parameters,
+and what is done before and after that; each front end derives one.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,15 +15,206 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dgc.core.exchange.exchange import Exchange
 from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.torch.engine.adoption import Adoption
-from dgc.torch.engine.owner import broadcasting
-from dgc.torch.engine.step.results import Results
-from dgc.torch.engine.step.saved_state import SavedState
-from dgc.torch.engine.step.scaler import steps_by_scaler, warn_of_unknown_scaler
-from dgc.torch.engine.step.sparse_updates import SparseUpdates
-from dgc.torch.engine.step.untraced import untraced, weakly
-from dgc.torch.engine.tensors import local
+from dgc.torch.adoption import Adoption
+from dgc.torch.horovod import broadcasting, stepping_scaler
+from dgc.torch.saved_state import SavedState
+from dgc.torch.sparse_updates import SparseUpdates
+from dgc.torch.tensors import local
+from dgc.torch.untraced import untraced, weakly
+
+_Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+"""Where torch has it: ``torch.amp`` since 2.3."""
+
+
+def read_scale(scaler: Any) -> float | Callable[[], float]:
+    """The scale of this step's gradients; of a scaler on a GPU a function that waits for it, and nothing waits here.
+
+    Args:
+        scaler: has ``get_scale()``; of torch's own it is known where the scale lies.
+    """
+    scale = getattr(scaler, "_scale", None)
+    if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
+        return scaler.get_scale()
+    return read_later(scale)
+
+
+def read_later(scale: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy one value from a GPU; what comes back waits for it, without turning on a core."""
+    host = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
+    host.copy_(scale, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(scale.device))
+
+    def value() -> float:
+        event.synchronize()
+        return float(host.item())
+
+    return value
+
+
+def steps_by_scaler() -> bool:
+    """Whether a scaler steps the optimizer that is about to step."""
+    scaler = stepping_scaler(_Scaler)
+    return scaler is not None and scaler.is_enabled()
+
+
+def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's scaler has divided the gradients of an optimizer since its latest ``update()``."""
+    states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) and scaler.is_enabled() else {}
+    return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
+
+
+def warn_of_unknown_scaler() -> None:
+    """Warn that a scaler steps an optimizer; no error: a script may divide its gradients before they are exchanged."""
+    warnings.warn(
+        "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
+        "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
+        "different scales. Pass it to the compressor: Compression.dgc(loss_scale=scaler)",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+class Results:
+    """The latest step's results in ``.grad``, and whether that step counts.
+
+    A step counts once an optimizer over any of its parameters begins to step, or ``compression.applied()`` is called.
+    It is dropped when the next one begins without that, unless its results are still in ``.grad``, where the next
+    gradients were added to them.
+
+    Attributes:
+        kept: whether the step that began last found gradients where the one before had left them, also cleared in
+            place; None where that had left none.
+        in_closure: whether a closure of the optimizer's step runs: whatever it exchanges counts.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], exchanges: Sequence[Exchange]) -> None:
+        """Begin without any.
+
+        Args:
+            parameters: that are compressed.
+            exchanges: the one that is in use, which is replaced here by another.
+        """
+        self._parameters = parameters
+        self._exchanges = exchanges
+        self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
+        self._cleared = self._warned = self.in_closure = False
+        self.kept: bool | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the latest step can still be dropped."""
+        return self._exchanges[0].latest.undecided
+
+    @property
+    def stand(self) -> bool:
+        """Whether any of the latest step's results is still in ``.grad``."""
+        return not self._cleared and bool(self._there())
+
+    def written(self) -> None:
+        """The exchange has finished a step, which was not applied yet."""
+        self._cleared = False
+        self._written = [None if p.grad is None or p.grad.is_sparse else weakref.ref(p.grad) for p in self._parameters]
+
+    def applied(self) -> None:
+        """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
+        self._exchanges[0].applied()
+
+    def cleared(self) -> None:
+        """The owner's ``zero_grad()`` has run: whatever is in ``.grad`` from now on is no result."""
+        self._cleared = True
+
+    def moved(self, index: int) -> None:
+        """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor.
+
+        Args:
+            index: the parameter whose gradient of the next step is there.
+        """
+        for i, (p, ref) in enumerate(zip(self._parameters, self._written, strict=False)):
+            if i != index and ref is not None and p.grad is not None:
+                self._written[i] = weakref.ref(p.grad)
+
+    def drop_if_cleared(self) -> None:
+        """Before the state is looked at: drop the latest step if its results were cleared."""
+        if self.undecided and not self.stand:
+            self._conclude()
+
+    def next_begins(self, index: int | None = None) -> bool:
+        """The first gradient of the next step is there: the latest step is over.
+
+        Args:
+            index: the parameter whose gradient that is; None if no backward pass has touched any.
+
+        Returns:
+            Whether the results of the latest step are still in ``.grad``, other than 0, and are sent again: it counts.
+        """
+        found = self._there()
+        self.kept = bool(found) if any(self._written) else None
+        left = False
+        if found and not self._cleared and (self.undecided or index is None):
+            others = [gradient for i, gradient in found.items() if i != index]
+            left = not others or any(bool(local(gradient).any()) for gradient in others)
+        if left:
+            self.applied()  # they live on in what is sent next
+        elif self.undecided:
+            self._conclude()
+        self._written = []
+        return left
+
+    def _there(self) -> dict[int, torch.Tensor]:
+        """By index, the latest step's gradients that are where they were."""
+        there = {}
+        for i, ref in enumerate(self._written):
+            if ref is not None and (gradient := self._parameters[i].grad) is not None and gradient is ref():
+                there[i] = gradient
+        return there
+
+    def _conclude(self) -> None:
+        """No optimizer has stepped since the latest exchange."""
+        if self.in_closure:
+            self._exchanges[0].applied()
+        elif self._exchanges[0].drop() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a step was exchanged by synchronize() but not applied by step(); its gradient stays in the "
+                "compressor's residuals and is applied later, where dense training drops it. After an update without "
+                "an optimizer call compression.applied()",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def refusal_of_results(*, undecided: bool, velocity: bool, unwritten: bool) -> ConfigError | None:
+    """Why results that are still in ``.grad`` cannot be exchanged as gradients; None if they can.
+
+    Args:
+        undecided: whether they were not applied, and a backward pass was added to them.
+        velocity: whether they hold momentum or decay that the compressor applies.
+        unwritten: whether they were applied without all being written.
+    """
+    if velocity and undecided:
+        return ConfigError(
+            "backward() ran after synchronize() without step() or zero_grad(): .grad holds the step's result, with the "
+            "momentum and weight decay that the compressor applies, and cannot take in another gradient; accumulate "
+            "with backward_passes_per_step (DDP: inside no_sync()), clear the gradients in between with "
+            "optimizer.zero_grad(), or leave both in the optimizer: momentum=0 in the compressor"
+        )
+    if velocity:
+        return ConfigError(
+            "call optimizer.zero_grad() between two step() of one backward(): .grad still held what the last step() "
+            "applied, with the momentum and weight decay that the compressor applies, which cannot be taken for a "
+            "gradient. With momentum=0 in the compressor both stay in the optimizer"
+        )
+    if unwritten:
+        return ConfigError(
+            "call optimizer.zero_grad() between two step() of one backward(), or give the compressor "
+            "sparse_updates=False: the last one has applied its results without writing them to .grad, where dense "
+            "training finds and applies them again"
+        )
+    return None
+
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: list[Any] = []
@@ -48,12 +245,11 @@ class StepWatch:
     Attributes:
         saved: what was loaded into the owner since its last step.
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
-        by_scaler: whether a GradScaler has called that ``step()``.
+        by_scaler: whether a GradScaler calls ``step()`` whose scale the compressor does not know. Looked at once.
         drives: whether this object hands over gradients.
         holds: whether gradients are looked at once more before the last bucket is sent.
         begun: whether a backward pass has run for a step that is not exchanged yet.
         averaged: whether gradients were exchanged, and no backward pass has run after that.
-        first_pass: whether each gradient is handed over in the backward pass that computes it.
         in_step: whether ``step()`` exchanges now, so that no code of the script sees gradients before the update.
         unhook: ends the calls of :meth:`drive`, where that was called.
         alone: whether no other optimizer may have momentum or decay for these parameters, or be distributed over them.
@@ -72,7 +268,7 @@ class StepWatch:
         """
         self.watched = engine
         self.saved = SavedState(engine.adoption, self.begin_anew)
-        self._scale_is_known = engine.is_scaled
+        self._scale_is_known = engine.is_scaled  # or known to be none
         self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._ids = {id(p) for p in engine.parameters}
         if not _hook:
@@ -88,10 +284,6 @@ class StepWatch:
 
     @property
     def averaged(self) -> bool:  # noqa: D102
-        return False
-
-    @property
-    def first_pass(self) -> bool:  # noqa: D102
         return False
 
     @property
@@ -168,24 +360,25 @@ class StepWatch:
         """
         engine = self.watched
         if not self.owns(optimizer):
-            if self._concerns(optimizer) and not broadcasting():
+            if self._concerns(optimizer):
                 if self.alone:
                     engine.adoption.refuse_second(optimizer)
                 engine.results.applied()
             return closure
-        self._broadcasts = broadcasting()
+        self._broadcasts = self.saved.pending.broadcast and not self.begun and broadcasting()
         if self._broadcasts:
             # It needs the momentum, which makes the buffers that it is going to overwrite with the root's, but no
             # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
             engine.adoption.hide(optimizer, ("weight_decay",))
             return closure
         self.plain_step = closure is None
-        self.by_scaler = steps_by_scaler()
+        if not self._scale_is_known:
+            self._scale_is_known, self.by_scaler = True, steps_by_scaler()
         self.before_update(closure is not None)
         if engine.error is None:  # which is on its way to the user already
             self._refuse_strangers(optimizer)
-        if self.by_scaler and self.drives and not self._scale_is_known:
-            self._scale_is_known = True
+        if self.by_scaler and self.drives:
+            self.by_scaler = False
             warn_of_unknown_scaler()
         engine.adoption.hide(optimizer)
         engine.results.applied()
@@ -197,12 +390,10 @@ class StepWatch:
         engine = self.watched
         if self.owns(optimizer):
             engine.adoption.show()
-            engine.results.stepped()
             self.updated()
-            updates = not self._broadcasts
-        else:
-            updates = self._concerns(optimizer) and not broadcasting()
-        if updates and engine.results.undecided:
+            if not self._broadcasts:
+                engine.results.applied()
+        elif self._concerns(optimizer):
             engine.results.applied()
 
     def _followed(self, closure: Closure) -> Closure:

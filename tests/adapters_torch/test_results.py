@@ -1,15 +1,13 @@
 """Whether a step was applied or dropped, as the torch engine sees it; ranks are threads of this process."""
 
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from dgc.core.compressors import make_config
-from dgc.torch.engine.engine import Engine
-from dgc.torch.engine.step.results import Carried, Results
+from dgc.torch.engine import Engine
 from dgc.transport.local import run_ranks
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
@@ -96,14 +94,9 @@ def step_of_another(t):
 
 
 def by_hand(t):
-    with torch.no_grad():
-        for p in t.parameters:
-            p.add_(p.grad, alpha=-0.1)
-
-
-def by_hand_through_data(t):
     for p in t.parameters:
         p.data.add_(p.grad, alpha=-0.1)
+    t.engine.applied()
 
 
 def keeps_what_is_applied(t, apply):
@@ -117,8 +110,8 @@ def keeps_what_is_applied(t, apply):
     assert t.step == 4
 
 
-@pytest.mark.parametrize("apply", [step_of_the_owner, step_of_another, by_hand, by_hand_through_data])
-def test_what_was_applied_is_never_taken_back(apply):
+@pytest.mark.parametrize("apply", [step_of_the_owner, step_of_another, by_hand])
+def test_what_was_applied_counts(apply):
     def one_rank(transport):
         t = Training(transport, sparsity=0.9)
         keeps_what_is_applied(t, apply)
@@ -126,27 +119,6 @@ def test_what_was_applied_is_never_taken_back(apply):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         on_two_ranks(one_rank)
-
-
-def test_an_update_by_hand_of_a_few_entries_is_seen():
-    """Nearly all of a sparse result is 0, and so is what it changes; writing to ``.data`` raises no version."""
-
-    def one_rank(transport):
-        t = Training(transport, sparsity=0.999, shapes={"weight": (48, 40)})
-        keeps_what_is_applied(t, by_hand_through_data)
-
-    on_two_ranks(one_rank)
-
-
-def test_unused_parameters_do_not_make_a_step_one_that_was_dropped():
-    def one_rank(transport):
-        shapes = {"unused first": (30,), "weight": (48, 40), "unused last": (30,)}
-        t = Training(transport, momentum=0.0, shapes=shapes, **EXACT)
-        for call in range(3):
-            t.exchange(call)  # without step() or zero_grad(): each adds to the results of the one before
-        assert t.step == 3
-
-    on_two_ranks(one_rank)
 
 
 def test_what_a_closure_exchanged_is_applied():
@@ -171,17 +143,6 @@ def test_what_a_closure_exchanged_is_applied():
     on_two_ranks(one_rank)
 
 
-def test_gradients_that_stay_are_not_taken_back():
-    def one_rank(transport):
-        t = Training(transport, momentum=0.0, **EXACT)
-        for call in range(3):
-            t.exchange(call)
-        assert t.step == 3
-        assert t.engine.residual_norm() < 1e-5
-
-    on_two_ranks(one_rank)
-
-
 def test_an_optimizer_is_not_kept_alive_by_its_zero_grad():
     def one_rank(transport):
         import gc
@@ -199,58 +160,3 @@ def test_an_optimizer_is_not_kept_alive_by_its_zero_grad():
             gc.enable()
 
     assert run_ranks(1, one_rank) == [True]
-
-
-def zeros_but(shape, *places):
-    """A gradient as an embedding or a pruned matrix has it: 0 nearly everywhere, at its beginning and end, too."""
-    gradient = torch.zeros(shape)
-    for i, place in enumerate(places):
-        gradient.view(-1)[place] = 1.0 + i
-    return gradient
-
-
-def applied_step(*gradients):
-    """Watched parameters whose latest step was applied, and left these gradients."""
-    parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = gradient
-    exchange = SimpleNamespace(latest=SimpleNamespace(undecided=False))
-    results = Results(parameters, [exchange])
-    results.stepped()
-    return results
-
-
-MOSTLY_ZERO = {
-    "embedding": ((1000, 8), slice(4000, 4032)),
-    "pruned": ((100, 80), slice(3, None, 7)),
-    "one column": ((64, 64), slice(63, None, 64)),
-    "a kernel": ((20, 6, 3, 3), slice(54, None, 5)),
-}
-
-
-@pytest.mark.parametrize(("shape", "places"), MOSTLY_ZERO.values(), ids=MOSTLY_ZERO)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_fresh_gradients_are_known_wherever_their_values_are(shape, places, layout):
-    def laid(gradient):
-        return gradient if layout == "contiguous" else gradient.mT.contiguous().mT
-
-    gradient = laid(zeros_but(shape, places))
-    results = applied_step(gradient)
-    gradient.data.mul_(3.0)  # a script's own average, say, which raises no version
-    assert results.next_begins(None, True) is Carried.NO
-    assert applied_step(laid(zeros_but(shape, places))).next_begins(None, True) is Carried.AGAIN
-
-
-@pytest.mark.parametrize("unused", [0, 1])
-def test_results_that_are_zero_hide_no_others(unused):
-    """Parameters without part in the loss, the first or the last of the model, have results of 0."""
-    there = [torch.zeros(4), torch.ones(6), torch.zeros(4)][unused:]
-    assert applied_step(*there).next_begins(None, True) is Carried.AGAIN
-    results = applied_step(*there)
-    there[1 - unused].data.zero_()
-    assert results.next_begins(None, True) is Carried.NO
-
-
-def test_results_of_nothing_but_zeros_are_nothing_that_could_be_applied_again():
-    assert applied_step(torch.zeros(4), torch.zeros(3)).next_begins(None, True) is Carried.NO
-    assert applied_step(torch.zeros(0)).next_begins(None, True) is Carried.NO

@@ -7,8 +7,8 @@ import torch
 
 from dgc.core.compressors import make_config
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.engine.device_tensors import DeviceTensors
-from dgc.torch.engine.engine import Engine
+from dgc.torch.engine import Engine
+from dgc.torch.gpu import DeviceTensors
 from dgc.transport.local import run_ranks
 
 pytestmark = [

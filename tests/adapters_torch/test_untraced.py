@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 from torch._C._dynamo import eval_frame
 
-from dgc.torch.engine.step.untraced import leave_hooks_untraced, untraced
+from dgc.torch.untraced import leave_hooks_untraced, untraced
 
 
 def test_importing_imports_no_compiler():

@@ -9,9 +9,7 @@ from dgc.core import compressors
 from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
-from dgc.core.exchange.encoders.algorithm import AlgorithmEncoder
-from dgc.core.exchange.encoders.choose import is_unchanged, make_encoders, runs_on_devices
-from dgc.core.exchange.encoders.topk import TopKEncoder
+from dgc.core.exchange.encoders import AlgorithmEncoder, TopKEncoder, is_unchanged, make_encoders, runs_on_devices
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, LayoutError

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
-from dgc.torch.engine.tensors import local
+from dgc.torch.tensors import local
 
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 """Asked in every step why it needs dense results; None if it does not."""

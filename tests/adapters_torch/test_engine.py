@@ -5,7 +5,7 @@ import torch
 
 from dgc.core.compressors import make_config
 from dgc.errors import LayoutError
-from dgc.torch.engine.engine import Engine
+from dgc.torch.engine import Engine
 from dgc.transport.local import run_ranks
 
 

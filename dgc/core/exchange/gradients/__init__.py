@@ -1,1 +1,0 @@
-"""What is done to a step's gradients before they are compressed."""

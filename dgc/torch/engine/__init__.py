@@ -1,1 +1,0 @@
-"""From torch's tensors and optimizers, and Horovod's, to the exchange."""

@@ -1,1 +1,0 @@
-"""Around the step of the user's optimizer: who takes it, and what became of it."""
