@@ -14,13 +14,12 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from machine import processor
 
-from dgc.torch.fuse import fuse_optimizer, fuse_step
+from dgc.torch.fuse import fuse_optimizer
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -89,8 +88,7 @@ def ways(name: str, shapes: list[tuple[int, ...]], device: str) -> list[Way]:
         optimizer, allocate, keep = build(shapes)
         fuse_optimizer(optimizer)
         way = "fuse_step, gradients kept" if kept else "fuse_step, new gradients"
-        # A function holds the optimizer; its fuse_step alone does not.
-        made.append(Way(way, partial(fuse_step, optimizer), keep if kept else allocate))
+        made.append(Way(way, optimizer.fuse_step, keep if kept else allocate))
     total = sum(torch.Size(shape).numel() for shape in shapes)
     optimizer, allocate, _ = build([(total,)])
     made.append(Way("all at once", optimizer.step, allocate))

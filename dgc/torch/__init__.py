@@ -16,7 +16,7 @@ from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.distributed import broadcast_parameters
 from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.join import join
-from dgc.torch.momentum.optimizer import DGCMomentum
+from dgc.torch.momentum import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.zero import ZeroRedundancyOptimizer
 

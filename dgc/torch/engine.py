@@ -41,11 +41,11 @@ class Engine(EngineBase):
         watch: the front end, which follows the steps of that optimizer.
         results: of the latest step.
         updates: whether they are applied as entries.
+        decays_by_sign: indices of parameters whose decay is that of their signs (L1).
         excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
         left_alone: parameters of which no rank had a gradient in the latest step: DDP's find_unused_parameters leaves
             them as they are, and so does this package.
-        learning_rates: those of the step that begins, where they are not that optimizer's; the ranks must share them.
         on_step_begin: called before the first gradient of each step is handed over, if set.
     """
 
@@ -79,11 +79,11 @@ class Engine(EngineBase):
         self.names = []
         self.parameters: list[torch.Tensor] = []
         self.on_step_begin: Callable[[], None] | None = None
-        self.learning_rates: tuple[float, ...] = ()
         self.left_alone: set[int] = set()
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self.error: DGCError | None = None
+        self.decays_by_sign: set[int] = set()
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
         self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
 
@@ -115,15 +115,12 @@ class Engine(EngineBase):
         if (failed := self._open_step(index)) is not None:
             self.fail(failed)
 
-    def submit(
-        self, index: int, gradient: torch.Tensor, decayed: torch.Tensor | None = None, *, absent: bool = False
-    ) -> torch.Tensor:
+    def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
         """Hand over a gradient.
 
         Args:
             index: the parameter's place.
             gradient: of the parameter's shape; of a sharded one its shard is exchanged.
-            decayed: what the weight decay is multiplied by, of the same shape; the parameter itself if None.
             absent: this rank has no gradient, and hands over zeros; see :attr:`left_alone`.
 
         Returns:
@@ -147,9 +144,11 @@ class Engine(EngineBase):
         place = self._tensors.result(result)
         self._pending[index] = None if place.is_view else place
         values = place.array if place.is_view and result is gradient else self._tensors.array(gradient)
-        decayed = self.parameters[index] if decayed is None else decayed
         try:
-            decay = self._tensors.array(local(decayed)) if self.adoption.hyper.weight_decay[index] else None
+            decay = None
+            if self.adoption.hyper.weight_decay[index]:
+                decayed = local(self.parameters[index])
+                decay = self._tensors.array(decayed.sign() if index in self.decays_by_sign else decayed)
             self.exchange.submit(index, values, place.array, decay, place.limit, ready, absent=absent)
         except DGCError as error:
             self._fail_with(error)
@@ -313,7 +312,7 @@ class Engine(EngineBase):
                     error = error or refusal_of_results(undecided=undecided, velocity=velocity, unwritten=unwritten)
         except ConfigError as refused:
             error = error or refused
-        rates = self.learning_rates or learning_rates_of(owner)
+        rates = learning_rates_of(owner)
         self.exchange.hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
         return error
 

@@ -20,7 +20,7 @@ from dgc.adapter.engine import Uncopied
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import TorchJob, job_of
-from dgc.torch.momentum.optimizer import DGCMomentum
+from dgc.torch.momentum import DGCMomentum
 from dgc.torch.untraced import untraced
 from dgc.transport.agreement import agree_or_raise, gather_values
 

@@ -25,7 +25,7 @@ from models import (
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.torch.momentum.optimizer import DGCMomentum
+from dgc.torch.momentum import DGCMomentum
 
 
 def dense_equality(bound, **options):

@@ -1,0 +1,323 @@
+"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` for PyTorch.
+
+It is a ``torch.optim.SGD`` in dgc's ``DistributedOptimizer``: the compressor takes momentum, Nesterov and decay out of
+it, as out of any SGD. What is here are Paddle's arguments, its regularizers, ``minimize`` and the form of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dgc.adapter.paddle import (
+    COMPRESSED_TYPES,
+    MIN_NUMEL,
+    ExchangeMethods,
+    PaddleOptions,
+    Regularizer,
+    StateError,
+    as_state_error,
+    check_regularizer,
+    coefficients,
+    require_keys,
+    require_parameters,
+    warn_of_one_process,
+)
+from dgc.core.transport import Transport
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.compressor import DGCCompressor
+from dgc.torch.distributed import job_of
+from dgc.torch.optimizer import DistributedOptimizer
+from dgc.torch.tensors import describe
+from dgc.transport.agreement import agree_or_raise
+
+_COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")
+"""Options of a group that all ranks must have alike."""
+
+
+class DGCMomentum(ExchangeMethods, torch.optim.SGD):
+    """Momentum SGD with Deep Gradient Compression, under Paddle's names.
+
+    It averages gradients itself, beginning in ``backward()``; do not wrap it in a ``DistributedOptimizer``. It has that
+    one's methods ``synchronize()`` and ``skip_synchronize()``, and the compressor as its attribute ``compression``.
+
+    Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every tensor of at least
+    ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
+
+    With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
+    then; here it is a warning, so that a script can be tried out without a launcher.
+
+    Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
+    """
+
+    compression: DGCCompressor
+    param_groups: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        params: Any = None,
+        learning_rate: float | None = None,
+        momentum: float | None = None,
+        rampup_begin_step: int | None = None,
+        rampup_step: int = 1,
+        sparsity: Sequence[float] = (0.999,),
+        use_nesterov: bool = False,
+        local_grad_clip_norm: float | None = None,
+        num_trainers: int | None = None,
+        regularization: Regularizer = None,
+        name: str | None = None,
+        *,
+        lr: float | None = None,
+        min_numel: int = MIN_NUMEL,
+        dtypes: Sequence[str] = COMPRESSED_TYPES,
+        exclude: Sequence[str] = (),
+        process_set: Any = None,
+        transport: str | Transport = "auto",
+        loss_scale: Any = 1.0,
+        **codecs: Any,
+    ) -> None:
+        """Build the optimizer; collective over the process set.
+
+        Args:
+            params: parameters, (name, parameter) pairs or group dicts. A group may have its own ``lr``, ``momentum``,
+                ``nesterov`` and ``regularization``. A parameter with an attribute ``regularizer``, which goes before
+                both, is moved to a group of its own at the end.
+            learning_rate: the step size.
+            momentum: the momentum factor, in [0, 1).
+            rampup_begin_step: the first compressed step, counted from 0.
+            rampup_step: steps over which ``sparsity`` is walked through.
+            sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one stays.
+            use_nesterov: Nesterov momentum.
+            local_grad_clip_norm: c; the local gradient of a compressed tensor is scaled down to an L2 norm of
+                c * sqrt(P).
+            num_trainers: P; needed for clipping, and checked.
+            regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
+            name: shown in ``repr``.
+            lr: another name for ``learning_rate``.
+            min_numel: smaller tensors are sent dense.
+            dtypes: names of the types that are compressed.
+            exclude: name patterns (fnmatch) of parameters that are sent dense.
+            process_set: the Horovod process set to average over; None means all ranks, those of torch.distributed
+                where it is initialised and Horovod is not.
+            transport: "auto", "mpi", "horovod" or a transport.
+            loss_scale: the ``GradScaler`` of a script that has one.
+            **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``,
+                ``momentum_masking=True``, ``sparse_updates=True``.
+
+        Raises:
+            ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
+                ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the
+                number of ranks, a regulariser of another kind.
+            ConfigError: (a ValueError) another option out of range, or neither Horovod nor torch.distributed is
+                initialised.
+            TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
+            LayoutError: ranks disagree about the parameters.
+        """
+        if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
+            raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
+        require_parameters(params)
+        job = job_of().of(process_set)
+        job.require_ready()
+        link = job.make_transport(transport)
+
+        def build() -> dict[str, Any]:
+            if learning_rate is not None and lr is not None:
+                raise ConfigError("learning_rate and lr mean the same; give one of them")
+            rate = learning_rate if lr is None else lr
+            self.options = PaddleOptions(
+                rate,
+                momentum,  # type: ignore[arg-type]
+                rampup_begin_step,  # type: ignore[arg-type]
+                rampup_step,
+                sparsity,
+                use_nesterov,
+                local_grad_clip_norm,
+                num_trainers,
+                regularization,
+                name,
+                min_numel,
+                dtypes,
+                exclude,
+                codecs,
+            )
+            self.options.check_rate_is_number()
+            self.options.check_ranks(link.size)
+            nesterov, factor = self.options.use_nesterov, float(self.options.momentum)
+            super(DGCMomentum, self).__init__(params, self.options.learning_rate, factor, nesterov=nesterov)
+            self._part_regularized()
+            return self._described()
+
+        agree_or_raise(link, build, "arguments")
+        named = [
+            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+        ]
+        described = [describe(n, p) for n, p in named if p.requires_grad]
+        chosen = dict(transport=link, process_set=process_set, loss_scale=loss_scale)
+        if link.size == 1:
+            warn_of_one_process()
+            link.close()
+            self.register_step_pre_hook(_add_l1)
+        compression = DGCCompressor({**self.options.core_options(described), **chosen})
+        DistributedOptimizer(self, named, compression)
+        if compression.engine is not None:
+            l1 = {id(p) for group in self.param_groups if group["l1"] for p in group["params"]}
+            parameters = enumerate(compression.engine.parameters)
+            compression.engine.decays_by_sign = {i for i, p in parameters if id(p) in l1}
+
+    def minimize(
+        self,
+        loss: torch.Tensor,
+        startup_program: object = None,
+        parameter_list: object = None,
+        no_grad_set: object = None,
+        grad_clip: object = None,
+    ) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """One whole iteration: clear the gradients, ``loss.backward()``, ``step()``.
+
+        Args:
+            loss: the value to minimise, with its graph.
+            startup_program: must be None; so must ``parameter_list``, ``no_grad_set`` and ``grad_clip``.
+            parameter_list: give the optimizer the parameters instead.
+            no_grad_set: freeze parameters with ``requires_grad_(False)`` before building the optimizer instead.
+            grad_clip: use ``local_grad_clip_norm`` instead.
+
+        Returns:
+            An empty list (there are no operators here), and (parameter, its ``.grad`` after the step) pairs.
+
+        Raises:
+            ConfigError: one of the other arguments is given.
+        """
+        others = dict(
+            startup_program=startup_program, parameter_list=parameter_list, no_grad_set=no_grad_set, grad_clip=grad_clip
+        )
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ConfigError(
+                f"minimize got {given[0]}, which has no meaning here: the parameters are those the optimizer was built "
+                "for, frozen ones are left out, and local_grad_clip_norm clips"
+            )
+        distributed: Any = self
+        self.zero_grad()
+        loss.backward()
+        distributed.synchronize()  # so that gradients are written
+        with distributed.skip_synchronize():
+            self.step()
+        return [], [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's constructor calls this; later groups are refused.
+
+        Raises:
+            ConfigError: the optimizer is built already, or the group has ``weight_decay``.
+            ArgumentError: the group's ``regularization`` is no regulariser.
+        """
+        if hasattr(self, "compression"):
+            raise ConfigError("parameters cannot be added to DGCMomentum: build a new one with all of them")
+        if "weight_decay" in param_group:
+            raise ConfigError("a parameter group has weight_decay; give it regularization=L2Decay(coefficient)")
+        chosen = param_group.pop("regularization", self.options.regularization)
+        _regularize(param_group, check_regularizer(chosen, "a group's regularization"))
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
+
+        Returns:
+            Torch's ``"state"`` (empty where there are several processes) and ``"param_groups"``, and ``"compression"``:
+            u (the momentum buffers), v (what was not sent yet) and the step.
+        """
+        return {**super().state_dict(), "compression": self.compression.state_dict()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], resize: bool = False
+    ) -> None:
+        """Continue from a saved state; call it on all ranks.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
+            resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
+
+        Raises:
+            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            RuntimeError: a buffer is neither a tensor nor an array.
+        """
+        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+
+        def look() -> dict[str, Any]:
+            if not resize and not isinstance(state_dict, Mapping):
+                raise StateError(f"load_state_dict got {len(states)} states; pass this rank's own, or resize=True")
+            for state in states:
+                require_keys(state, ("state", "param_groups", "compression"))
+                self._require_fitting(state)
+            return self._described(states[0]["param_groups"])
+
+        if (engine := self.compression.engine) is None:
+            look()
+        else:
+            engine.abandon()  # the transport belongs to a step until it is over
+            agree_or_raise(engine.transport, look, "states", LayoutError, "Load a state on every rank, each its own.")
+        with as_state_error():
+            own = [state["compression"] for state in states]
+            self.compression.load_state_dict(own if resize else own[0], resize)
+        super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
+
+    set_dict = load_state_dict
+    """Paddle's name."""
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
+
+    @property
+    def _exchanges(self) -> DGCCompressor:
+        return self.compression
+
+    def _part_regularized(self) -> None:
+        """Name all parameters, and move those that have a regularizer of their own to groups at the end."""
+        for number, group in enumerate(list(self.param_groups)):
+            own: dict[Regularizer, list[tuple[str, torch.Tensor]]] = {}
+            rest: list[tuple[str, torch.Tensor]] = []
+            names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
+            for name, p in zip(names, group["params"], strict=True):
+                chosen = check_regularizer(getattr(p, "regularizer", None), f"the regularizer of {name!r}")
+                (rest if chosen is None else own.setdefault(chosen, [])).append((name, p))
+            for chosen, pairs in own.items():
+                self.param_groups.append(_regularize(_holding({**group}, pairs), chosen))
+            _holding(group, rest)
+        self.param_groups = [group for group in self.param_groups if group["params"]]
+
+    def _described(self, groups: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        groups = self.param_groups if groups is None else groups
+        return {f"{key} of group {i}": float(group[key]) for i, group in enumerate(groups) for key in _COMPARED}
+
+    def _require_fitting(self, state: Mapping[str, Any]) -> None:
+        there = [len(group["params"]) for group in state["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if there != here:
+            raise StateError(f"the state dict has groups of {there} parameters, the optimizer of {here}")
+        for name, entry in state["compression"].get("parameters", {}).items():
+            for key, value in entry.items():
+                if not isinstance(value, (torch.Tensor, np.ndarray)):
+                    raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: a tensor or an array")
+
+
+def _regularize(group: dict[str, Any], regularizer: Regularizer) -> dict[str, Any]:
+    """Set a group's decay; plain numbers, so that a state dict loads with ``weights_only=True``."""
+    l1, l2 = coefficients(regularizer)
+    group.update(weight_decay=l1 or l2, l1=l1 > 0)
+    return group
+
+
+def _holding(group: dict[str, Any], pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    group.update(param_names=[name for name, _ in pairs], params=[p for _, p in pairs])
+    return group
+
+
+@torch.no_grad()
+def _add_l1(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Turn SGD's weight_decay * p into weight_decay * sign(p), where no compressor does."""
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["l1"] else ():
+            if p.grad is not None:
+                p.grad.add_(p.sign() - p, alpha=group["weight_decay"])

@@ -1,1 +1,0 @@
-"""``DGCMomentum``: Paddle's optimizer for torch."""

@@ -1,0 +1,43 @@
+"""DGCMomentum: on 2 and 4 real ranks against Paddle's algorithm, and on one process."""
+
+from pathlib import Path
+
+import pytest
+from rank_jobs import SIZES, each_case
+
+pytest.importorskip("torch")
+
+test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "momentum_cases.py", SIZES)
+
+ONE_PROCESS = """
+import warnings
+import horovod.torch as hvd
+import torch
+from worker_tools import report
+import dgc.torch as dgc
+
+hvd.init()
+own, other, third = (torch.nn.Parameter(torch.linspace(-1, 1, 40_000)) for _ in range(3))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer = dgc.DGCMomentum([own], 0.1, 0.9, 2, use_nesterov=True, regularization=dgc.L2Decay(0.01))
+    first = dgc.DGCMomentum([third], 0.1, 0.0, 2, regularization=dgc.L1Decay(0.01))
+plain = torch.optim.SGD([other], 0.1, 0.9, nesterov=True, weight_decay=0.01)
+for step in range(6):
+    for p in (own, other):
+        p.grad = torch.sin(torch.arange(40_000.0) + step)
+    optimizer.step()
+    plain.step()
+expected = third.detach() - 0.1 * (1 + 0.01 * third.detach().sign())
+third.grad = torch.ones(40_000)
+first.step()
+optimizer.load_state_dict(optimizer.state_dict())
+report([(own - other).abs().max().item(), (third - expected).abs().max().item(), [str(w.message) for w in caught]])
+"""
+
+
+@pytest.mark.mpi
+def test_one_process_trains_dense_with_a_warning(ranks):
+    l2, l1, warned = ranks.run(ONE_PROCESS, 1, launcher="single").values[0]
+    assert max(l1, l2) <= 1e-6
+    assert "DGCMomentum with one process compresses nothing" in warned
