@@ -29,13 +29,13 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
-from dgc.adapter.bench import Echo  # noqa: E402
 from dgc.core.codecs import check_positions, index_codec_names, padded, value_codec_names  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.header import HEADER_BYTES  # noqa: E402
 from dgc.core.message import RemoteFailure, Sender  # noqa: E402
 from dgc.core.plan import Mode, plan_for  # noqa: E402
 from dgc.errors import DGCError  # noqa: E402
+from dgc.transport.local import local_world  # noqa: E402
 
 SHAPES = {"conv": (6, 3, 3, 3), "fc": (19, 21), "head": (3, 5)}
 
@@ -55,7 +55,7 @@ class Target:
             ranks=1,
         )
         assert self.plan.mode is Mode.SPARSE
-        self.sender = Sender(0, Echo(1))
+        self.sender = Sender(0, local_world(1)[0])
         self.messages = [self._message(step) for step in range(4)]
 
     def _message(self, step: int) -> np.ndarray:

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_job(arguments: argparse.Namespace) -> int:
-    """Predict a step's exchange in the launch that runs this."""
+    """Measure a step's exchange in the launch that runs this."""
     from dgc.adapter import bench
 
     return bench.run(arguments, _connect)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from fakes import FakeHorovod, FakeSet
 
-from dgc.adapter.bench import Echo
 from dgc.adapter.job import check_placeholder
 from dgc.errors import ConfigError
+from dgc.transport.local import local_world
 
 
 def test_what_is_missing_is_said():
@@ -38,7 +38,7 @@ def test_what_is_no_name_and_no_transport_is_refused(choice):
 
 
 def test_a_transport_is_returned_as_it_is_without_asking_anybody():
-    given = Echo(1)
+    (given,) = local_world(1)
     assert FakeHorovod(initialized=False).make_transport(given) is given
 
 
