@@ -82,7 +82,8 @@ def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
         dense, sparse = (_median(steps.take) for steps in made)
     whole = np.zeros(rows * _COLUMNS, np.float32)
     saved = _median(lambda: transport.allreduce(whole)) - _median(lambda: transport.allreduce(whole[::2].copy()))
-    seconds = np.array([dense, max(dense - saved, 0.0), sparse]) * (elements / whole.size)
+    half = dense - min(max(saved, 0.0), dense)
+    seconds = np.array([dense, half, sparse]) * (elements / whole.size)
     transport.allreduce(seconds, "max")
     return Costs(*seconds.tolist())
 
