@@ -7,12 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import BIN, environment_for, read_reports, require
+from launch_tools import BIN, REPOSITORY, environment_for, read_reports, require
 from rank_jobs import each_case, once
 
 WORKERS = Path(__file__).parent / "workers"
 
 test_elastic = each_case(WORKERS / "elastic_cases.py")
+
+
+@pytest.mark.mpi
+def test_the_page_as_it_stands_on_one_machine(tmp_path):
+    require("gloo")
+    page = (REPOSITORY / "docs" / "join-elastic.md").read_text().split("# Elastic jobs")[1]
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (command,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(script + "print('trained', state.epoch)\n")
+    (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
+    (tmp_path / "hosts.sh").chmod(0o700)
+    result = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=environment_for({}), capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("trained 2") == 2, result.stdout + result.stderr
 
 
 @pytest.mark.mpi
