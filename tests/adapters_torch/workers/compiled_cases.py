@@ -158,9 +158,9 @@ def hooks_of_dgcs_optimizer_are_untraced():
     optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
     seen, submit = [], compression.engine.submit
 
-    def looked(*arguments):
+    def looked(*arguments, **options):
         seen.append(torch.compiler.is_compiling())
-        return submit(*arguments)
+        return submit(*arguments, **options)
 
     compression.engine.submit = looked
     torch.compile(lambda x: model(x).sum().backward(), backend="eager")(torch.ones(2, 20))
