@@ -67,7 +67,7 @@ def contents(wheel):
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
     files = {path for path in (REPOSITORY / "dgc").rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
     expected = {path.relative_to(REPOSITORY).as_posix() for path in files}
-    assert {Path(name).suffix for name in expected} >= {".py", ".cu", ".cuh", ".typed"}
+    assert {Path(name).suffix for name in expected} >= {".py", ".typed"}
     packed = contents(wheel)
     information = {name for name in packed if name.split("/")[0].endswith(".dist-info")}
     assert packed.keys() - information == expected
