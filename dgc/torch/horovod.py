@@ -330,6 +330,12 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
     return owner
 
 
+def is_running() -> bool:
+    """Whether the script has initialised Horovod."""
+    hvd = sys.modules.get("horovod.torch")
+    return hvd is not None and bool(hvd.is_initialized())
+
+
 def broadcasting() -> bool:
     """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
     for frame in _frames(_FAR):

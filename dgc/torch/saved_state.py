@@ -16,14 +16,17 @@ import torch
 
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, is_empty
-from dgc.torch.horovod import broadcasting
+from dgc.torch.horovod import broadcasting, is_running
+from dgc.torch.tensors import is_sharded
 from dgc.torch.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"
-"""A key of saved ``param_groups``: a state without momentum may be a new one, or one after steps.
+"""A key of saved states: a state without momentum may be a new one, or one after steps with a compressor.
 
-It survives ``load_state_dict`` of an optimizer that is not bound yet, where binding finds it. The groups of a bound
-optimizer never hold it, nor do those that Horovod broadcasts: all ranks need the same keys then.
+In ``param_groups`` it survives ``load_state_dict`` of an optimizer that is not bound yet, where binding finds it. The
+groups of a bound optimizer never hold it. In jobs over Horovod, and of sharded parameters, it stands beside them: what
+rank 0 alone has loaded, ``hvd.broadcast_optimizer_state`` broadcasts key by key, and torch's distributed checkpoints
+ask a checkpoint for every key that the groups have.
 """
 
 _ADVICE = (
@@ -143,9 +146,11 @@ class SavedState:
             self.pending = self.pending._replace(broadcast=True)
 
     def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        if (self._has_stepped or self.pending.stepped) and not broadcasting():
-            for group in saved["param_groups"]:
-                group[_STEPPED] = True
+        if not (self._has_stepped or self.pending.stepped) or broadcasting():
+            return
+        sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        for entry in [saved] if sharded or is_running() else saved["param_groups"]:
+            entry[_STEPPED] = True
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
         """The state dict without empty entries, and without our key."""
@@ -153,7 +158,7 @@ class SavedState:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
         groups = [dict(group) for group in saved.get("param_groups", ())]
-        self.pending = self.pending._replace(stepped=take_stepped(groups))
+        self.pending = self.pending._replace(stepped=take_stepped([*groups, dict(saved)]))
         state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
         return {**saved, "state": state, "param_groups": groups}
 
@@ -163,5 +168,5 @@ class SavedState:
 
 
 def take_stepped(groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether groups of an optimizer's state come from a run with a compressor; they do not say so afterwards."""
+    """Whether the groups come from a run with a compressor; they do not say so afterwards."""
     return any([group.pop(_STEPPED, False) for group in groups])
