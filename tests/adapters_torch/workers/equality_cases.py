@@ -265,13 +265,12 @@ def sparse_embeddings_are_sent_dense():
         )
         for step in range(5):
             optimizer.zero_grad()
-            words = [
-                torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(9 * step + r)) for r in range(2)
-            ]
+            seeds = [torch.Generator().manual_seed(9 * step + rank) for rank in range(hvd.size())]
+            words = [torch.randint(0, 50, (8, 4), generator=seed) for seed in seeds]
             model(words[hvd.rank()]).square().mean().backward()
             optimizer.step()
             dense.zero_grad()
-            sum(reference(w).square().mean() / 2 for w in words).backward()
+            sum(reference(w).square().mean() / len(words) for w in words).backward()
             dense.step()
         assert_replicas_identical(model, f"embedding {options}")
         assert worst_difference(model, reference) <= 1e-5, worst_difference(model, reference)
