@@ -224,6 +224,23 @@ def failed(transport):
     return exchange, before
 
 
+def test_a_reset_forgets_the_thresholds_too():
+    """Those of the run before would select too few entries of residuals that begin at 0 again."""
+
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        for bucket in exchange.state.buckets:
+            bucket.thresholds[...] = 1.0
+        exchange.reset()
+        fresh = np.concatenate([bucket.thresholds.ravel() for bucket in exchange.state.buckets])
+        exchange.close()
+        return fresh
+
+    for fresh in run_ranks(2, rank):
+        assert fresh.size
+        assert np.isnan(fresh).all()
+
+
 def test_a_state_with_half_a_failed_step_is_not_saved():
     def rank(transport):
         exchange, _ = failed(transport)
