@@ -226,7 +226,7 @@ class Group:
         ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
         if 0 < len(ended) < self.exchange.transport.size:
             raise ConfigError(
-                f"a callback has ended fit() on rank {ended[0]} while others train on: such a callback, as EarlyStopping, must "
+                f"a callback has ended fit() on rank {ended[0]} while others train on: it (EarlyStopping, say) must "
                 "see the same values on all ranks; place MetricAverageCallback before it in the list of callbacks"
             )
 
