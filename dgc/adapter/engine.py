@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Final, NoReturn, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -434,6 +436,25 @@ def warn_of_dropped(state: Any) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Warn of patterns that fit no name, once in a process: models are loaded, and compressors built, again and again.
+
+    Args:
+        option: that the patterns were given for.
+        patterns: as fnmatch takes them.
+        names: of all tensors.
+        what: the tensors are called.
+    """
+    nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if nothing:
+        _warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:

@@ -117,7 +117,6 @@ class Horovod(Job):
         framework: as users call it.
         module_name: what is imported.
         package: the adapter's, for errors.
-        instead: what to do where another launcher was meant, for errors.
         process_set: of these ranks; None for all.
         elastic: whether constructors may meet the other ranks of an elastic job now: all of them are at the same place.
     """
@@ -125,7 +124,6 @@ class Horovod(Job):
     framework: ClassVar[str]
     module_name: ClassVar[str]
     package: ClassVar[str]
-    instead: ClassVar[str] = ""
     process_set: ProcessSet | None = None
     elastic = False
 
@@ -168,15 +166,13 @@ class Horovod(Job):
             hvd = self.load()
         except ImportError as error:
             raise ConfigError(
-                f"{self.package} needs Horovod, and importing {self.module_name} failed: {error}. {hint}{self.instead}"
+                f"{self.package} needs Horovod, and importing {self.module_name} failed: {error}. {hint}"
             ) from error
         if not hasattr(hvd, "allreduce"):
             # horovod.torch imports without its extension, prints a warning and has no collectives.
             raise ConfigError(f"Horovod is installed, but was built without {self.framework}. {hint}")
         if initialized and not hvd.is_initialized():
-            raise ConfigError(
-                f"Horovod is not initialised: call hvd.init() before anything of {self.package}{self.instead}"
-            )
+            raise ConfigError(f"Horovod is not initialised: call hvd.init() before anything of {self.package}")
         return hvd
 
     def require_ready(self) -> ModuleType:  # noqa: D102

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.engine import EngineBase
+from dgc.adapter.engine import EngineBase, warn_of_unmatched
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper
@@ -523,13 +523,10 @@ class Engine(EngineBase):
             option: {p: {i for names in all_names for i, n in enumerate(names) if fnmatchcase(n, p)} for p in patterns}
             for option, patterns in (("include", self._config.include), ("exclude", self._config.exclude))
         }
-        nothing = [f"{option}={p!r}" for option, found in self._named.items() for p in found if not found[p]]
-        if nothing and self.transport.rank == 0:
-            warnings.warn(
-                f"no variable fits {', '.join(nothing)}; names are {', '.join(all_names[0][:4])}, ...",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if self.transport.rank == 0:
+            known = [name for names in all_names for name in names]
+            for option, found in self._named.items():
+                warn_of_unmatched(option, found, known, "variable")
 
     def _call(self, names: Sequence[str]) -> None:
         """Give the variables other names; the options go on with the variables that they have named."""

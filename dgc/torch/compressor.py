@@ -13,12 +13,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
+from dgc.adapter.engine import warn_of_unmatched
 from dgc.adapter.job import Job
 from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.distributed import require_own_shards
+from dgc.torch.distributed import UNNAMED, require_own_shards
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
 from dgc.torch.saved_state import take_stepped
@@ -98,6 +99,9 @@ class DGCCompressor(HorovodCompressor):
 
         had_state = self._pending is not None
         self._bind(process_set, open_engine)
+        if self.engine is not None and self.engine.transport.rank == 0:
+            for option in ("include", "exclude"):
+                warn_of_unmatched(option, getattr(self.config, option), [name for name, _ in named], "parameter")
         if optimizer is not None and take_stepped(optimizer.param_groups) and not had_state:
             if self.engine is not None:
                 self.engine.watch.saved.bound_after_steps()
@@ -170,7 +174,7 @@ def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list
     """
     if named_parameters is None:
         return [
-            (f"allreduce.noname.{i}.{j}", p)
+            (f"{UNNAMED}.{i}.{j}", p)
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
         ]

@@ -25,6 +25,9 @@ from dgc.transport.choice import HorovodTransportBase, require_no_choice
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+UNNAMED = "allreduce.noname"
+"""How Horovod begins the names of parameters that were given none."""
+
 _TIMEOUT = datetime.timedelta(seconds=600)
 """Longest wait for another rank in a collective."""
 
@@ -135,6 +138,8 @@ TorchJob: TypeAlias = TorchHorovod | DistributedJob
 def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
     """Refuse FSDP2's parameters unless all are sharded, among other ranks than those that exchange.
 
+    Beside shards on a single rank, which are whole, there may be others.
+
     Args:
         named: (name, parameter) pairs.
         job: whose ranks exchange.
@@ -143,11 +148,13 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
         ConfigError: on every rank.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
-    outside = [name for name, p in trained if not is_sharded(p)]
-    if 0 < len(outside) < len(trained):
+    outside = [(name, p) for name, p in trained if not is_sharded(p)]
+    split = any(is_sharded(p) and cast("DTensor", p).device_mesh.size() > 1 for _, p in trained)
+    if outside and split:
         raise ConfigError(
-            f"{', '.join(map(repr, outside))}: no fully_shard() holds these parameters, and the ranks of a node would "
-            "train them apart, each on its own gradient: apply fully_shard() to the whole model, last, or freeze them"
+            f"{', '.join(_shown(name, p) for name, p in outside)}: no fully_shard() holds these "
+            "parameters, and the ranks of a node would train them apart, each on its own gradient: apply fully_shard() "
+            "to the whole model, last, or freeze them"
         )
     for name, p in trained:
         if not is_sharded(p):
@@ -160,6 +167,10 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
                 f"averaged once more with ranks {common}: give fully_shard() a mesh of the ranks of one node, "
                 'mesh=mesh["shard"], and dgc.torch.DistributedOptimizer group=mesh["replicate"].get_group()'
             )
+
+
+def _shown(name: str, p: torch.Tensor) -> str:
+    return f"a parameter of shape {tuple(p.shape)}" if name.startswith(UNNAMED) else repr(name)
 
 
 def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:

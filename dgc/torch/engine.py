@@ -326,7 +326,8 @@ class Engine(EngineBase):
         absorbed = self.adoption.absorb(owner, zeros=change.restored)
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum)
+            warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
+            self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _conclude(self) -> None:

@@ -41,7 +41,6 @@ class TorchHorovod(Horovod):
     framework = "PyTorch"
     module_name = "horovod.torch"
     package = "dgc.torch"
-    instead = "; under torchrun call torch.distributed.init_process_group() instead"
 
     def load(self) -> ModuleType:  # noqa: D102
         import horovod.torch as hvd
@@ -55,7 +54,9 @@ class TorchHorovod(Horovod):
             if not initialized or (dist.is_available() and dist.is_initialized()):
                 raise
             first = "call torch.distributed.init_process_group() (under torchrun) or hvd.init() (Horovod) first"
-            raise ConfigError(f"{first}: {error}") from error
+            if isinstance(error.__cause__, ImportError):
+                first += f"; for Horovod: {error}"
+            raise ConfigError(first) from error
 
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:  # noqa: D102
         self.module()

@@ -115,24 +115,26 @@ class SavedState:
         self.pending, self._has_stepped = Change(), True
         return change
 
-    def warn_of_loss(self, steps: int, change: Change, momentum: bool) -> None:
+    def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
         """Warn once of what a state that was loaded into the optimizer alone does not restore.
 
         Args:
             steps: that the compressor has made in the run that was left.
             change: what was loaded.
             momentum: whether the optimizer's momentum came with the state, or there was none.
+            warms_up: whether the density changes with the steps.
         """
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")
         lost += [] if momentum or not (steps or change.stepped) else ["momentum begins at 0"]
+        lost += ["the warm-up begins again at step 0"] if warms_up and lost and not steps else []
         if self._warned or not lost:
             return
         self._warned = True
         warnings.warn(
             f"a state was loaded into the optimizer, but none into the compressor, which holds residuals and momentum: "
-            f"{' and '.join(lost)}; {_ADVICE}",
+            f"{', and '.join(lost)}; {_ADVICE}",
             RuntimeWarning,
             stacklevel=2,
         )

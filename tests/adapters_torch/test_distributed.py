@@ -29,19 +29,29 @@ def test_a_process_may_end_right_after_a_collective():
 FORGOTTEN = """
 import sys
 import torch
-sys.modules["horovod"] = None
 import dgc.torch as dgc
 
+if sys.argv[1] == "missing":
+    sys.modules["horovod"] = None
 model = torch.nn.Linear(4, 4)
-dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=dgc.Compression.dgc())
+for compression in (dgc.Compression.dgc(), None):
+    try:
+        dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
+    except dgc.ConfigError as error:
+        print("said:", error)
 """
 
 
 @pytest.mark.mpi
-def test_a_forgotten_process_group_is_named():
-    result = run_mpi(1, FORGOTTEN, launcher="torchrun", check=False)
-    assert "ConfigError: dgc.torch needs Horovod" in result.stderr, result.explain()
-    assert "under torchrun call torch.distributed.init_process_group() instead" in result.stderr, result.explain()
+@pytest.mark.parametrize("horovod", ["there", "missing"])
+def test_a_forgotten_process_group_is_named_once(horovod):
+    result = run_mpi(1, FORGOTTEN, horovod, launcher="torchrun")
+    said = [line for line in result.stdout.splitlines() if "said:" in line]
+    first = "call torch.distributed.init_process_group() (under torchrun) or hvd.init() (Horovod) first"
+    assert len(said) == 2, result.explain()
+    for line in said:
+        assert line.count("init_process_group") == line.count("hvd.init()") == line.count(first) == 1, line
+        assert ("build-horovod --install" in line) == (horovod == "missing"), line
 
 
 LEFT_WAITING = """

@@ -113,5 +113,17 @@ def a_pattern_that_fits_nothing_is_told_on_rank_0():
         compression.close()
 
 
+@case
+def a_pattern_that_fits_nothing_is_told_once_however_often_the_model_is_loaded():
+    with m.warned("no variable fits") as told:
+        compression = dgc.Compression.dgc(exclude=["elsewhere/*"], min_numel=64)
+        model = m.compiled(keras.optimizers.SGD(0.05), named_model(), compression=compression)
+        m.fit(model, 1)
+        for step in (1, 2):
+            model = m.reloaded(model)
+            m.fit(model, 1, step)
+    assert len(told) == (hvd.rank() == 0), told
+
+
 if __name__ == "__main__":
     run_cases()

@@ -6,6 +6,7 @@ import copy
 import itertools
 import sys
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -235,6 +236,20 @@ def models_are_broadcast_or_refused():
     train(optimizer, model, 2)
     assert_identical(model)
     compression.close()
+
+
+@case
+def a_pattern_that_fits_no_name_is_told_once():
+    model = make_model()
+    model[2].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _, compression = wrap(model, exclude=["2.*", "nowhere.*"], include="*.bias")  # a frozen layer fits
+            compression.close()
+    told = [str(w.message) for w in caught if "fits" in str(w.message)]
+    wanted = "no parameter fits exclude='nowhere.*'; names are 0.weight, 0.bias, 2.weight, 2.bias, ..."
+    assert told == [wanted] * (dist.get_rank() == 0), told
 
 
 @case

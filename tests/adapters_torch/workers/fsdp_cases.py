@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
+from dgc.torch.tensors import local
 
 MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -40,6 +42,11 @@ def make_model(over="shard", seed=0, **options):
     for layer in model.layers[::2]:
         fully_shard(layer, mesh=where, **options)
     return fully_shard(model, mesh=where, **options)
+
+
+def make_plain():
+    torch.manual_seed(0)
+    return Net()
 
 
 def wrap(model, optimizer=None, group="replicate", **options):
@@ -286,10 +293,35 @@ def parameters_outside_of_fully_shard_are_refused():
         fully_shard(layer, mesh=MESH["shard"])
     text = r"'out\.weight', 'out\.bias': no fully_shard\(\) holds these"
     on_every_rank(dgc.ConfigError, text, lambda: wrap(model))
+    sgd, where = torch.optim.SGD(model.parameters(), lr=0.1), MESH["replicate"].get_group()
+    text = r"^a parameter of shape \(5, 64\), a parameter of shape \(5,\): no fully_shard"
+    unnamed = lambda: dgc.DistributedOptimizer(sgd, compression=dgc.Compression.dgc(), group=where)  # noqa: E731
+    on_every_rank(dgc.ConfigError, text, unnamed)
     model.out.requires_grad_(False)
     optimizer, compression = wrap(model)
     loss_of(model, 0).backward()
     optimizer.step()
+    compression.close()
+
+
+@case
+def nodes_of_one_rank_may_have_parameters_outside_of_fully_shard():
+    """They are as whole there as the shards."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model, expected = Net(), DistributedDataParallel(make_plain())
+    for layer in model.layers[::2]:
+        fully_shard(layer, mesh=mesh["shard"])
+    compression, group = dgc.Compression.dgc(**EXACT), mesh["replicate"].get_group()
+    plain = torch.optim.SGD(model.parameters(), **SGD)
+    optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression, group=group)
+    others = torch.optim.SGD(expected.parameters(), **SGD)
+    for step in range(10):
+        for net, steps in ((model, optimizer), (expected, others)):
+            steps.zero_grad()
+            loss_of(net, step).backward()
+            steps.step()
+    assert_close([local(p).detach() for p in model.parameters()], [p.detach() for p in expected.parameters()])
     compression.close()
 
 

@@ -166,6 +166,7 @@ def a_state_without_the_compressors_is_told_once():
         assert len(said) == (dist.get_rank() == 0), said
         assert all("what the saved run had not sent yet is dropped" in text for text in said), said
         assert all(("momentum begins at 0" in text) == (make is sgd) for text in said), said
+        assert all("the warm-up begins again at step 0" in text for text in said), said
         assert_identical(again.model)
         groups = again.optimizer.param_groups
         assert all("stepped_with_compressor" not in group for group in groups), "of a bound optimizer"
