@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compile what Numba compiles into its cache, in several processes; a few seconds where all of it is cached already.
 
-The kernels, the loops of the codecs, and those of every registered compressor, for either type of the state.
+The kernels, the loops of the codecs, and those of every registered compressor.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 
-def compile_kernels(dtype: str) -> None:
+def compile_kernels() -> None:
     from dgc.core.kernels.cpu import NumbaKernels
 
     for threads in (1, 2):
-        NumbaKernels(threads).warm_up(dtype)
+        NumbaKernels(threads).warm_up()
 
 
 def compile_codecs() -> None:
@@ -70,17 +70,13 @@ def compile_compressors() -> None:
     run_ranks(1, one_rank, timeout=600)
 
 
-JOBS = [
-    *((compile_kernels, dtype) for dtype in ("float32", "float64")),
-    (compile_codecs,),
-    (compile_compressors,),
-]
+JOBS = [compile_kernels, compile_codecs, compile_compressors]
 
 
 def main() -> None:
     # A fresh interpreter for each worker: Numba's threads do not survive a fork.
     with ProcessPoolExecutor(min(len(JOBS), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for done in [pool.submit(*job) for job in JOBS]:
+        for done in [pool.submit(job) for job in JOBS]:
             done.result()
 
 

@@ -1,7 +1,7 @@
 """What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``device``.
 
 Letters: n elements of a bucket's flat space, S sparsified segments, k entries sent.
-All arrays handed to one call live on the same device. u and v are float32 (float64 in a float64 bucket).
+All arrays handed to one call live on the same device. u and v are float32; in a dense step a float64 bucket's u is float64.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class Kernels(abc.ABC):
         """One line for a log: what runs, and on how many threads."""
         return self.name
 
-    def warm_up(self, dtype: str = "float32") -> None:  # noqa: B027
-        """Do now what the first step with buckets of ``dtype`` would otherwise wait for, such as compiling."""
+    def warm_up(self) -> None:  # noqa: B027
+        """Do now what the first step would otherwise wait for, such as compiling."""
 
     def new_thresholds(self, segments: int) -> np.ndarray:
         """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.

@@ -15,6 +15,7 @@ from numba import carray, types
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
 from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.simd import at_address, fetch_add, prefetch_entry
 from dgc.core.kernels.sweep import (
     FLOAT32,
@@ -83,12 +84,10 @@ class NumbaKernels(Kernels):
         """One line for a log: what runs, and on how many threads."""
         return f"numba {numba.__version__}, {self._threads} thread{'s' if self._threads > 1 else ''}"
 
-    def warm_up(self, dtype: str = "float32") -> None:
-        """Compile every kernel for buckets of ``dtype``, or load it from the cache, so that no step waits for it."""
-        kind = np.dtype(dtype)
+    def warm_up(self) -> None:
+        """Compile every kernel, or load it from the cache, so that no step waits for it."""
         n = 4 * ALONE
-        g = np.ones(n, kind)
-        u, v = np.zeros(n, kind), np.zeros(n, kind)
+        g, u, v = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
         thresholds = self.new_thresholds(2)
         work = [SegmentWork(g[: n // 4], None, 0, n // 4, 4)]
         self.accumulate(work, u, v)
@@ -146,12 +145,11 @@ class NumbaKernels(Kernels):
             return
         if not results:
             raise LayoutError(f"{positions.size} positions were given, and no result to add to")
-        kind = results[0].dtype
         for s, result in enumerate(results):
             if not result.flags.writeable:
                 raise LayoutError(f"result {s} is read-only")
-            if result.dtype != kind or kind not in (np.float32, np.float64) or not result.flags.c_contiguous:
-                raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32, or all float64")
+            if result.dtype != np.float32 or not result.flags.c_contiguous:
+                raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32")
         if values.shape != positions.shape:
             raise LayoutError(f"{values.size} values were given for {positions.size} positions")
         addresses = np.array([address_of(r) for r in results], np.int64)
@@ -159,7 +157,7 @@ class NumbaKernels(Kernels):
         refused = np.zeros(1, np.int64)
         self._run_places(
             add_to_results, positions.size, addresses, lengths, offsets, positions,
-            np.ascontiguousarray(values, kind), np.array([factor], kind), refused,
+            np.ascontiguousarray(values, np.float32), np.float32(factor), refused,
         )  # fmt: skip
         if refused[0]:
             raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
@@ -172,6 +170,9 @@ class NumbaKernels(Kernels):
             raise LayoutError(f"{result.dtype}, {mean.dtype} and {u.dtype}: all must be float32, or all float64")
         if mean.shape != (n,) or u.shape != (n,):
             raise LayoutError(f"a result of {n} elements was given a mean of {mean.size} and a momentum of {u.size}")
+        if result.dtype == np.float64:
+            ReferenceKernels().dense_update(result, mean, u, parameter, rule)
+            return
         at, code, weight_decay = 0, 0, 0.0
         if parameter is not None and rule.weight_decay:
             weight_decay = float(rule.weight_decay)
@@ -179,7 +180,7 @@ class NumbaKernels(Kernels):
         threads = self._threads_for(n)
         self._team.run(
             threads, update_tiles, -(-n // TILE), result, mean, u, at, code, float(rule.momentum), bool(rule.nesterov),
-            weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), result.dtype),
+            weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), np.float32),
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class NumbaKernels(Kernels):
 
         ``at_once``: it is called right away, so that there is no use in waking a thread for the only chunk.
         """
-        kind = _check_state(u, v)
+        _check_state(u, v)
         integers, reals = make_table(work, v.size)
         segments, selecting = len(work), thresholds is not None
         if thresholds is None:
@@ -212,10 +213,10 @@ class NumbaKernels(Kernels):
             raise LayoutError(
                 f"thresholds have shape {thresholds.shape}; expected ({segments}, {rules.COLUMNS}), contiguous"
             )
-        chunks, room, count, elements = prepare(integers, reals, thresholds, selecting, np.empty(1, kind))
+        chunks, room, count, elements = prepare(integers, reals, thresholds, selecting)
         threads = self._threads_for(elements)
-        scratch = self._workspace.borrow(kind, threads, segments, chunks, room)
-        positions, values = np.empty(count, np.int64), np.empty(count, kind)
+        scratch = self._workspace.borrow(threads, segments, chunks, room)
+        positions, values = np.empty(count, np.int64), np.empty(count, np.float32)
         taken, nonfinite = np.empty(segments, np.int64), np.empty(threads, np.int64)
         begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
         under_way = self._team.start(
@@ -226,7 +227,7 @@ class NumbaKernels(Kernels):
 
         def finish() -> Selection:
             under_way.finish()
-            self._workspace.give_back(kind, scratch)
+            self._workspace.give_back(scratch)
             unfinished, total, met = outcome(taken, nonfinite)
             if unfinished:
                 which = np.flatnonzero(taken == UNFINISHED)
@@ -242,17 +243,15 @@ class NumbaKernels(Kernels):
         return finish
 
 
-def _check_state(u: np.ndarray, v: np.ndarray) -> np.dtype:
-    kind = v.dtype
-    if kind not in (np.float32, np.float64) or u.dtype != kind:
-        raise LayoutError(f"u is {u.dtype} and v is {kind}; both must be float32, or both float64")
+def _check_state(u: np.ndarray, v: np.ndarray) -> None:
+    if v.dtype != np.float32 or u.dtype != np.float32:
+        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
     if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
         raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
     if v.size >= MOST_ELEMENTS:
         raise LayoutError(
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
         )
-    return kind
 
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
@@ -341,20 +340,19 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
         worker: this thread's number, below W.
         progress: (2,) int64: tiles taken, tiles done.
         tiles: number of tiles of TILE elements.
-        result: (n,) float32 or float64, written.
-        mean: (n,) of that type.
-        u: (n,) of that type, in place when there is momentum.
+        result: (n,) float32, written.
+        mean: (n,) float32.
+        u: (n,) float32, in place when there is momentum.
         address: of the parameter, when there is weight decay.
         code: its element type.
-        momentum: rounded to the type, as are ``decay`` and ``scale``.
+        momentum: rounded to float32, as are ``decay`` and ``scale``.
         nesterov: bool.
         decay: 0 for none.
         scale: of the result.
-        strips: (W, STRIP) of the type, scratch; not used without weight decay.
+        strips: (W, STRIP) float32 scratch; not used without weight decay.
     """
     n = result.size
-    kind = result.dtype.type
-    m, d, c = kind(momentum), kind(decay), kind(scale)
+    m, d, c = np.float32(momentum), np.float32(decay), np.float32(scale)
     while True:
         tile = fetch_add(progress, 0, 1)
         if tile >= tiles:
@@ -430,7 +428,7 @@ def _add_part(addresses, lengths, offsets, positions, values, factor, first, las
                 high = middle
         start = offsets[s]
         stop = start + lengths[s]
-        result = carray(at_address(addresses[s]), (lengths[s],), values.dtype)
+        result = carray(at_address(addresses[s]), (lengths[s],), types.float32)
         if p < start or p >= stop:
             return False
         while i < last and positions[i] < stop:
@@ -449,12 +447,12 @@ def add_to_results(worker, progress, parts, addresses, lengths, offsets, positio
         worker: see above.
         progress: see above.
         parts: see above.
-        addresses: (S,) int64, of arrays of the values' type.
+        addresses: (S,) int64, of float32 arrays.
         lengths: (S,) int64, their lengths.
         offsets: (S + 1,) int64, the position where each begins.
         positions: (k,) int64.
-        values: (k,) float32 or float64.
-        factor: (1,) of the values' type.
+        values: (k,) float32.
+        factor: float32.
         refused: (1,) int64, receives 1 when a position lies in no result; other entries may have been added then.
     """
     while True:
@@ -462,6 +460,6 @@ def add_to_results(worker, progress, parts, addresses, lengths, offsets, positio
         if part >= parts:
             break
         first, last = part * PART, min((part + 1) * PART, positions.size)
-        if not _add_part(addresses, lengths, offsets, positions, values, factor[0], first, last):
+        if not _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
             refused[0] = 1
         fetch_add(progress, 1, 1)

@@ -206,17 +206,22 @@ class DeviceKernels(Kernels):
         """Wait until everything enqueued so far has run."""
         self.device.record().synchronize()
 
-    def warm_up(self, dtype: str = "float32") -> None:
-        """Run everything once for buckets of ``dtype``: CuPy compiles a kernel, or loads it, when it first runs."""
-        kind, n = np.dtype(dtype), 8192
+    def warm_up(self) -> None:
+        """Run everything once: CuPy compiles a kernel, or loads it, when it first runs."""
+        for kind in (np.float32, np.float64):
+            self._warm_up(np.dtype(kind))
+
+    def _warm_up(self, kind: np.dtype) -> None:
+        n = 8192
         u, v, g, r = (self.memory.zeros(n, kind) for _ in range(4))
         self.memory.copy_in(g, np.ones(n, kind))
         thresholds, vector = self.new_thresholds(1), self.device.host_array(n, kind)
-        work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
-        for _ in range(2):  # without a threshold, and with one
-            chosen = self.accumulate_and_select(work, u, v, thresholds)
-        self.mask(u, v, chosen.positions, chosen.values, masking=True)
-        self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)
+        if kind == np.float32:
+            work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
+            for _ in range(2):  # without a threshold, and with one
+                chosen = self.accumulate_and_select(work, u, v, thresholds)
+            self.mask(u, v, chosen.positions, chosen.values, masking=True)
+            self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)
         self.begin_packing([Part(0, n, g)], vector)()
         parts = [Part(0, n, result=r, momentum=0.9, limit=1.0)]
         self.exceeds(parts, vector, u, parts)()
@@ -339,7 +344,7 @@ class DeviceKernels(Kernels):
 
         kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
         _check(work, u, v, thresholds)
-        choice = None if thresholds is None else Choice(work, thresholds, kind)
+        choice = None if thresholds is None else Choice(work, thresholds)
         with self._lock, self.device:
             room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _ALIGNMENT
             found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
@@ -478,8 +483,8 @@ def _place_of(array: Array, length: int, what: str) -> tuple[int, int]:
 
 
 def _check(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
-    if v.dtype not in (np.float32, np.float64) or u.dtype != v.dtype or u.size < v.size:
-        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32, or both float64")
+    if v.dtype != np.float32 or u.dtype != np.float32 or u.size < v.size:
+        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
     if v.size >= MOST_ELEMENTS:
         raise LayoutError(
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"

@@ -152,7 +152,7 @@ class CupyDevice(Device):
 
 
 class CupyKernels(DeviceKernels):
-    """The device kernels on one GPU. Both types of state are compiled at construction, so that no step waits for it."""
+    """The device kernels on one GPU. Everything is compiled at construction, so that no step waits for it."""
 
     def __init__(self, number: int = 0) -> None:
         """Compile and run every kernel: seconds, less where CuPy has them in its cache (``~/.cupy/kernel_cache``).
@@ -161,8 +161,7 @@ class CupyKernels(DeviceKernels):
             cupy.cuda.runtime.CUDARuntimeError: there is no such device.
         """
         super().__init__(CupyDevice(number))
-        for dtype in ("float32", "float64"):
-            self.warm_up(dtype)
+        self.warm_up()
 
     def describe(self) -> str:
         """One line for a log: what runs where."""

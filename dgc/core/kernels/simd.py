@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import intrinsic, models, register_jitable, register_model
 
 AHEAD = 512
 """Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32."""
@@ -25,56 +25,35 @@ LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Floats in a vector; also how many entries one look at the threshold covers. Never changes a result."""
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
-_FLOATS = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
-
-
-class _Lanes(types.Type):
-    """LANES numbers that have to do with one type of float."""
-
-    def __init__(self, dtype: types.Float) -> None:
-        self.dtype = dtype
-        super().__init__(name=f"{type(self).__name__}({dtype})")
-
+_WORDS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 
 Compiled: TypeAlias = Any
 """A type or a value of Numba's compiler, which has no types for them."""
 
 
-class Vector(_Lanes):
-    """LANES floats of one type, as a Numba type. It lives in registers: no array of it, no argument of an entry."""
+class Lanes(types.Type):
+    """LANES numbers of 32 bits, as a Numba type. They live in registers: no array, no argument of an entry."""
 
 
-@register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Compiled, kind: Vector) -> None:
-        super().__init__(manager, kind, ir.VectorType(_FLOATS[kind.dtype], LANES))
+VECTOR, THRESHOLD = Lanes("vector"), Lanes("threshold")
+"""float32; and copies of a magnitude's bits, to compare vectors with."""
 
 
-class Threshold(_Lanes):
-    """LANES copies of a magnitude's bits, to compare vectors of the type with."""
-
-
-@register_model(Threshold)
-class _ThresholdModel(models.PrimitiveModel):
-    def __init__(self, manager: Compiled, kind: Threshold) -> None:
-        super().__init__(manager, kind, _bits_type(_FLOATS[kind.dtype]))
-
-
-def _bits_type(element: ir.Type) -> ir.VectorType:
-    return ir.VectorType(_I32 if isinstance(element, ir.FloatType) else _I64, LANES)
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Compiled, kind: Lanes) -> None:
+        super().__init__(manager, kind, _VECTOR if kind is VECTOR else _WORDS)
 
 
 def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     kind = ir.VectorType(value.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, LANES), None))
+    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(_WORDS, None))
 
 
 def _magnitude(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     """The bits of |x|: as integers they are in the order of the magnitudes, with infinity and NaN on top."""
-    kind = _bits_type(vector.type.element)
-    width = kind.element.width
-    return builder.and_(builder.bitcast(vector, kind), ir.Constant(kind, [(1 << (width - 1)) - 1] * LANES))
+    return builder.and_(builder.bitcast(vector, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * LANES))
 
 
 def _place(
@@ -85,17 +64,15 @@ def _place(
 
 @intrinsic
 def load(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
-    """``array[index : index + LANES]`` as a vector."""
-    kind = Vector(array.dtype)
+    """``array[index : index + LANES]``, float32, as a vector."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], *args)
-        vector = context.get_value_type(kind)
-        value = builder.load(builder.bitcast(place, vector.as_pointer()))
-        value.align = array.dtype.bitwidth // 8
+        value = builder.load(builder.bitcast(place, _VECTOR.as_pointer()))
+        value.align = 4
         return value
 
-    return kind(array, types.intp), code
+    return VECTOR(array, types.intp), code
 
 
 _LINE = 64
@@ -141,7 +118,7 @@ def _words(
     place = _place(context, builder, array_type, array, index)
     words = builder.load(builder.bitcast(place, ir.VectorType(ir.IntType(16), LANES).as_pointer()))
     words.align = 2
-    return builder.zext(words, ir.VectorType(_I32, LANES))
+    return builder.zext(words, _WORDS)
 
 
 @intrinsic
@@ -152,51 +129,43 @@ def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Com
     gradients are full, are converted as the integers that they are: as float32 denormals on the way they would take
     a hundred times as long.
     """
-    kind = Vector(types.float32)
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         def same(value: int) -> ir.Constant:
-            return ir.Constant(bits.type, [value] * LANES)
+            return ir.Constant(_WORDS, [value] * LANES)
 
         bits = _words(context, builder, signature.args[0], *args)
-        floats = context.get_value_type(kind)
         magnitude = builder.and_(bits, same(0x7FFF))
         special = builder.icmp_signed(">=", magnitude, same(0x7C00))
         exponent = builder.select(special, same(224 << 23), same(112 << 23))
         normal = builder.add(builder.shl(magnitude, same(13)), exponent)
-        scaled = builder.fmul(builder.sitofp(magnitude, floats), ir.Constant(floats, [2.0**-24] * LANES))
+        scaled = builder.fmul(builder.sitofp(magnitude, _VECTOR), ir.Constant(_VECTOR, [2.0**-24] * LANES))
         is_normal = builder.icmp_signed(">=", magnitude, same(0x0400))
-        value = builder.select(is_normal, normal, builder.bitcast(scaled, bits.type))
+        value = builder.select(is_normal, normal, builder.bitcast(scaled, _WORDS))
         sign = builder.shl(builder.and_(bits, same(0x8000)), same(16))
-        return builder.bitcast(builder.or_(value, sign), floats)
+        return builder.bitcast(builder.or_(value, sign), _VECTOR)
 
-    return kind(words, types.intp), code
+    return VECTOR(words, types.intp), code
 
 
 @intrinsic
 def load_bfloat(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
     """``words[index : index + LANES]``, bfloat16 bits as uint16, as a float32 vector; exact."""
-    kind = Vector(types.float32)
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         bits = _words(context, builder, signature.args[0], *args)
-        shift = ir.Constant(bits.type, [16] * LANES)
-        return builder.bitcast(builder.shl(bits, shift), context.get_value_type(kind))
+        return builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _VECTOR)
 
-    return kind(words, types.intp), code
+    return VECTOR(words, types.intp), code
 
 
 @intrinsic
 def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Compiled) -> Compiled:
-    """``array[index : index + LANES] = vector``, a float32 vector widened where the array is float64."""
+    """``array[index : index + LANES] = vector``."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], args[0], args[1])
-        value, wanted = args[2], context.get_value_type(Vector(array.dtype))
-        if value.type != wanted:
-            value = builder.fpext(value, wanted)
-        done = builder.store(value, builder.bitcast(place, wanted.as_pointer()))
-        done.align = array.dtype.bitwidth // 8
+        builder.store(args[2], builder.bitcast(place, _VECTOR.as_pointer())).align = 4
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), code
@@ -205,7 +174,7 @@ def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Co
 @intrinsic
 def splat(typing_context: Compiled, value: Compiled) -> Compiled:
     """Return a vector of LANES times ``value``."""
-    return Vector(value)(value), lambda context, builder, signature, args: _splat(builder, args[0])
+    return VECTOR(types.float32), lambda context, builder, signature, args: _splat(builder, args[0])
 
 
 @intrinsic
@@ -221,15 +190,13 @@ def multiply(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
 
 
 @intrinsic
-def threshold(typing_context: Compiled, like: Compiled, key: Compiled) -> Compiled:
-    """Spread the magnitude bits ``key`` for comparisons with vectors of the array ``like``'s type."""
-    kind = Threshold(like.dtype)
+def threshold(typing_context: Compiled, key: Compiled) -> Compiled:
+    """Spread the magnitude bits ``key`` for comparisons with vectors."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
-        element = context.get_value_type(kind).element
-        return _splat(builder, builder.trunc(args[1], element) if element.width < 64 else args[1])
+        return _splat(builder, builder.trunc(args[0], _I32))
 
-    return kind(like, types.int64), code
+    return THRESHOLD(types.int64), code
 
 
 @intrinsic
@@ -279,13 +246,7 @@ def at_address(typing_context: Compiled, address: Compiled) -> Compiled:
     return types.voidptr(types.int64), code
 
 
+@register_jitable
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """The same memory as integers of the same size."""
-    return array.view(np.int32 if array.itemsize == 4 else np.int64)
-
-
-@overload(bits_of)
-def _bits_of(array):
-    if array.dtype == types.float32:
-        return lambda array: array.view(np.int32)
-    return lambda array: array.view(np.int64)
+    """The float32 array's memory as int32."""
+    return array.view(np.int32)

@@ -159,21 +159,13 @@ STRIP = 4096
 _UINT64_1 = np.uint64(1)
 
 
-@helper
-def magnitude_mask(itemsize: int) -> int:
-    """Bits of a float without its sign."""
-    return 0x7FFFFFFF if itemsize == 4 else 0x7FFFFFFFFFFFFFFF
-
-
-@helper
-def infinity_key(itemsize: int) -> int:
-    """Bits of infinity."""
-    return 0x7F800000 if itemsize == 4 else 0x7FF0000000000000
+MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
+"""Bits of a float32 without its sign, and those of infinity."""
 
 
 @helper
 def key_of(value: float, like: np.ndarray) -> int:
-    """Bits of a magnitude, rounded to the type of ``like``, (1,) scratch."""
+    """Bits of a magnitude in float32; ``like`` is (1,) float32 scratch."""
     like[0] = value
     return np.int64(bits_of(like)[0])  # type: ignore[return-value]
 
@@ -191,7 +183,6 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
 
     Where finite values add up to infinity, u and v stay what they were, and that counts as one.
     """
-    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
     nonfinite = False
     for i in range(start, stop):
         x = g[i - g0] * scale
@@ -200,16 +191,16 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
         # v's place serves to look at the bits; its old value is back before it is used.
         old = v[i]
         v[i] = x
-        if bits[i] & mask >= infinity:
+        if bits[i] & MAGNITUDE >= INFINITY:
             nonfinite = True
-            x = v.dtype.type(0)
+            x = np.float32(0)
         if form == NO_MOMENTUM:
             velocity = x
             v[i] = old + x
         else:
             velocity = m * u[i] + x
             v[i] = old + (x + m * velocity) if form == NESTEROV else old + velocity
-        if bits[i] & mask >= infinity:
+        if bits[i] & MAGNITUDE >= INFINITY:
             nonfinite = True
             v[i] = old
         elif form != NO_MOMENTUM:
@@ -223,9 +214,8 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
 
     g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
     """
-    mask, infinity = magnitude_mask(v.itemsize), infinity_key(v.itemsize)
     ms, decays_, scales = splat(m), splat(decay), splat(scale)
-    keys, infinities = threshold(v, key), threshold(v, infinity)
+    keys, infinities = threshold(key), threshold(INFINITY)
     nonfinite = False
     i = start
     while i + LANES <= stop:
@@ -264,7 +254,7 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
         nonfinite |= _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, i, stop, m, decay, scale)
         if n <= full:
             for j in range(i, stop):
-                if bits[j] & mask >= key:
+                if bits[j] & MAGNITUDE >= key:
                     positions[n] = j
                     values[n] = v[j]
                     n += 1
@@ -316,16 +306,14 @@ def _half(word):
 
 @helper
 def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):
-    """Update elements ``start`` to ``stop`` of segment s, as ``_sweep``. ``wide``: (2 * STRIP,) scratch of v's type."""
+    """Update elements ``start`` to ``stop`` of segment s, as ``_sweep``. ``wide``: (2 * STRIP,) scratch."""
     offset, length = integers[s, OFFSET], integers[s, LENGTH]
     form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
-    kind = v.dtype.type
-    m, decay, scale = kind(reals[s, MOMENTUM]), kind(reals[s, DECAY]), kind(reals[s, SCALE])
-    own = FLOAT32 if v.itemsize == 4 else FLOAT64
-    g_direct = integers[s, GRADIENT_TYPE] == own
-    p_direct = not decays or integers[s, PARAMETER_TYPE] == own
-    gradient = carray(at_address(integers[s, GRADIENT]), (length,), v.dtype)
-    parameter = carray(at_address(integers[s, PARAMETER]), (length,), v.dtype)
+    m, decay, scale = np.float32(reals[s, MOMENTUM]), np.float32(reals[s, DECAY]), np.float32(reals[s, SCALE])
+    g_direct = integers[s, GRADIENT_TYPE] == FLOAT32
+    p_direct = not decays or integers[s, PARAMETER_TYPE] == FLOAT32
+    gradient = carray(at_address(integers[s, GRADIENT]), (length,), types.float32)
+    parameter = carray(at_address(integers[s, PARAMETER]), (length,), types.float32)
     step = stop - start if g_direct and p_direct else STRIP
     nonfinite = False
     for low in range(start, stop, step):
@@ -396,10 +384,10 @@ def kth_key(bits, starts, counts, first, last, total, k):
     Returns:
         (key, ties): all keys above ``key`` belong to the k largest, and the first ``ties`` equal to it.
     """
-    mask, keys, n = magnitude_mask(bits.itemsize), np.empty(total, bits.dtype), 0
+    keys, n = np.empty(total, np.int32), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
-            keys[n] = bits[i] & mask
+            keys[n] = bits[i] & MAGNITUDE
             n += 1
     key = np.int64(_order_statistic(keys, total - k))
     greater = 0
@@ -411,7 +399,6 @@ def kth_key(bits, starts, counts, first, last, total, k):
 @helper
 def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):
     """Write the k candidates above ``key``, or among the first ``ties`` equal to it, from ``place`` on, in order."""
-    mask = magnitude_mask(bits.itemsize)
     n, end = place, place + k
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
@@ -420,7 +407,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
             # Written in any case and kept by advancing: no branch to mispredict.
             out_positions[n] = positions[i]
             out_values[n] = values[i]
-            candidate = bits[i] & mask
+            candidate = bits[i] & MAGNITUDE
             tie = np.int64(candidate == key) & np.int64(ties > 0)
             ties -= tie
             n += np.int64(candidate > key) | tie
@@ -449,7 +436,7 @@ for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.lear
 
 
 @entry()
-def prepare(integers, reals, thresholds, selecting, like):
+def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
 
     Args:
@@ -457,12 +444,11 @@ def prepare(integers, reals, thresholds, selecting, like):
         reals: (S, 4) float64, in place.
         thresholds: (S, COLUMNS) float64; not read when nothing is selected.
         selecting: whether entries are to be selected.
-        like: (1,) float32 or float64, scratch of the state's type.
 
     Returns:
         Number of chunks, room for the candidates of one thread, number of entries to select, number of elements.
     """
-    chunks, room, out, elements = 0, 0, 0, 0
+    chunks, room, out, elements, like = 0, 0, 0, 0, np.empty(1, np.float32)
     for s in range(len(integers)):
         length, k = integers[s, LENGTH], integers[s, ENTRIES]
         used = rules.threshold(thresholds[s], k, length) if selecting else np.inf
@@ -515,7 +501,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     k, key = integers[s, ENTRIES], integers[s, KEY]
     if k == 0:
         return 0
-    if key >= infinity_key(like.itemsize):
+    if key >= INFINITY:
         return UNFINISHED
     length, used = integers[s, LENGTH], reals[s, USED]
     first = integers[s, FIRST_CHUNK]
@@ -561,23 +547,23 @@ def compress_chunks(
         integers: (S, 13) int64 work table, prepared.
         reals: (S, 4) float64 work table, prepared.
         thresholds: (S, COLUMNS) float64, updated.
-        u: (·,) float32 or float64, in place.
-        v: (·,) of u's type, in place.
+        u: (·,) float32, in place.
+        v: (·,) float32, in place.
         selecting: False updates only.
         room: candidates that one thread may hold.
         chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
         left: (>= S,) int64 scratch: chunks of each segment that are not done.
         positions: (>= W * room,) int32 scratch.
-        values: (>= W * room,) of u's type, scratch.
+        values: (>= W * room,) float32 scratch.
         spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
         nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
         taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
-        out_values: (k,) of u's type, likewise.
+        out_values: (k,) float32, likewise.
     """
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
     v_bits, value_bits = bits_of(v), bits_of(values)
-    wide, like = np.empty(2 * STRIP, v.dtype), np.empty(1, v.dtype)
+    wide, like = np.empty(2 * STRIP, np.float32), np.empty(1, np.float32)
     n = worker * room
     while True:
         c = fetch_add(progress, 0, 1)
@@ -588,7 +574,7 @@ def compress_chunks(
         stop = min(start + CHUNK, integers[s, LENGTH])
         # More than this from one thread alone is too many for the segment, whatever the others find.
         allowed = integers[s, MOST] - spent[worker, s]
-        key = integers[s, KEY] if allowed >= 0 else infinity_key(v.itemsize)
+        key = integers[s, KEY] if allowed >= 0 else INFINITY
         first = n
         n, met = sweep_chunk(
             integers, reals, s, start, stop, u, v, v_bits, key, wide, positions, values, n, n + allowed
@@ -621,36 +607,35 @@ def without_gaps(
 class Scratch:
     """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
 
-    def __init__(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> None:
+    def __init__(self, workers: int, segments: int, chunks: int, room: int) -> None:
         self.sizes = (workers, segments, chunks, workers * room)
         self.chunks = np.empty((3, chunks), np.int64)
         self.left = np.empty(segments, np.int64)
         self.spent = np.empty((workers, segments), np.int64)
         self.positions = np.empty(workers * room, np.int32)
-        self.values = np.empty(workers * room, kind)
+        self.values = np.empty(workers * room, np.float32)
 
 
 class Workspace(threading.local):
     """What a Python thread keeps from call to call: it grows, and stays."""
 
     def __init__(self) -> None:
-        self._scratch: dict[np.dtype, list[Scratch]] = {}
+        self._kept: list[Scratch] = []
 
-    def borrow(self, kind: np.dtype, workers: int, segments: int, chunks: int, room: int) -> Scratch:
-        """Return scratch arrays for buckets of type ``kind`` that have no other user, grown when they are too small."""
-        kept = self._scratch.setdefault(kind, [])
-        if kept:
-            scratch = kept.pop()
+    def borrow(self, workers: int, segments: int, chunks: int, room: int) -> Scratch:
+        """Return scratch arrays that have no other user, grown when they are too small."""
+        if self._kept:
+            scratch = self._kept.pop()
             w, s, c, r = scratch.sizes
             if workers <= w and segments <= s and chunks <= c and workers * room <= r:
                 return scratch
             workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
             room = max(room, -(-r // workers))
-        return Scratch(kind, workers, segments, chunks, room)
+        return Scratch(workers, segments, chunks, room)
 
-    def give_back(self, kind: np.dtype, scratch: Scratch) -> None:
+    def give_back(self, scratch: Scratch) -> None:
         """Keep scratch arrays for the next call."""
-        self._scratch.setdefault(kind, []).append(scratch)
+        self._kept.append(scratch)
 
 
 # -- the choice among all entries, for when no threshold helps ---------------------------------------------------------
@@ -665,36 +650,35 @@ _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
 @helper
 def _count(v, bits, key):
     """How many entries reach ``key``."""
-    mask, keys, count = magnitude_mask(v.itemsize), threshold(v, key), 0
+    keys, count = threshold(key), 0
     whole = v.size // LANES * LANES
     for i in range(0, whole, LANES):
         count += count_bits(reaching(load(v, i), keys))
     for i in range(whole, v.size):
-        count += (bits[i] & mask) >= key
+        count += (bits[i] & MAGNITUDE) >= key
     return count
 
 
 @helper
 def _tally(v, bits, low, high, shift, bins):
     """Histogram of the keys from ``low`` to ``high``, by ``(key - low) >> shift``."""
-    mask = magnitude_mask(v.itemsize)
     bins[:] = 0
-    if low == 0 and high == mask:
+    if low == 0 and high == MAGNITUDE:
         for i in range(v.size):
-            bins[(bits[i] & mask) >> shift] += 1
+            bins[(bits[i] & MAGNITUDE) >> shift] += 1
         return
     # No key is above the largest one, whose successor would be negative.
-    lows, highs = threshold(v, low), threshold(v, min(high, mask - 1) + 1)
-    unlimited = _ALL_LANES if high == mask else np.uint64(0)
+    lows, highs = threshold(low), threshold(min(high, MAGNITUDE - 1) + 1)
+    unlimited = _ALL_LANES if high == MAGNITUDE else np.uint64(0)
     whole = v.size // LANES * LANES
     for i in range(0, whole, LANES):
         x = load(v, i)
         found = reaching(x, lows) & (~reaching(x, highs) | unlimited)
         while found != 0:
-            bins[((bits[i + lowest_bit(found)] & mask) - low) >> shift] += 1
+            bins[((bits[i + lowest_bit(found)] & MAGNITUDE) - low) >> shift] += 1
             found &= found - _UINT64_1
     for i in range(whole, v.size):
-        key = bits[i] & mask
+        key = bits[i] & MAGNITUDE
         if low <= key and key <= high:
             bins[(key - low) >> shift] += 1
 
@@ -702,7 +686,7 @@ def _tally(v, bits, low, high, shift, bins):
 @helper
 def _kth_key_of_all(v, bits, k, bins):
     """The k-th largest key, and how many entries of just that key are among the k largest; more than k are not 0."""
-    low, high, wanted = 0, magnitude_mask(v.itemsize), k
+    low, high, wanted = 0, MAGNITUDE, k
     while low < high:
         shift = 0
         while (high - low) >> shift >= BINS:
@@ -720,15 +704,15 @@ def _kth_key_of_all(v, bits, k, bins):
 @helper
 def _write(v, bits, key, ties, offset, out_positions, out_values):
     """Fill the outputs with the entries above ``key``, or among the first ``ties`` equal to it, in order."""
-    mask, n, i = magnitude_mask(v.itemsize), 0, 0
-    keys = threshold(v, max(key, 1))
+    n, i = 0, 0
+    keys = threshold(max(key, 1))
     while n < out_positions.size:
         last = i + LANES > v.size
-        found = np.uint64((bits[i] & mask) >= max(key, 1)) if last else reaching(load(v, i), keys)
+        found = np.uint64((bits[i] & MAGNITUDE) >= max(key, 1)) if last else reaching(load(v, i), keys)
         while found != 0 and n < out_positions.size:
             j = i + lowest_bit(found)
             found &= found - _UINT64_1
-            tie = (bits[j] & mask) == key
+            tie = (bits[j] & MAGNITUDE) == key
             if not tie or ties > 0:
                 out_positions[n] = offset + j
                 out_values[n] = v[j]
@@ -747,15 +731,15 @@ def select_whole(
         worker: not used.
         progress: (2,) int64: segments taken, segments done.
         count: number of segments.
-        v: (n,) float32 or float64.
+        v: (n,) float32.
         integers: (S, 13) work table.
         thresholds: (S, COLUMNS) float64, updated.
         which: (count,) int64 rows of both.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
-        out_values: (k,) of v's type, likewise.
+        out_values: (k,) float32, likewise.
         taken: (S,) int64, receives the number of entries picked.
     """
-    all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, v.dtype)
+    all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, np.float32)
     while True:
         ticket = fetch_add(progress, 0, 1)
         if ticket >= count:
@@ -780,8 +764,8 @@ def select_whole(
 
 
 @entry()
-def _choose(integers, reals, thresholds, positions, values, starts, counts, like, taken, out_positions, out_values):
-    bits = bits_of(values)
+def _choose(integers, reals, thresholds, positions, values, starts, counts, taken, out_positions, out_values):
+    bits, like = bits_of(values), np.empty(1, np.float32)
     for s in range(len(integers)):
         taken[s] = _conclude(
             integers, reals, thresholds, s, positions, values, bits, starts, counts, like, out_positions, out_values
@@ -797,18 +781,18 @@ class Choice:
         room: how many that makes.
     """
 
-    def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray, kind: np.dtype) -> None:
+    def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray) -> None:
         """Take the work of a pass and what is known from those before it: (S, COLUMNS), updated."""
-        self._thresholds, self._kind = thresholds, kind
+        self._thresholds = thresholds
         self._integers, self._reals = np.zeros((len(work), INTEGERS), np.int64), np.zeros((len(work), REALS))
         self._integers[:, OFFSET] = [w.offset for w in work]
         self._integers[:, LENGTH] = [w.length for w in work]
         self._integers[:, ENTRIES] = [max(0, min(w.k, w.length)) for w in work]
-        _, _, self._k, _ = prepare(self._integers, self._reals, thresholds, True, np.empty(1, kind))
+        _, _, self._k, _ = prepare(self._integers, self._reals, thresholds, True)
         self.most = self._integers[:, MOST]
         self.limits = np.where(self.most > 0, self._reals[:, USED], np.inf)
         self.room = int(self.most.sum())
-        self._positions, self._values = np.empty(self._k, np.int64), np.empty(self._k, kind)
+        self._positions, self._values = np.empty(self._k, np.int64), np.empty(self._k, np.float32)
         self._taken = np.full(len(work), UNFINISHED)
 
     def among(self, places: np.ndarray, values: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -816,7 +800,7 @@ class Choice:
 
         Args:
             places: (n,) int32 in the bucket, in any order.
-            values: (n,) of the state's type.
+            values: (n,) float32.
             totals: (S,) how many candidates each segment had, with those that were not kept.
         """
         order = np.argsort(places)
@@ -831,8 +815,8 @@ class Choice:
         counts[first[used]] = np.searchsorted(places, offsets[used] + lengths[used]) - starts[first[used]]
         counts[first[used & (totals > self.most)]] = UNFINISHED
         _choose(
-            self._integers, self._reals, self._thresholds, places, values, starts, counts, np.empty(1, self._kind),
-            self._taken, self._positions, self._values,
+            self._integers, self._reals, self._thresholds, places, values, starts, counts, self._taken,
+            self._positions, self._values,
         )  # fmt: skip
         return np.flatnonzero(self._taken == UNFINISHED)
 

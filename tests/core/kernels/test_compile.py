@@ -15,10 +15,9 @@ FROM_THE_CACHE = """
     from dgc.core.kernels import cpu
     from dgc.core.kernels.cpu import NumbaKernels
     positions = np.array([3, 299_999])
-    for dtype in (np.float32, np.float64):
-        u, v = np.zeros((2, 300_000), dtype)
-        NumbaKernels(2).mask(u, v, positions, np.full(2, -2, dtype), masking=True)
-        assert (v.sum(), v[299_999]) == (4, 2)
+    u, v = np.zeros((2, 300_000), np.float32)
+    NumbaKernels(2).mask(u, v, positions, np.full(2, -2, np.float32), masking=True)
+    assert (v.sum(), v[299_999]) == (4, 2)
     stats = cpu.mask_places.stats
     print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
@@ -32,7 +31,7 @@ def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
     assert [d.returncode for d in both] == [0, 0], [d.stderr for d in both]
     later = run_script(FROM_THE_CACHE, **cache)
     assert later.returncode == 0, later.stderr
-    assert later.stdout.split() == ["2", "0"], "hits and misses of a later process"
+    assert later.stdout.split() == ["1", "0"], "hits and misses of a later process"
 
 
 @pytest.mark.timeout(1500)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from device_tools import PATTERNS, Bucket, assert_same_selection, convert, draw, same_bits
+from device_tools import Bucket, assert_same_selection, same_bits
 from fake_device import counts, device, fake_kernels, host, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import KINDS, as_type, entries
 
 from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
@@ -24,8 +25,8 @@ def _quiet():
         yield
 
 
-def bucket_of(lengths, dtype="float32"):
-    return Bucket(lengths, dtype, fake_kernels(), lambda a: device(np.array(a)), host)
+def bucket_of(lengths):
+    return Bucket(lengths, fake_kernels(), lambda a: device(np.array(a)), host)
 
 
 def select(bucket, gradients, parameters, options):
@@ -39,18 +40,17 @@ def select(bucket, gradients, parameters, options):
     seed=st.integers(0, 2**20),
     lengths=st.lists(st.sampled_from([0, 1, 3, 31, 1000, 4095, 4096, 4097, 9001]), min_size=1, max_size=4),
     density=st.sampled_from([0.001, 0.01, 0.2, 1.0]),
-    pattern=st.sampled_from(PATTERNS),
+    pattern=st.sampled_from(KINDS),
     kind=st.sampled_from(["float32", "float16", "bfloat16", "float64"]),
-    dtype=st.sampled_from(["float32", "float64"]),
     momentum=st.sampled_from([0.0, 0.9]),
     nesterov=st.booleans(),
     decay=st.sampled_from([0.0, 1e-2]),
 )
-def test_a_first_step_equals_the_reference(seed, lengths, density, pattern, kind, dtype, momentum, nesterov, decay):
+def test_a_first_step_equals_the_reference(seed, lengths, density, pattern, kind, momentum, nesterov, decay):
     rng = np.random.default_rng(seed)
-    bucket = bucket_of(lengths, dtype)
-    gradients = [convert(draw(rng, n, pattern) if n else np.zeros(0), kind) for n in lengths]
-    parameters = [convert(rng.standard_normal(n), kind) for n in lengths] if decay else None
+    bucket = bucket_of(lengths)
+    gradients = [as_type(entries(rng, pattern, n), kind) for n in lengths]
+    parameters = [as_type(rng.standard_normal(n), kind) for n in lengths] if decay else None
     options = [
         dict(k=max(1, int(n * density)), momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=0.37)
         for n in lengths
@@ -62,17 +62,16 @@ def test_a_first_step_equals_the_reference(seed, lengths, density, pattern, kind
     assert_same_selection(got, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_candidates_entries_and_thresholds_equal_the_cpu_backends(dtype):
+def test_candidates_entries_and_thresholds_equal_the_cpu_backends():
     """Over steps with a jump and a fall; a segment is longer than a chunk of the CPU's, one has a high density."""
     cpu = NumbaKernels(1)
     rng = np.random.default_rng(5)
     lengths, ks = [300000, 3000, 12000, 50000], [60, 30, 12, 5000]
-    bucket = bucket_of(lengths, dtype)
+    bucket = bucket_of(lengths)
     u, v, thresholds = bucket.u.copy(), bucket.v.copy(), cpu.new_thresholds(4)
     for step in range(12):
         scale = {6: 100.0, 9: 0.0}.get(step, 1.0)
-        gradients = [(draw(rng, n, "heavy") * scale).astype(dtype) for n in lengths]
+        gradients = [(entries(rng, "heavy", n) * scale).astype(np.float32) for n in lengths]
         got, theirs = select(bucket, gradients, None, [dict(k=k, momentum=0.9) for k in ks])
         wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
         assert_same_selection(got, wanted)
@@ -162,7 +161,7 @@ def test_a_vector_is_packed_with_zeros_between_its_tensors():
     """The vector's memory is used again and again."""
     rng, kernels = np.random.default_rng(0), fake_kernels()
     gradients = [
-        convert(rng.standard_normal(n), kind) for n, kind in ((5, "bfloat16"), (33, "float16"), (64, "float32"))
+        as_type(rng.standard_normal(n), kind) for n, kind in ((5, "bfloat16"), (33, "float16"), (64, "float32"))
     ]
     offsets, vector = [16, 32, 80], kernels.device.host_array(160, np.float32)
     parts = [Part(o, g.size, device(g), scale=0.5) for o, g in zip(offsets, gradients, strict=True)]
@@ -194,7 +193,7 @@ def test_sums_of_squares_equal_the_reference(monkeypatch):
     monkeypatch.setattr(device_module, "SQUARED_AT_ONCE", 4096)
     rng = np.random.default_rng(0)
     sizes = ((1, "float32"), (4096, "float16"), (10001, "float32"), (0, "float32"), (77, "float64"), (500, "bfloat16"))
-    gradients = [convert(rng.standard_normal(n), kind) for n, kind in sizes]
+    gradients = [as_type(rng.standard_normal(n), kind) for n, kind in sizes]
     gradients[2][7] = np.inf
     kernels = fake_kernels()
     np.testing.assert_allclose(
@@ -274,10 +273,9 @@ def test_memory():
         memory.copy_in(array, np.zeros(9))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_warming_up_launches_every_kernel(dtype):
+def test_warming_up_launches_every_kernel():
     counts.clear()
-    fake_kernels().warm_up(dtype)
+    fake_kernels().warm_up()
     assert {name for name in counts if name.startswith("dgc_")} == {f"dgc_{name}" for name in device_module.TEXTS}
 
 

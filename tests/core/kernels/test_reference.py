@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgc.core.kernels.base import MomentumRule, SegmentWork
+from dgc.core.kernels.base import HostMemory, MomentumRule, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels, as_float, effective_gradient, top_k
 from dgc.errors import LayoutError
 
@@ -58,6 +58,11 @@ def test_what_is_not_finite_counts_as_zero_and_is_met(bad):
     assert ReferenceKernels().accumulate(work, u, v)
     assert (u.tolist(), v.tolist()) == ([0.5, 1.5], [1.5, 2.5])
     assert ReferenceKernels().sums_of_squares([work[0].gradient, np.empty(0)]).tolist() == [1, 0]
+
+
+def test_squares_are_summed_in_float64():
+    """In float32 the sum would overflow."""
+    assert HostMemory().sum_of_squares(np.full(2, 2e19, np.float32)) == pytest.approx(8e38)
 
 
 def test_positions_count_from_the_beginning_of_the_bucket():

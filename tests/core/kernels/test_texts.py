@@ -50,8 +50,7 @@ def sources():
     from cupy._core import _carray, _kernel
 
     launched.clear()
-    for dtype in ("float32", "float64"):
-        fake_kernels().warm_up(dtype)
+    fake_kernels().warm_up()
     assert {name for name, _ in launched} == {f"dgc_{name}" for name in TEXTS}
     made = {}
     for (name, kind), arguments in launched.items():

@@ -216,16 +216,14 @@ def test_entries_that_crowd_in_one_place(kernels, hot):
         assert len(trainee.step(g)) == 1000
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("n", [5000, 300_000])
-def test_every_value_of_every_size(kernels, dtype, n):
+def test_every_value_of_every_size(kernels, n):
     """Magnitudes over the whole range of the type, so that a histogram has to go all the way down."""
     rng = np.random.default_rng(10)
-    trainee = Trainee(kernels, n, n // 10, dtype)
-    wide = 37 if dtype == "float32" else 300
+    trainee = Trainee(kernels, n, n // 10)
     for k in (1, 7, n // 1000 + 1, n // 10, n - 1, n):
         trainee.v[:] = 0
-        g = (rng.standard_normal(n) * 10.0 ** rng.uniform(-wide, wide, n)).astype(dtype)
+        g = (rng.standard_normal(n) * 10.0 ** rng.uniform(-37, 37, n)).astype(np.float32)
         g[rng.random(n) < 0.1] = 0
         assert len(trainee.step(g, k)) == min(k, np.count_nonzero(g))
 

@@ -12,24 +12,15 @@ def offsets_of(lengths):
     return np.concatenate([[0], np.cumsum([-(-n // ALIGNMENT) * ALIGNMENT for n in lengths])]).astype(np.int64)
 
 
-def as_bfloat16(array):
-    return (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def convert(array, kind):
-    return as_bfloat16(array) if kind == "bfloat16" else array.astype(kind)
-
-
 class Bucket:
     """A bucket's state twice: on the device (through ``to_device`` and ``to_host``) and for the reference."""
 
-    def __init__(self, lengths, dtype, kernels, to_device=np.array, to_host=np.array):
+    def __init__(self, lengths, kernels, to_device=np.array, to_host=np.array):
         self.lengths, self.offsets = lengths, offsets_of(lengths)
         n = int(self.offsets[-1])
-        self.dtype = np.dtype(dtype)
         self.kernels, self.reference = kernels, ReferenceKernels()
         self.to_device, self.to_host = to_device, to_host
-        self.u, self.v = np.zeros(n, dtype), np.zeros(n, dtype)
+        self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         self.device_u, self.device_v = to_device(self.u), to_device(self.v)
         self.thresholds = kernels.new_thresholds(len(lengths))
 
@@ -56,35 +47,6 @@ def same_bits(a, b):
     kind = f"u{a.dtype.itemsize}"
     different = (a.view(kind) != b.view(kind)) & ~(np.isnan(a) & np.isnan(b))
     assert not different.any(), (np.flatnonzero(different)[:5], a[different][:5], b[different][:5])
-
-
-PATTERNS = ("normal", "heavy", "ties", "constant", "zeros", "few", "tiny", "huge", "broken")
-
-
-def draw(rng, length, pattern):
-    """Gradients of one tensor."""
-    if pattern == "normal":
-        return rng.standard_normal(length) * 0.1
-    if pattern == "heavy":
-        return rng.standard_t(1.5, length) * 0.01
-    if pattern == "ties":
-        return rng.integers(-3, 4, length) * 0.125
-    if pattern == "constant":
-        return np.full(length, -0.5)
-    if pattern == "zeros":
-        return np.zeros(length)
-    if pattern == "few":
-        g = np.zeros(length)
-        g[rng.integers(0, length, 5)] = rng.standard_normal(5)
-        return g
-    if pattern == "tiny":
-        return rng.standard_normal(length) * 1e-42
-    if pattern == "huge":
-        return rng.standard_normal(length) * 1e37
-    assert pattern == "broken"
-    g = rng.standard_normal(length)
-    g[rng.integers(0, length, 3)] = [np.inf, -np.inf, np.nan]
-    return g
 
 
 def assert_same_selection(got, wanted):

@@ -103,14 +103,14 @@ class Tally:
 class Trainee:
     """One tensor that is compressed step after step, each selection checked."""
 
-    def __init__(self, kernels: Kernels, n: int, k: int, dtype: str = "float32", **flags: object) -> None:
+    def __init__(self, kernels: Kernels, n: int, k: int, **flags: object) -> None:
         """Start from zeros."""
         self.kernels = kernels
         self.n, self.k, self.flags = n, k, flags
-        self.u, self.v = np.zeros(n, dtype), np.zeros(n, dtype)
+        self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         self.thresholds = kernels.new_thresholds(1)
         self.tally = Tally()
-        self.sent = np.zeros(n, dtype)
+        self.sent = np.zeros(n, np.float32)
         self._short = 0
 
     def step(self, gradient: np.ndarray, k: int | None = None) -> np.ndarray:
