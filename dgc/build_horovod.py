@@ -201,11 +201,7 @@ EDITS = (
 
 
 def apply_edits(source: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply `edits` to the files under `source`, all of them or none.
-
-    Raises:
-        BuildError: a file is missing, or a line is not found exactly once.
-    """
+    """Apply `edits` to the files under `source`, all of them or none."""
     changed: dict[Path, list[str]] = {}
     for path, old, new, why in edits:
         file = source / path
@@ -438,11 +434,7 @@ LOG_TAIL_LINES = 40
 
 
 def run_logged(what: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in `log`, showing the elapsed time and the last line at intervals.
-
-    Raises:
-        BuildError: the command failed; holds the last lines of the log and the first error in it.
-    """
+    """Run a command with its output in `log`, showing the elapsed time and the last line at intervals."""
     say(f"{what} (log: {log})")
     begin = time.monotonic()
 

@@ -58,16 +58,7 @@ class Costs:
 
 
 def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
-    """Time steps of a model with so many elements. Collective, and the same on all ranks.
-
-    Args:
-        transport: connects the ranks, at least two; nothing else uses it meanwhile.
-        elements: of the model.
-        sparsity: share of entries held back.
-
-    Raises:
-        DGCError: a collective failed, or a rank could not measure.
-    """
+    """Time steps of a model with so many elements. Collective, and the same on all ranks."""
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = DGCConfig(momentum=0.9, nesterov=False, weight_decay=0.0, sparsity=(sparsity,))
     with contextlib.ExitStack() as opened:
@@ -124,14 +115,7 @@ def _median(step: Callable[[], None]) -> float:
 
 
 def elements_of(model: str) -> int:
-    """Number of parameters of a model that a function without arguments makes.
-
-    Args:
-        model: "module:function"; what it returns has ``named_parameters()``.
-
-    Raises:
-        ConfigError: it cannot be imported or made.
-    """
+    """Number of parameters of what the function without arguments that ``model`` names ("module:function") returns."""
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -142,12 +126,7 @@ def elements_of(model: str) -> int:
 
 
 def run(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
-    """Measure, and write the result on rank 0; 1 with one line where that is not possible.
-
-    Args:
-        arguments: ``parameters``, ``model``, ``sparsity``.
-        connect: makes the job's transport.
-    """
+    """Measure, and write the result on rank 0; 1 with one line where that is not possible."""
     try:
         elements = elements_of(arguments.model) if arguments.model else arguments.parameters
         if elements < 1:

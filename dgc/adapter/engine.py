@@ -85,11 +85,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def fail(self, error: DGCError) -> NoReturn:
-        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange.
-
-        Raises:
-            DGCError: always.
-        """
+        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
 
     @abc.abstractmethod
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -97,11 +93,7 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _take_state(self, saved: dict[str, Any]) -> None:
-        """Hand a state that is not empty to the exchanges.
-
-        Raises:
-            LayoutError: it belongs to another model, rank or number of ranks.
-        """
+        """Hand a state that is not empty to the exchanges."""
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The state under this model's names, where they may differ from those it was saved under."""
@@ -122,14 +114,7 @@ class EngineBase(abc.ABC):
             self._nodes = [self.between]
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
-        """Run this rank's part of the construction on all ranks, and compare what came of it.
-
-        Args:
-            build: sets :attr:`adoption` and returns the layout; its error is raised on all ranks.
-
-        Raises:
-            DGCError: tensors, shapes, types or their options differ between ranks, or ``build`` failed on one.
-        """
+        """Run this rank's part of the construction on all ranks, and compare what came of it."""
 
         def described() -> dict[str, str]:
             self.layout = build()
@@ -235,35 +220,19 @@ class EngineBase(abc.ABC):
         return "dense"
 
     def require_open(self, what: str) -> None:
-        """Refuse what would ask the other ranks.
-
-        Raises:
-            TransportError: the engine was closed.
-        """
+        """Refuse what would ask the other ranks."""
         if self._is_closed:
             raise TransportError(
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
 
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
-        """Refuse what would use the transport, or read the state, beside a step.
-
-        Args:
-            what: is called, for the message.
-            whole: also refuse it after a step that failed, which is half in the state.
-
-        Raises:
-            LayoutError: a step is under way on this rank, or one has failed.
-        """
+        """Refuse what would use the transport, or read the state, beside a step."""
         for exchange in self._exchanges:
             (exchange.require_whole if whole else exchange.require_between_steps)(what)
 
     def applied(self) -> None:
-        """The results of the latest exchange were applied: the step counts.
-
-        Raises:
-            LayoutError: called in the middle of a step.
-        """
+        """The results of the latest exchange were applied: the step counts."""
         self.require_between_steps("applied()")
         for exchange in self._exchanges:
             exchange.applied()
@@ -271,11 +240,7 @@ class EngineBase(abc.ABC):
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: that of :meth:`dgc.core.exchange.exchange.Exchange.state_dict`, of all exchanges in one.
-
-        Raises:
-            LayoutError: called in the middle of a step, or after one that failed.
-        """
+        """This rank's state, as :meth:`~dgc.core.exchange.exchange.Exchange.state_dict`, of all exchanges in one."""
         self._decide()
         states = [exchange.state_dict() for exchange in self._exchanges]
         parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
@@ -283,11 +248,7 @@ class EngineBase(abc.ABC):
         return {**whole, **self._extra_state(states)}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Look whether :meth:`load_state_dict` will take a state; changes nothing. Local: no communication.
-
-        Raises:
-            LayoutError: it belongs to another model, rank, number of ranks or op, or is damaged.
-        """
+        """Look whether :meth:`load_state_dict` will take a state; changes nothing. Local: no communication."""
         if is_empty(saved):
             return
         require_place(saved, op=self._config.op, **self.between.rank_info())
@@ -334,11 +295,7 @@ class EngineBase(abc.ABC):
 
 
 def _require_extras(saved: Mapping[str, Any]) -> None:
-    """What the frameworks add to a state must be what they can read.
-
-    Raises:
-        LayoutError: it is not.
-    """
+    """What the frameworks add to a state must be what they can read."""
     for key in ("names", "kinds"):
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
@@ -371,15 +328,7 @@ def holds_nothing(state: Mapping[str, Any]) -> bool:
 
 
 def require_states(state: object, resize: bool) -> list[Any]:
-    """What was given to ``load_state_dict`` as a list of states, of which some may be None.
-
-    Args:
-        state: one state; with ``resize`` also the list of all old ranks'.
-        resize: as in ``load_state_dict``.
-
-    Raises:
-        LayoutError: it is something else, or a list without ``resize``.
-    """
+    """What was given to ``load_state_dict`` as a list of states, of which some may be None."""
     if isinstance(state, Mapping):
         return [state]
     if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
@@ -409,9 +358,6 @@ def own_state(
         transport: of this job.
         rampup_begin_step: as in :func:`dgc.core.state.resized`.
         op: as in :func:`dgc.core.state.resized`.
-
-    Raises:
-        LayoutError: they are not those of all its ranks, of one step and one model.
     """
     first, size = states[0], states[0].get("size")
     if first.get("nodes") is not None:
@@ -496,9 +442,5 @@ class Uncopied:
     """What cannot be done, why, and what to do instead."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Neither ``copy`` nor ``pickle``.
-
-        Raises:
-            TypeError: always.
-        """
+        """Neither ``copy`` nor ``pickle``."""
         raise TypeError(self.uncopied)

@@ -62,27 +62,15 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def require_ready(self) -> object:
-        """Every constructor that meets other ranks begins here.
-
-        Raises:
-            ConfigError: the library is missing or not initialised, or its ranks come and go.
-        """
+        """Every constructor that meets other ranks begins here."""
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """The ranks that a compressor or its wrapper names; these when neither names any.
-
-        Raises:
-            ConfigError: they name two different sets, or something else.
-        """
+        """The ranks that a compressor or its wrapper names; these when neither names any."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
-        """A reduce op of the library, or its name, as "average" or "sum".
-
-        Raises:
-            ConfigError: neither.
-        """
+        """A reduce op of the library, or its name, as "average" or "sum"."""
 
     @abc.abstractmethod
     def gather(self, value: object, question: str) -> list[Any]:
@@ -91,9 +79,6 @@ class Job(abc.ABC):
         Args:
             value: what this rank answers; JSON must know it.
             question: the same on all ranks, and not asked twice at the same time.
-
-        Raises:
-            TransportError: a collective failed.
         """
 
     @abc.abstractmethod
@@ -103,10 +88,6 @@ class Job(abc.ABC):
         Args:
             choice: "auto", or a name from :data:`dgc.transport.choice.CHOICES`; or a transport, to be used as it is
                 (then on every rank).
-
-        Raises:
-            ConfigError: unknown or differing choices, or this process is not one of the ranks.
-            TransportError: "mpi" was asked for and some rank cannot use it.
         """
 
 
@@ -131,19 +112,11 @@ class Horovod(Job):
 
     @abc.abstractmethod
     def load(self) -> ModuleType:
-        """Import it.
-
-        Raises:
-            ImportError: it is missing, or was built for another version; whatever the framework itself raises then.
-        """
+        """Import it."""
 
     @abc.abstractmethod
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
-        """The ranks' (m_r,) uint8 messages joined in rank order. Collective.
-
-        Raises:
-            TransportError: Horovod's collective failed.
-        """
+        """The ranks' (m_r,) uint8 messages joined in rank order. Collective."""
 
     @abc.abstractmethod
     def own_transport(self) -> Transport:
@@ -152,15 +125,7 @@ class Horovod(Job):
     # -- the module ----------------------------------------------------------------------------------------------
 
     def module(self, initialized: bool = True) -> ModuleType:
-        """Import Horovod.
-
-        Args:
-            initialized: also require that ``hvd.init()`` has been called.
-
-        Raises:
-            ConfigError: it is missing, was built without or for another version of the framework, or is not
-                initialised.
-        """
+        """Import Horovod."""
         hint = f"Build Horovod for the installed {self.framework} with: python -m dgc build-horovod --install"
         try:
             hvd = self.load()
@@ -221,11 +186,7 @@ class Horovod(Job):
         return job
 
     def require_member(self) -> ProcessSet:
-        """The process set, with this process in it.
-
-        Raises:
-            ConfigError: Horovod is not ready, does not know the set, or this process is not in it.
-        """
+        """The process set, with this process in it."""
         hvd, members = self.module(), self.members
         if members.process_set_id is None:
             raise ConfigError(
@@ -236,11 +197,7 @@ class Horovod(Job):
         return members
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
-        """Whether this process exchanges nothing: one rank, or outside the set; None before ``hvd.init()``.
-
-        Raises:
-            ConfigError: Horovod is missing, or it is no process set.
-        """
+        """Whether this process exchanges nothing: one rank, or outside the set; None before ``hvd.init()``."""
         job = self.of(process_set)
         if not self.module(initialized=False).is_initialized():
             return None
@@ -255,11 +212,7 @@ class Horovod(Job):
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
 
     def unique_name(self, prefix: str) -> str:
-        """A beginning of tensor names that nothing else of the job uses. Collective.
-
-        Raises:
-            TransportError: Horovod's collective failed.
-        """
+        """A beginning of tensor names that nothing else of the job uses. Collective."""
         # A rank may have met others in other process sets before; the largest number is new to all members.
         numbers = self.gather(next(_instances), f"{prefix}.number")
         return f"{prefix}.{self.members.process_set_id}.{max(numbers)}"
@@ -286,11 +239,7 @@ class Horovod(Job):
         raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
 
     def reduce_op(self, op: object) -> object:
-        """Horovod's constant for "average" or "sum"; anything but a text as it is.
-
-        Raises:
-            ConfigError: another text.
-        """
+        """Horovod's constant for "average" or "sum"; anything but a text as it is."""
         if not isinstance(op, str):
             return op
         hvd = self.module(initialized=False)
@@ -351,16 +300,7 @@ def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
 
 
 def check_placeholder(value: float, *, op: str, size: int) -> None:
-    """Look at what Horovod made of a 1.0 from every rank: it betrays another op, and ranks that have joined.
-
-    Args:
-        value: the reduced placeholder.
-        op: "average" or "sum", the compressor's.
-        size: number of ranks.
-
-    Raises:
-        ConfigError: Horovod does something else than the compressor.
-    """
+    """Look at what Horovod made of a 1.0 from every rank: it betrays another op, and ranks that have joined."""
     expected = float(size) if op == "sum" else 1.0
     if abs(value - expected) < 1e-3:
         return

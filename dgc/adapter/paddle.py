@@ -86,11 +86,7 @@ Regularizer = L1Decay | L2Decay | None
 
 
 def check_regularizer(value: Any, what: str) -> Regularizer:
-    """Return ``value`` if it is a regulariser or None.
-
-    Raises:
-        ArgumentError: it is something else, or its coefficient is no finite number >= 0.
-    """
+    """Return ``value`` if it is a regulariser or None."""
     require(
         value is None or isinstance(value, (L1Decay, L2Decay)),
         f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
@@ -207,11 +203,7 @@ class PaddleOptions:
         return parameter.numel >= max(1, self.min_numel) and parameter.dtype in self.dtypes
 
     def check_rate_is_number(self) -> None:
-        """For PyTorch, whose schedulers change a number.
-
-        Raises:
-            ConfigError: ``learning_rate`` is no finite number >= 0.
-        """
+        """For PyTorch, whose schedulers change a number."""
         try:
             number = float(self.learning_rate)  # a tensor, too
         except (TypeError, ValueError):
@@ -220,11 +212,7 @@ class PaddleOptions:
             raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number >= 0")
 
     def check_ranks(self, ranks: int) -> None:
-        """Compare ``num_trainers`` with the job.
-
-        Raises:
-            ArgumentError: it is given and wrong; the clipping threshold would be, too.
-        """
+        """Compare ``num_trainers`` with the job."""
         require(
             self.num_trainers is None or self.num_trainers == ranks,
             f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
@@ -233,11 +221,7 @@ class PaddleOptions:
 
 
 def require_parameters(params: object) -> None:
-    """Say what is missing where Paddle's arguments stand without ``params`` before them.
-
-    Raises:
-        TypeError: ``params`` is None or a number.
-    """
+    """Say what is missing where Paddle's arguments stand without ``params`` before them."""
     if params is None or isinstance(params, (int, float)):
         raise TypeError(
             "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
@@ -336,11 +320,7 @@ def as_state_error() -> Iterator[None]:
 
 
 def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a state in which something is missing.
-
-    Raises:
-        StateError: names the first missing key.
-    """
+    """Refuse a state in which something is missing."""
     for key in keys:
         if key not in saved:
             raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")
@@ -361,12 +341,7 @@ def flat(
     allowed: str = "an array",
     flat_too: bool = False,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of :func:`shaped`; ``flat_too``: buffers may be flat already. Unknown names are not compared.
-
-    Raises:
-        StateError: another shape or type.
-        RuntimeError: a value is no array.
-    """
+    """The inverse of :func:`shaped`; ``flat_too``: buffers may be flat already. Unknown names are not compared."""
     result: dict[str, dict[str, np.ndarray]] = {}
     for name, entry in parameters.items():
         result[name] = {}

@@ -160,11 +160,7 @@ def words_for(bits: int) -> int:
 
 
 def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
-    """The first ``nbytes`` of what is left of a message, to be read, or written by the codec ``what``.
-
-    Raises:
-        WireError: ``array`` is no contiguous (m,) uint8, or shorter (a truncated message).
-    """
+    """The first ``nbytes`` of what is left of a message, to be read, or written by the codec ``what``."""
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise WireError(
             f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
@@ -464,11 +460,7 @@ class IntegerValues(_Quantized):
         self._write(block, scales, codes)
 
     def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
-        """Read such groups and add them to (N,) float32 ``sums``.
-
-        Raises:
-            WireError: the block is damaged; nothing was added.
-        """
+        """Read such groups and add them to (N,) float32 ``sums``."""
         from dgc.core import loops
 
         scales, codes = self._read(block, int(bounds[-1]), starts.size)
@@ -576,22 +568,14 @@ def value_codec_names() -> tuple[str, ...]:
 
 
 def index_codec(name: str) -> IndexCodec:
-    """Return the index codec of this name.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
+    """Return the index codec of this name."""
     if name not in _INDEX_CODECS:
         raise _unknown(name, "indices", _INDEX_CODECS)
     return _INDEX_CODECS[name]
 
 
 def value_codec(name: str) -> ValueCodec:
-    """Return the value codec of this name.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
+    """Return the value codec of this name."""
     if name not in _VALUE_CODECS:
         raise _unknown(name, "values", _VALUE_CODECS)
     return _VALUE_CODECS[name]
@@ -608,11 +592,7 @@ class SparseCodec:
     """Selected entries of one bucket at one density, through an index codec and a value codec."""
 
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
-        """Look up the codecs.
-
-        Raises:
-            ConfigError: an unknown codec name; the message lists the valid ones.
-        """
+        """Look up the codecs."""
         self._bucket = bucket
         n = bucket.sparse_size
         self.indices = index_codec(indices)
@@ -637,11 +617,7 @@ class SparseCodec:
         return self.values.decode(out[values_at:], len(values), bounds)[0]
 
     def decode(self, payload: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read a payload: (count,) int64 positions and (count,) values.
-
-        Raises:
-            WireError: the payload is damaged.
-        """
+        """Read a payload: (count,) int64 positions and (count,) values."""
         n = self._bucket.sparse_size
         if not 0 <= count <= n:
             raise WireError(f"the message claims {count} entries in a bucket of {n} elements. It is damaged.")
@@ -657,11 +633,7 @@ class SmallCodec:
     """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
-        """Look up the codec.
-
-        Raises:
-            ConfigError: an unknown name; the message lists the valid ones.
-        """
+        """Look up the codec."""
         self.values = value_codec(name)
         self.size = bucket.small_size
         segments = [s for s in bucket.small if s.length]
@@ -683,11 +655,7 @@ class SmallCodec:
         left[self._places] = values - self.values.decode(out, values.size, self._bounds)[0]
 
     def add(self, data: np.ndarray, sums: np.ndarray) -> None:
-        """Read a block and add it to ``sums``, (N,) float32.
-
-        Raises:
-            WireError: the block is damaged.
-        """
+        """Read a block and add it to ``sums``, (N,) float32."""
         with np.errstate(over="ignore", invalid="ignore"):
             if isinstance(self.values, IntegerValues):
                 self.values.add_apart(data, self._starts, self._bounds, sums)

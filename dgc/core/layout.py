@@ -93,11 +93,7 @@ class Bucket:
         return np.array([s.slice.stop for s in self.sparse], np.int64)
 
     def bounds(self, positions: np.ndarray) -> np.ndarray:
-        """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number.
-
-        Raises:
-            WireError: a position lies in the padding between tensors.
-        """
+        """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number."""
         bounds = np.searchsorted(positions, self.sparse_offsets)
         used = np.flatnonzero(np.diff(bounds))
         if (positions[bounds[used + 1] - 1] >= self.sparse_ends[used]).any():

@@ -147,9 +147,6 @@ def plan_for(
         ranks: P.
         small: name of the value codec for the small tensors; "float32" is what all dense tensors are sent as.
         selection: what writes the payload, where selected entries do without an algorithm.
-
-    Raises:
-        LayoutError: the message would reach 2 GiB.
     """
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes

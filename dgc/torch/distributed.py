@@ -42,11 +42,7 @@ class DistributedJob(Job):
     """The ranks of a ``torch.distributed`` process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take a group, or all ranks if None.
-
-        Raises:
-            ConfigError: torch.distributed is missing or not initialised.
-        """
+        """Take a group, or all ranks if None."""
         self._group = group
         self.require_ready()
 
@@ -106,9 +102,6 @@ class DistributedJob(Job):
 
         Args:
             tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job.
-
-        Raises:
-            TransportError: a collective failed.
         """
         ranks = self.ranks()
         pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -139,13 +132,6 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
     """Refuse FSDP2's parameters unless all are sharded, among other ranks than those that exchange.
 
     Beside shards on a single rank, which are whole, there may be others.
-
-    Args:
-        named: (name, parameter) pairs.
-        job: whose ranks exchange.
-
-    Raises:
-        ConfigError: on every rank.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     outside = [(name, p) for name, p in trained if not is_sharded(p)]
@@ -174,11 +160,7 @@ def _shown(name: str, p: torch.Tensor) -> str:
 
 
 def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
-    """The ranks of a process group; without one Horovod's if it is initialised, else torch's.
-
-    Raises:
-        ConfigError: a group is given, and torch.distributed is not initialised.
-    """
+    """The ranks of a process group; without one Horovod's if it is initialised, else torch's."""
     hvd = sys.modules.get("horovod.torch")
     horovod_runs = hvd is not None and hvd.is_initialized()
     if group is not None or (dist.is_available() and dist.is_initialized() and not horovod_runs):
@@ -187,11 +169,7 @@ def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
 
 
 def horovod_of_all_ranks(job: Job, process_set: Any) -> ModuleType:
-    """Horovod, which averages dense gradients, on all ranks. Collective over the ranks that will exchange.
-
-    Raises:
-        ConfigError: it is missing or not initialised, or another rank has a compressor.
-    """
+    """Horovod, which averages dense gradients, on all ranks. Collective over the ranks that will exchange."""
     try:
         hvd = HOROVOD.module()
     except ConfigError as missing:
@@ -286,11 +264,7 @@ class _Group:
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Whether a collective ends soon.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """Whether a collective ends soon."""
     try:
         work.wait(_BEAT)
     except RuntimeError:

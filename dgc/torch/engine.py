@@ -71,9 +71,6 @@ class Engine(EngineBase):
             transport: connects the ranks; the engine closes it.
             optimizer: whose options are adopted.
             loss_scale: a number, or a function that is asked once per step.
-
-        Raises:
-            DGCError: parameters, shapes, types or options differ between ranks, or construction failed on a rank.
         """
         super().__init__(config, transport)
         self.names = []
@@ -125,10 +122,6 @@ class Engine(EngineBase):
 
         Returns:
             A tensor, shard of a sharded one, that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
-
-        Raises:
-            LayoutError: another shape, type or device than the parameter's, or given twice in this step.
-            DGCError: this or another rank failed.
         """
         if not self._opened:
             self.begin(index)
@@ -192,11 +185,7 @@ class Engine(EngineBase):
         return "sparse" if reason is None else f"dense: {reason}"
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
-        """Raise ``error`` here and its text on all other ranks; see :meth:`dgc.core.exchange.exchange.Exchange.fail`.
-
-        Raises:
-            DGCError: always; an earlier one, if the other ranks have not heard of it or the engine was left with it.
-        """
+        """Raise ``error``, or an earlier one, here and on all ranks: see ``Exchange.fail``."""
         error = self._open_step(index) or error
         try:
             self.exchange.fail(error, index)
@@ -217,9 +206,6 @@ class Engine(EngineBase):
         """Whether another ``synchronize()`` is to hand back the latest step's results; the ranks compare them once.
 
         They are there and were not cleared, and no other step has begun.
-
-        Raises:
-            ConfigError: the ranks changed them in different ways.
         """
         if self.error is not None or self._opened or self.exchange.in_step or not self.results.stand:
             return False
@@ -276,9 +262,6 @@ class Engine(EngineBase):
 
         Returns:
             The error for which this rank cannot take part in the step.
-
-        Raises:
-            DGCError: an earlier step failed.
         """
         error: DGCError | None = None
         if self._untold:
@@ -349,11 +332,7 @@ class Engine(EngineBase):
         self.exchange.state.absorb_momentum(index, as_array(local(buffer)), share)
 
     def refuse_sparse(self, index: int) -> NoReturn:
-        """Refuse a sparse gradient, on every rank.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse a sparse gradient, on every rank."""
         wrong = (
             f"{self.names[index]!r} has sparse gradients, which are not compressed: give sparse_as_dense=True to "
             "dgc.torch.DistributedOptimizer, name the parameter in exclude= of the compressor (it is then sent dense), "
@@ -363,11 +342,7 @@ class Engine(EngineBase):
 
 
 def require_same_parameters(transport: Transport, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """After the first exchange, and the first after a state was loaded; before the update. Collective.
-
-    Raises:
-        ConfigError: the ranks train different models.
-    """
+    """After the first exchange, and the first after a state was loaded; before the update. Collective."""
     require_replicas(
         transport,
         {n: samples(p) for n, p in zip(names, parameters, strict=True)},
@@ -379,11 +354,7 @@ def require_same_parameters(transport: Transport, names: Sequence[str], paramete
 
 
 def require_same_results(transport: Transport, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """Before results are handed back by another ``synchronize()``. Collective.
-
-    Raises:
-        ConfigError: the ranks changed them in different ways.
-    """
+    """Before results are handed back by another ``synchronize()``. Collective."""
     dense = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
     require_replicas(
         transport,
@@ -405,13 +376,6 @@ def share_options(
     updates: bool,
 ) -> bool:
     """Give ranks that have joined the options of one that trains. Collective.
-
-    Args:
-        transport: connects the ranks.
-        context: of the step, whose messages are in.
-        adoption: of the optimizer's options.
-        optimizer: steps the parameters.
-        updates: whether the update follows, and nothing of the script's comes before it.
 
     Returns:
         ``updates`` of a rank that trains.

@@ -52,11 +52,7 @@ class HostTensors:
         return Result.for_tensor(tensor)
 
     def ready(self) -> Ready | None:
-        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``.
-
-        Raises:
-            ConfigError: nothing can be exchanged now.
-        """
+        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``."""
         return None
 
     def release(self) -> None:
@@ -128,12 +124,7 @@ class DeviceTensors(HostTensors):
     kernels: DeviceKernels
 
     def __init__(self, kernels: DeviceKernels, streams: TorchStreams) -> None:
-        """Bind to device kernels.
-
-        Args:
-            kernels: on the tensors' device.
-            streams: torch's there.
-        """
+        """Bind to device kernels."""
         self.kernels = kernels
         self._streams = streams
         # Two pools would keep memory from each other that neither uses.
@@ -177,10 +168,6 @@ def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None
 
     Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
     gradient is then copied, and the host waits for it.
-
-    Args:
-        parameters: the model's.
-        algorithm: the compressor's name, if it works in host memory with its options.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):

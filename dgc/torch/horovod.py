@@ -78,9 +78,6 @@ class TorchHorovod(Horovod):
         Args:
             tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job; a name is the same on
                 all ranks, and unlike that of any other collective of the job at the same time.
-
-        Raises:
-            TransportError: Horovod failed, for instance because a rank has joined.
         """
         hvd, ranks = self.module(), self.ranks()
         pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -172,12 +169,7 @@ class HorovodTransport(HorovodTransportBase):
     """
 
     def __init__(self, job: TorchHorovod = HOROVOD) -> None:
-        """Agree on names. Collective over the job's ranks.
-
-        Raises:
-            ConfigError: Horovod is not ready, or this process is not one of them.
-            TransportError: Horovod's collective failed.
-        """
+        """Agree on names. Collective over the job's ranks."""
         self._hvd, self._members = job.module(), job.require_member()
         super().__init__(job.rank, job.size)
         self._prefix = job.unique_name("dgc.transport")
@@ -218,16 +210,7 @@ class Heartbeat:
     """
 
     def __init__(self, job: TorchHorovod, stats: Callable[[], Stats] | None = None) -> None:
-        """Agree on a name. Collective over the job's ranks.
-
-        Args:
-            job: whose ranks exchange.
-            stats: returns the counters that include what is sent, if given.
-
-        Raises:
-            TransportError: Horovod's collective failed.
-            ConfigError: the longest wait in the environment is no number of seconds.
-        """
+        """Agree on a name. Collective over the job's ranks."""
         self._limit = longest_wait(LIMIT_VARIABLE, float("inf"))
         self._job, self._stats, self._size = job, stats, job.size
         self._name = job.unique_name("dgc.heartbeat")
@@ -235,13 +218,7 @@ class Heartbeat:
         self._holder = hold(self._one)
 
     def __call__(self) -> None:
-        """Count the ranks.
-
-        Raises:
-            ConfigError: a rank has joined.
-            StallError: a rank has not come for too long.
-            TransportError: Horovod failed, or was shut down.
-        """
+        """Count the ranks."""
         hvd = self._job.module(initialized=False)
         if self._stats is not None:
             self._stats().beside += self._one.nbytes
@@ -320,11 +297,7 @@ def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
 
 
 def find_owner(compressor: object) -> torch.optim.Optimizer:
-    """The Horovod optimizer that is calling ``compress()``.
-
-    Raises:
-        ConfigError: something else called.
-    """
+    """The Horovod optimizer that is calling ``compress()``."""
     owner = _optimizer_among(_frames(_NEAR), lambda found: getattr(found, "_compression", None) is compressor)
     if owner is None:
         raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
@@ -364,11 +337,7 @@ def _frames(limit: int) -> list[FrameType]:
 
 
 def _refuse_used_names() -> None:
-    """Say what Horovod is going to call parameters without a name.
-
-    Raises:
-        ConfigError: its names are a generator that has been used up, by the compressor mostly.
-    """
+    """Say what Horovod is going to call parameters without a name."""
     for frame in _frames(_NEAR):
         horovods = str(frame.f_globals.get("__name__")).startswith("horovod.")
         named = frame.f_locals.get("named_parameters") if horovods else None

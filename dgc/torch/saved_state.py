@@ -60,12 +60,7 @@ class SavedState:
     """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
-        """Begin with nothing loaded.
-
-        Args:
-            adoption: the options that are taken from the optimizer.
-            loaded: called after a state was loaded into it.
-        """
+        """Begin with nothing loaded."""
         self._adoption = adoption
         self._when_loaded = loaded
         self._warned = self._has_stepped = False
@@ -98,11 +93,7 @@ class SavedState:
         self.pending = Change()
 
     def change(self, transport: Transport) -> Change:
-        """What happened since the last step; collective after a broadcast.
-
-        Raises:
-            TransportError: the collective failed.
-        """
+        """What happened since the last step; collective after a broadcast."""
         change = self.pending
         if change.kept:
             change = change._replace(restored=False, stepped=False)

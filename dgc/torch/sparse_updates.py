@@ -39,13 +39,7 @@ class SparseUpdates:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: bool = True) -> None:
-        """Take what stays the same.
-
-        Args:
-            parameters: that are compressed.
-            enabled: whether the user wants sparse updates.
-            sparsified: whether any parameter is.
-        """
+        """Take what stays the same."""
         self._parameters = parameters
         self._unwanted = None if enabled else "sparse_updates=False"
         if enabled and not sparsified:
@@ -98,11 +92,7 @@ class SparseUpdates:
         self._deferred = deferred, members
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters by the sums of :meth:`take`, if any, and let their ``.grad`` be None.
-
-        Args:
-            optimizer: whose groups hold the parameters.
-        """
+        """Update the parameters by the sums of :meth:`take`, if any, and let their ``.grad`` be None."""
         if self._deferred is None:
             return
         (deferred, members), self._deferred = self._deferred, None

@@ -29,11 +29,7 @@ _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScal
 
 
 def read_scale(scaler: Any) -> float | Callable[[], float]:
-    """The scale of this step's gradients; of a scaler on a GPU a function that waits for it, and nothing waits here.
-
-    Args:
-        scaler: has ``get_scale()``; of torch's own it is known where the scale lies.
-    """
+    """The scale of this step's gradients; of a scaler on a GPU a function that waits for it, and nothing waits here."""
     scale = getattr(scaler, "_scale", None)
     if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
         return scaler.get_scale()
@@ -91,12 +87,7 @@ class Results:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], exchanges: Sequence[Exchange]) -> None:
-        """Begin without any.
-
-        Args:
-            parameters: that are compressed.
-            exchanges: the one that is in use, which is replaced here by another.
-        """
+        """Begin without any."""
         self._parameters = parameters
         self._exchanges = exchanges
         self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
@@ -127,11 +118,7 @@ class Results:
         self._cleared = True
 
     def moved(self, index: int) -> None:
-        """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor.
-
-        Args:
-            index: the parameter whose gradient of the next step is there.
-        """
+        """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor."""
         for i, (p, ref) in enumerate(zip(self._parameters, self._written, strict=False)):
             if i != index and ref is not None and p.grad is not None:
                 self._written[i] = weakref.ref(p.grad)
@@ -262,9 +249,6 @@ class StepWatch:
 
         Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
-
-        Args:
-            engine: whose parameters are compressed; it does not know this object yet.
         """
         self.watched = engine
         self.saved = SavedState(engine.adoption, self.begin_anew)
@@ -354,9 +338,6 @@ class StepWatch:
 
         Returns:
             The closure that ``step()`` gets.
-
-        Raises:
-            LayoutError: it has a gradient that was not exchanged.
         """
         engine = self.watched
         if not self.owns(optimizer):
@@ -434,15 +415,7 @@ def _of(ids: set[int]) -> list[StepWatch]:
 
 
 def require_free(parameters: Sequence[torch.Tensor], *, of_all: bool = True) -> None:
-    """Refuse parameters whose gradients are exchanged already.
-
-    Args:
-        parameters: that are about to be bound.
-        of_all: whether dgc's or Horovod's optimizers count, beside DDP's hook.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Refuse parameters whose gradients are exchanged already."""
     if any(of_all or w.alone for w in _of({id(p) for p in parameters})):
         raise ConfigError(
             "these parameters' gradients are exchanged already, by DDP's hook or a distributed optimizer: use one of "

@@ -96,9 +96,6 @@ class HorovodSteps(StepWatch):
 
         Horovod's own collectives carry a placeholder of every gradient. The ranks may have come to different places of
         the step: each begins what is missing, so that no collective is matched with one of a later step.
-
-        Raises:
-            RemoteError: another rank has not begun the step.
         """
         from horovod.torch import mpi_ops
 
@@ -134,11 +131,7 @@ class HorovodSteps(StepWatch):
 
 
 def _refuse_adasum(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse Horovod's optimizer for Adasum, which steps each parameter before it asks the compressor.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse Horovod's optimizer for Adasum, which steps each parameter before it asks the compressor."""
     from horovod.torch.optimizer import _DistributedAdasumOptimizer
 
     if vars(type(optimizer)).get("synchronize") is _DistributedAdasumOptimizer.synchronize:

@@ -182,12 +182,7 @@ class Places:
 
 
 def places(tensor: torch.Tensor, largest_of: torch.Tensor | None = None) -> torch.Tensor:
-    """(at most 9,) int64: places of a few values, spread over a tensor.
-
-    Args:
-        tensor: any.
-        largest_of: of the same shape; one of the places is where it has its largest magnitude.
-    """
+    """(at most 9,) int64: places of a few values, spread over a tensor."""
     spread_over = torch.from_numpy(sample_places(local(tensor).numel())).to(tensor.device)
     if largest_of is None or largest_of.is_sparse or not local(largest_of).numel():
         return spread_over

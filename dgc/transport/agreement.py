@@ -85,10 +85,6 @@ def agree_or_raise(
 
     ``build`` makes this rank's description, which is returned, and may do the local work of a construction on the way;
     all else is as in :func:`require_agreement`.
-
-    Raises:
-        Exception: what ``build`` raised on this rank.
-        DGCError: as :func:`require_agreement`.
     """
     try:
         description = build()
@@ -139,11 +135,7 @@ def _decode(text: bytes) -> dict[str, str]:
 
 
 def gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """Every rank's description as key -> JSON text, in rank order; None when all are equal. Collective.
-
-    Raises:
-        TransportError: the ranks could not be asked.
-    """
+    """Every rank's description as key -> JSON text, in rank order; None when all are equal. Collective."""
     text = _encode(description)
     head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(_LENGTH_BYTES, "little")
     heads = _allgather(transport, np.frombuffer(head, np.uint8))
@@ -154,11 +146,7 @@ def gather_if_different(transport: Transport, description: Mapping[str, Any]) ->
 
 
 def gather_values(transport: Transport, value: object) -> list[Any]:
-    """Every rank's small value, which JSON must know, in rank order. Collective.
-
-    Raises:
-        TransportError: a collective failed.
-    """
+    """Every rank's small value, which JSON must know, in rank order. Collective."""
     text = json.dumps(value).encode()
     lengths = _allgather(transport, np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8))
     return [json.loads(each) for each in _gather_texts(transport, text, lengths.view("<i8")[:, 0].tolist())]

@@ -51,10 +51,6 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         hvd: the framework's Horovod module, initialised.
         gather: asks all ranks of the group.
         make_horovod: makes the framework's Horovod transport for the group.
-
-    Raises:
-        ConfigError: unknown or differing choices.
-        TransportError: "mpi" was asked for and some rank cannot use it.
     """
     # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
@@ -74,11 +70,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
 
 
 def require_no_choice(rank: int, gather: Gather) -> None:
-    """Require, on a rank without a compressor, that no other rank makes a transport. Collective.
-
-    Raises:
-        ConfigError: some ranks do.
-    """
+    """Require, on a rank without a compressor, that no other rank makes a transport. Collective."""
     _ask({"rank": rank, "choice": None, "refusal": None}, gather)
 
 

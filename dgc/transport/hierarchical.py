@@ -35,10 +35,6 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
         transport: among all ranks.
         hierarchical: False: that transport. True: one among nodes. "auto": one among nodes where there are several, and
             several ranks on one of them. A number: one among groups of so many neighbouring ranks.
-
-    Raises:
-        ConfigError: no nodes can be made of these ranks. On all of them.
-        TransportError: a collective failed.
     """
     if hierarchical is False or transport.size == 1:
         return transport

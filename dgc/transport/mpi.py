@@ -77,11 +77,7 @@ _OUT_OF_STEP = (
 
 
 def import_mpi() -> Any:
-    """Import ``mpi4py.MPI``; this initialises MPI unless somebody (Horovod) already has.
-
-    Raises:
-        TransportError: mpi4py, or the MPI library behind it, is missing.
-    """
+    """Import ``mpi4py.MPI``; this initialises MPI unless somebody (Horovod) already has."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
@@ -143,10 +139,6 @@ class MPITransport(Divisible):
             expect_size: what ``comm``'s size must be (Horovod's); None to accept any.
             ranks: ranks in ``comm`` that form the group (a process set), in the group's order, this one among them;
                 the others do not call.
-
-        Raises:
-            TransportError: mpi4py is missing, MPI lacks threads, rank or size differ from what is expected, or
-                ``ranks`` does not name this rank.
         """
         self._mpi = import_mpi()
         parent = self._mpi.COMM_WORLD if comm is None else comm
@@ -347,11 +339,7 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 
 def longest_wait(variable: str, default: float) -> float:
-    """The seconds in a variable of Horovod's stall inspector; infinite for 0, and where the inspector is switched off.
-
-    Raises:
-        ConfigError: it is no number, or negative.
-    """
+    """The seconds in a variable of Horovod's stall inspector; infinite for 0, or where the inspector is off."""
     text = os.environ.get(variable, "").strip()
     try:
         seconds = float(text or default)
@@ -426,11 +414,7 @@ def waiting() -> Iterator[None]:
 
 
 def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, which calls MPI; a call after MPI_Finalize would end the process without an error.
-
-    Raises:
-        TransportError: MPI is finalized, or will be in a moment.
-    """
+    """What ``function`` returns, which calls MPI; a call after MPI_Finalize would end the process without an error."""
     with _calling:
         if _leaving.is_set() or mpi.Is_finalized():
             raise TransportError(

@@ -4,11 +4,9 @@ import copy
 
 import numpy as np
 import pytest
-from fakes import FakeEngine
 from test_compressor import Compressor
 
-from dgc.adapter.engine import EMPTY, INACTIVE, own_state, require_states
-from dgc.core.compressors import make_config
+from dgc.adapter.engine import EMPTY, INACTIVE, require_states
 from dgc.errors import LayoutError, TransportError
 from dgc.transport.local import run_ranks
 
@@ -100,27 +98,6 @@ def test_states_that_were_not_saved_together_are_not_added_up(change, text):
         compressor.close()
 
     run_ranks(1, one_rank)
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 1)])
-@pytest.mark.parametrize("op", ["average", "sum"])
-def test_resizing_keeps_what_is_still_to_be_applied(old, new, op):
-    """Results are means or sums over the ranks, so it is the mean or the sum of the residuals that must stay."""
-    config = make_config({"momentum": 0.5, "sparsity": 0.9, "op": op, "min_numel": 64, "rampup_begin_step": 0})
-
-    def saved(transport):
-        engine = FakeEngine(transport, config)
-        engine.step()
-        return engine.state_dict()
-
-    states = run_ranks(old, saved)
-    fresh = run_ranks(new, lambda transport: own_state(states, transport, 0, op=op))
-    join = np.mean if op == "average" else np.sum
-    for name in ("a", "b"):
-        for key in ("u", "v"):
-            before = join([s["parameters"][name][key] for s in states], axis=0)
-            after = join([s["parameters"][name][key] for s in fresh], axis=0)
-            np.testing.assert_allclose(after, before, atol=1e-6)
 
 
 @pytest.mark.parametrize("resize", [False, True])

@@ -11,47 +11,6 @@ from dgc.errors import ConfigError, StallError, TransportError
 from dgc.transport import mpi
 from dgc.transport.mpi import longest_wait
 
-STOPPED = """
-import os, signal, time, warnings
-import horovod.torch as hvd
-hvd.init()
-import numpy as np
-from dgc.errors import StallError
-from dgc.transport.mpi import MPITransport
-from worker_tools import report
-
-out = np.empty((3, 4), np.uint8)
-MPITransport().allgather(np.zeros(4, np.uint8), out)  # all ranks are there
-os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10")
-transport = MPITransport()
-if hvd.rank() == 2:
-    time.sleep(0.7)  # late, but in time, also on a busy machine
-transport.allgather(np.zeros(4, np.uint8), out)
-if hvd.rank() == 2:
-    os.kill(os.getpid(), signal.SIGSTOP)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    try:
-        transport.allgather(np.zeros(4, np.uint8), out)
-    except StallError as error:
-        report([[str(w.message) for w in caught if "still waits" in str(w.message)], str(error)])
-        raise
-"""
-
-
-@pytest.mark.mpi
-def test_a_rank_that_is_stopped_is_given_up_and_the_job_ends():
-    result = run_mpi(3, STOPPED, check=False)
-    assert not result.timed_out, result.explain()
-    assert result.returncode != 0
-    told = [values for values in result.values if values]
-    assert told, result.explain()  # the first one that ends, ends the others
-    for (warning,), error in told:
-        assert re.search(r"rank [01] still waits in an exchange of gradients: it has waited \d+ s for", warning)
-        assert re.search(r"rank [01] gives up in an exchange of gradients: it has waited \d+ s for", error)
-        assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in error
-
-
 STOPPED_IN_TRAINING = """
 import os, signal
 import horovod.torch as hvd, torch
@@ -80,7 +39,11 @@ def test_a_caller_that_waits_in_horovod_for_a_rank_that_is_stopped_is_ended():
     result = run_mpi(2, STOPPED_IN_TRAINING, check=False)
     assert not result.timed_out, result.explain()
     assert result.returncode != 0
-    assert "rank 0 gives up" in result.stderr, result.explain()
+    for wanted in (
+        r"rank 0 still waits in an exchange of gradients: it has waited \d+ s for",
+        r"rank 0 gives up in an exchange of gradients: it has waited \d+ s for .*HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    ):
+        assert re.search(wanted, result.stderr), result.explain()
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 7.0), (" 3.5 ", 3.5), ("0", float("inf"))])
@@ -145,14 +108,6 @@ def test_a_job_that_was_suspended_has_not_waited(monkeypatch):
     transport._wait(lambda: None, 0)  # a warning would be an error
     assert len(begun) == 1
     assert clock.now > 1500
-
-
-def test_a_rank_that_runs_and_waits_is_looked_after(monkeypatch):
-    clock = Clock({n: 4.0 for n in range(10, 13)})  # a busy machine is no suspended one
-    transport, _ = waiting_transport(monkeypatch, clock, tests=1000)
-    with pytest.warns(RuntimeWarning, match="rank 0 still waits .* it has waited 4 s") as caught:
-        transport._wait(lambda: None, 0)
-    assert len(caught) == 1
 
 
 def test_after_a_stall_the_transport_is_not_used_again(monkeypatch):

@@ -49,17 +49,7 @@ class BucketExchange:
         *,
         op: str,
     ) -> None:
-        """Allocate nothing yet: buffers come with the first step that needs them.
-
-        Args:
-            bucket: the bucket.
-            encoder: its encoder.
-            vector: of the bucket.
-            state: of all buckets.
-            kernels: that work on the state.
-            transport: connects the ranks.
-            op: "average" or "sum".
-        """
+        """Allocate nothing yet: buffers come with the first step that needs them."""
         self.bucket = bucket
         self.encoder = encoder
         self.vector = vector
@@ -89,13 +79,7 @@ class BucketExchange:
         }
 
     def run(self) -> None:
-        """Exchange the bucket; all its gradients are in.
-
-        Raises:
-            RemoteFailure: a rank sent an error.
-            WireError: a message does not belong to this bucket, step or layout.
-            TransportError: a collective failed.
-        """
+        """Exchange the bucket; all its gradients are in."""
         at = self.at
         step, stats = at.step, at.step.stats
         since = time.perf_counter()
@@ -232,11 +216,7 @@ class BucketExchange:
             state.residual_pending |= bool(len(kept) == 2 and kept[1].any())
 
     def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
-        """Gather the messages of all ranks.
-
-        Raises:
-            RemoteFailure: a rank sent an error.
-        """
+        """Gather the messages of all ranks."""
         at.is_out = True
         self._sender.exchange()
         at.step.stats.bytes_sent += at.plan.message_bytes

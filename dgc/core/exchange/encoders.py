@@ -110,11 +110,6 @@ class DenseVector:
 
         The state does not change before :meth:`commit`: a step that is refused or fails leaves it as it was.
 
-        Args:
-            plan: of this step; the vector is packed.
-            state: of the bucket.
-            coded: (plan.coded_bytes,) uint8 of the message.
-
         Returns:
             Whether a sum is not finite; the message then holds zeros in their place.
         """
@@ -142,11 +137,7 @@ class DenseVector:
             state.residual_pending = plan.small is not None
 
     def add(self, plan: BucketPlan, messages: Sequence[Incoming]) -> None:
-        """Become the sum of what came inside the messages; the rest stays.
-
-        Raises:
-            WireError: a message is damaged; names its sender.
-        """
+        """Become the sum of what came inside the messages; the rest stays."""
         if plan.small:
             small = self.values[: plan.plain_start]
             small.fill(0)
@@ -366,15 +357,7 @@ class Encoder(ABC):
     def __init__(
         self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int, *, keeps_residual: bool
     ) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            bucket: the bucket.
-            config: of its compressor.
-            kernels: of the host or of a device.
-            ranks: P.
-            keeps_residual: whether what is not sent stays in v.
-        """
+        """Allocate nothing yet."""
         self._bucket = bucket
         self._config = config
         self._kernels = kernels
@@ -387,11 +370,7 @@ class Encoder(ABC):
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 
     def plan_at(self, density: float | None) -> BucketPlan:
-        """How the bucket is sent at a density; None for a dense step.
-
-        Raises:
-            LayoutError: a message would be too large.
-        """
+        """How the bucket is sent at a density; None for a dense step."""
         if density not in self._plans:
             self._plans[density] = self._make_plan(density)
         return self._plans[density]
@@ -513,11 +492,7 @@ class AlgorithmEncoder(Encoder):
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
-        """Allocate nothing yet; the algorithm is shared by all buckets of the model, which has this layout.
-
-        Raises:
-            ConfigError: the kernels work on a device.
-        """
+        """Allocate nothing yet; the algorithm is shared by all buckets of the model, which has this layout."""
         if kernels.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         keeps = algorithm.error_feedback and algorithm.config.error_feedback
@@ -752,12 +727,7 @@ _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl
 def make_encoders(
     layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
 ) -> list[tuple[Encoder, DenseVector]]:
-    """The encoder and the dense vector of each bucket of the layout.
-
-    Raises:
-        ConfigError: the compressor works on host memory and the kernels do not.
-        LayoutError: a message would be too large at a sparsity of the schedule.
-    """
+    """The encoder and the dense vector of each bucket of the layout."""
     own_share = config.own_share(transport.size)
     make = DeviceVector if kernels.on_device else DenseVector
     vectors = [make(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]

@@ -145,12 +145,7 @@ class Step:
         return self.announced is not None and not self.under_way and self.stage is not Stage.FAILED
 
     def require_usable(self) -> None:
-        """Refuse what would begin or go on with a step.
-
-        Raises:
-            TransportError: the exchange was closed, or belongs to the process that this one was forked from.
-            RemoteError: an earlier step failed.
-        """
+        """Refuse what would begin or go on with a step."""
         if self._process != _forks:
             raise TransportError(
                 "this process was forked from one that exchanges gradients, and cannot exchange any: start the job "
@@ -439,12 +434,7 @@ class Pipeline:
             return not step.closed
 
     def _run_bucket(self, context: StepContext, index: int) -> None:
-        """Exchange a bucket, or the error that this rank has announced.
-
-        Raises:
-            RemoteFailure: a rank sent an error.
-            DGCError: a message or a collective failed; or another error that cannot be reported in this step any more.
-        """
+        """Exchange a bucket, or the error that this rank has announced."""
         bucket, step = self._buckets[index], self._step
         announced = step.announced if self._nodes is None else self._add_up(context, index, self._nodes)
         if announced is None:
@@ -596,11 +586,7 @@ class Exchange:
         *,
         loss_scale: LossScale = 1.0,
     ) -> None:
-        """Allocate the state; the ranks must have agreed on layout and config before.
-
-        Raises:
-            LayoutError: a message would be too large at the lowest sparsity of the schedule.
-        """
+        """Allocate the state; the ranks must have agreed on layout and config before."""
         self.layout = layout
         self.config = config
         self.transport = transport
@@ -771,11 +757,7 @@ class Exchange:
         return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 
     def require_complete(self) -> None:
-        """Raise on all ranks unless every gradient of this step was given.
-
-        Raises:
-            LayoutError: names a missing one.
-        """
+        """Raise on all ranks unless every gradient of this step was given."""
         step = self.latest
         if (missing := self.missing()) and step.announced is None and step.error is None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -824,11 +806,7 @@ class Exchange:
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def require_between_steps(self, what: str) -> None:
-        """Refuse what would use the transport, or read the state, beside a step.
-
-        Raises:
-            LayoutError: a step is under way on this rank, where ``what`` is called.
-        """
+        """Refuse what would use the transport, or read the state, beside a step."""
         if self.in_step:
             raise LayoutError(
                 f"{what} was called while a step is under way; call it after step() or synchronize() or, if an "
@@ -839,9 +817,6 @@ class Exchange:
         """Refuse what would save the state, where it is not that of a moment between two steps.
 
         A step that failed is half in it.
-
-        Raises:
-            LayoutError: a step is under way on this rank, or one has failed, where ``what`` is called.
         """
         self.require_between_steps(what)
         step = self.latest
@@ -858,11 +833,7 @@ class Exchange:
         return self.latest.counted().residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state as plain containers of NumPy arrays (copies), an undecided step taken for an applied one.
-
-        Raises:
-            LayoutError: called in the middle of a step, or after one that failed.
-        """
+        """This rank's state as plain containers of NumPy arrays, as copies; an undecided step counts as applied."""
         self.require_whole("state_dict()")
         return {**self.latest.counted().to_dict(), **self.transport.rank_info(), "op": self.config.op}
 

@@ -53,11 +53,7 @@ class Submissions(dict[int, Submission]):
         return [self[segment.parameter] for segment in segments]
 
     def add(self, parameter: int, item: Submission) -> bool:
-        """Take one in; returns whether it was the last of its bucket.
-
-        Raises:
-            LayoutError: the parameter has one in this step.
-        """
+        """Take one in; returns whether it was the last of its bucket."""
         if parameter in self:
             raise LayoutError(
                 f"the gradient of {self._layout.parameters[parameter].name!r} was given twice in one step; call "
@@ -259,11 +255,7 @@ class EntrySum:
 
     @classmethod
     def of(cls, bucket: Bucket, entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> EntrySum:
-        """Add up the ranks' (positions, values) in rank order, times ``factor``.
-
-        Raises:
-            WireError: a position lies in the padding between tensors.
-        """
+        """Add up the ranks' (positions, values) in rank order, times ``factor``."""
         from dgc.core.kernels.entries import add_up  # which loads Numba
 
         positions, values = add_up(entries, factor, np.dtype(bucket.dtype))

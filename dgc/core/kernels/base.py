@@ -1,7 +1,8 @@
 """What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``device``.
 
 Letters: n elements of a bucket's flat space, S sparsified segments, k entries sent.
-All arrays handed to one call live on the same device. u and v are float32; in a dense step a float64 bucket's u is float64.
+All arrays handed to one call live on the same device. u and v are float32; u of a float64 bucket, which is dense, is
+float64.
 """
 
 from __future__ import annotations

@@ -57,15 +57,7 @@ class NumbaKernels(Kernels):
     name = "numba"
 
     def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
-        """Choose the number of threads.
-
-        Args:
-            threads: threads per call; None takes the process's share of the host's cores.
-            local_size: ranks on this host, when ``threads`` is None; None asks the launcher's environment.
-
-        Raises:
-            ConfigError: DGC_NUM_THREADS is set to something else than a number.
-        """
+        """Choose the number of threads."""
         self._team = Team()
         self._workspace = Workspace()
         self._threads = 1
@@ -334,22 +326,9 @@ def add_tiles(tiles, partial, out):
 
 @entry()
 def update_tiles(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
-    """Momentum SGD on ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
+    """Momentum SGD on (n,) ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
 
-    Args:
-        worker: this thread's number, below W.
-        progress: (2,) int64: tiles taken, tiles done.
-        tiles: number of tiles of TILE elements.
-        result: (n,) float32, written.
-        mean: (n,) float32.
-        u: (n,) float32, in place when there is momentum.
-        address: of the parameter, when there is weight decay.
-        code: its element type.
-        momentum: rounded to float32, as are ``decay`` and ``scale``.
-        nesterov: bool.
-        decay: 0 for none.
-        scale: of the result.
-        strips: (W, STRIP) float32 scratch; not used without weight decay.
+    ``address`` and ``code`` are the parameter's, read where ``decay`` is not 0; ``strips`` is scratch, (W, STRIP).
     """
     n = result.size
     m, d, c = np.float32(momentum), np.float32(decay), np.float32(scale)
@@ -441,19 +420,9 @@ def _add_part(addresses, lengths, offsets, positions, values, factor, first, las
 
 @entry()
 def add_to_results(worker, progress, parts, addresses, lengths, offsets, positions, values, factor, refused):
-    """Add ``values * factor`` at ``positions`` to S results.
+    """Add (k,) ``values * factor`` at ``positions`` to S results: (S,) addresses and lengths, (S + 1,) offsets.
 
-    Args:
-        worker: see above.
-        progress: see above.
-        parts: see above.
-        addresses: (S,) int64, of float32 arrays.
-        lengths: (S,) int64, their lengths.
-        offsets: (S + 1,) int64, the position where each begins.
-        positions: (k,) int64.
-        values: (k,) float32.
-        factor: float32.
-        refused: (1,) int64, receives 1 when a position lies in no result; other entries may have been added then.
+    ``refused``, (1,), receives 1 when a position lies in no result; other entries may have been added then.
     """
     while True:
         part = fetch_add(progress, 0, 1)

@@ -465,11 +465,7 @@ class DeviceKernels(Kernels):
 
 
 def _place_of(array: Array, length: int, what: str) -> tuple[int, int]:
-    """Address and kind of an array that a kernel may read or write.
-
-    Raises:
-        LayoutError: another shape, not contiguous, or no float type.
-    """
+    """Address and kind of an array that a kernel may read or write."""
     if array.shape != (length,):
         raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
     if not array.flags.c_contiguous:

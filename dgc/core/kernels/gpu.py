@@ -70,11 +70,7 @@ class CupyDevice(Device):
     """One GPU, with a stream that does not wait for the default one: events say when memory may be read."""
 
     def __init__(self, number: int) -> None:
-        """Take a device by its number, as CUDA counts.
-
-        Raises:
-            cupy.cuda.runtime.CUDARuntimeError: there is no such device.
-        """
+        """Take a device by its number, as CUDA counts."""
         cuda = cupy.cuda.runtime
         self.xp, self.name, self.number = cupy, "cupy", number
         self._current = CurrentDevice(number, cuda.getDevice, cuda.setDevice)
@@ -155,11 +151,7 @@ class CupyKernels(DeviceKernels):
     """The device kernels on one GPU. Everything is compiled at construction, so that no step waits for it."""
 
     def __init__(self, number: int = 0) -> None:
-        """Compile and run every kernel: seconds, less where CuPy has them in its cache (``~/.cupy/kernel_cache``).
-
-        Raises:
-            cupy.cuda.runtime.CUDARuntimeError: there is no such device.
-        """
+        """Compile and run every kernel: seconds, less where CuPy has them in its cache (``~/.cupy/kernel_cache``)."""
         super().__init__(CupyDevice(number))
         self.warm_up()
 

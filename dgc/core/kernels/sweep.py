@@ -75,11 +75,7 @@ _CODES = {
 
 
 def element_code(array: np.ndarray, length: int, what: str) -> int:
-    """Code of a 1-D array's type, once it is known to be what a kernel may read at its address.
-
-    Raises:
-        LayoutError: another shape, not contiguous, not aligned, or no float type.
-    """
+    """Code of a 1-D array's type, once it is known to be what a kernel may read at its address."""
     if array.ndim != 1 or array.shape[0] != length:
         raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
     flags = array.flags
@@ -106,11 +102,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
-    """Address and type of a 1-D array of ``length`` elements.
-
-    Raises:
-        LayoutError: as for :func:`element_code`.
-    """
+    """Address and type of a 1-D array of ``length`` elements."""
     # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return addressof(_character_at(array)), FLOAT32  # type: ignore[arg-type]
@@ -118,15 +110,7 @@ def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
 
 
 def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (S, 13) int64 and (S, 4) float64 tables of a bucket's work.
-
-    Args:
-        work: the segments.
-        size: elements of v; segments must lie inside.
-
-    Raises:
-        LayoutError: an array or a segment is not what a kernel may touch.
-    """
+    """Return the (S, 13) int64 and (S, 4) float64 tables of a bucket's work."""
     given: list[int] = []
     reals: list[float] = []
     for w in work:
@@ -439,12 +423,6 @@ for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.lear
 def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
 
-    Args:
-        integers: (S, 13) int64, in place.
-        reals: (S, 4) float64, in place.
-        thresholds: (S, COLUMNS) float64; not read when nothing is selected.
-        selecting: whether entries are to be selected.
-
     Returns:
         Number of chunks, room for the candidates of one thread, number of entries to select, number of elements.
     """
@@ -725,19 +703,9 @@ def _write(v, bits, key, ties, offset, out_positions, out_values):
 def select_whole(
     worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
 ):  # fmt: skip
-    """Select segments from all their entries, each by one thread. A kernel for ``Team``.
+    """Select the ``which`` (count,) segments from all their entries, each by one thread. A kernel for ``Team``.
 
-    Args:
-        worker: not used.
-        progress: (2,) int64: segments taken, segments done.
-        count: number of segments.
-        v: (n,) float32.
-        integers: (S, 13) work table.
-        thresholds: (S, COLUMNS) float64, updated.
-        which: (count,) int64 rows of both.
-        out_positions: (k,) int64; segment s fills its part from its OUT on.
-        out_values: (k,) float32, likewise.
-        taken: (S,) int64, receives the number of entries picked.
+    All else as in :func:`compress_chunks`.
     """
     all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, np.float32)
     while True:

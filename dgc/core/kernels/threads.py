@@ -42,14 +42,7 @@ def available_cores() -> int:
 
 
 def default_threads(local_size: int | None = None) -> int:
-    """The process's share of its host: cores // ranks on this host, at least 1.
-
-    Args:
-        local_size: ranks on this host; None asks the environment that the launcher set.
-
-    Raises:
-        ConfigError: DGC_NUM_THREADS is set and is not a whole number >= 1.
-    """
+    """The process's share of its host: cores // ranks on this host, at least 1."""
     wanted = os.environ.get(THREADS_VARIABLE)
     if wanted is not None:
         if not wanted.isdecimal() or int(wanted) < 1:

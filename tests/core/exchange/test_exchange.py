@@ -28,7 +28,7 @@ from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
-from dgc.errors import DGCError, LayoutError, RemoteError
+from dgc.errors import DGCError, LayoutError
 from dgc.transport.local import run_ranks
 
 MOMENTA = [
@@ -256,6 +256,21 @@ def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_st
         assert "in step 2" in text
 
 
+def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step():
+    def rank(transport):
+        exchange = make_exchange(
+            transport, algorithm="topk", sparsity=0.9, error_feedback=False, loss_scale=lambda: 1.0
+        )
+        for spoilt in (False, True):
+            grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
+            grads[2][5] = np.nan if spoilt else 1.0
+            assert run_step(exchange, grads)[0] is spoilt
+            assert not exchange.state.residual_norm()
+        exchange.close()
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("begin", [0, 10])
 def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
     """Overflow on rank 1 alone: both refuse, dense momentum and the step counter stay, residuals keep the gradient."""
@@ -380,7 +395,3 @@ def test_a_failing_rank_is_one_error_on_all_ranks_and_nothing_is_lost(fault):
     errors = errors_of(2, rank)
     assert all(isinstance(e, DGCError) for e in errors), errors
     assert "rank 0" in str(errors[1])
-
-
-def test_remote_error_class_is_public():
-    assert issubclass(RemoteError, DGCError)

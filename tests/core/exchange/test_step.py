@@ -14,7 +14,6 @@ import pytest
 from exchange_tools import (
     SHAPES,
     first_gradients,
-    gradient,
     make_exchange,
     parameters,
     run_step,
@@ -132,21 +131,6 @@ def test_reset_after_a_commit_was_interrupted_starts_anew():
             with pytest.raises(KeyboardInterrupt):
                 exchange.finish()
         exchange.reset()
-        refused, _ = run_step(exchange, grads)
-        exchange.close()
-        return refused, exchange.state.step
-
-    assert run_ranks(2, rank) == [(False, 1)] * 2
-
-
-def test_reset_after_an_abandoned_step_starts_anew():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9)
-        exchange.submit(1, gradient(0, 0, 1, specs[1].numel), np.empty(specs[1].numel, np.float32))
-        exchange.reset()
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
         refused, _ = run_step(exchange, grads)
         exchange.close()
         return refused, exchange.state.step
@@ -336,28 +320,6 @@ def test_an_error_before_or_between_messages_is_told_in_the_next_one():
         exchange.close()
 
     run_ranks(3, rank)
-
-
-def test_an_error_after_the_last_bucket_is_told_in_the_next_step():
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        submit(exchange)
-        exchange.wait()
-        if transport.rank == 1:
-            with pytest.raises(LayoutError, match="given twice"):
-                submit(exchange, [0])
-        else:
-            exchange.finish()
-        assert stage_of(exchange) is Stage.APPLIED
-        assert exchange.latest.failure_pending == (transport.rank == 1)
-        assert exchange.state.step == 1
-        submit(exchange)
-        exchange.wait()
-        assert stage_of(exchange) is Stage.BROKEN, "the first message of the next step tells it"
-        assert "rank 1 failed in step 1: " in str(exchange.latest.error)
-        exchange.close()
-
-    run_ranks(2, rank)
 
 
 def test_a_damaged_message_breaks_the_step():

@@ -236,9 +236,7 @@ def test_state_and_segments_that_do_not_fit_are_refused(numba_kernels):
 @pytest.mark.parametrize("size", [1000, 6001, 262_151])
 @pytest.mark.parametrize("broken", ["inf", "nan", "largest nan"])
 @pytest.mark.parametrize("share", [0.0005, 0.1, 1.0])
-def test_what_is_not_finite_in_a_residual_comes_first(
-    threads, size, broken, share
-):
+def test_what_is_not_finite_in_a_residual_comes_first(threads, size, broken, share):
     rng = np.random.default_rng(0)
     v = rng.standard_normal(size).astype(np.float32)
     bad = np.sort(rng.choice(size, max(1, int(size * share)), replace=False))
