@@ -1,14 +1,13 @@
 """Custom training loops on real ranks: tape and optimizer, eager and in a tf.function, wrapper and stock Horovod."""
 
 import functools
-import re
 import textwrap
-from pathlib import Path
 
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
+from documented import shown
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
@@ -135,8 +134,7 @@ def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
 @case
 def the_documented_loops():
     """docs/tensorflow.md, word for word: a plain loop, and one with a loss scale."""
-    text = (Path(__file__).parents[3] / "docs" / "tensorflow.md").read_text()
-    plain, scaled = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    plain, scaled = shown("tensorflow.md", "Custom loops")
     names = {}
     m.keras.utils.set_random_seed(1)
     exec(plain, names)
