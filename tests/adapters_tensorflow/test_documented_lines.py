@@ -25,7 +25,8 @@ images = np.random.default_rng(hvd.rank()).normal(size=(16, 128)).astype(np.floa
 labels = np.ones((16, 1), np.float32)
 loss_function = tf.keras.losses.MeanSquaredError()
 exec(tape)
-by_function, with_tape = minimize.splitlines()
+variables, by_function, with_tape = minimize.splitlines()
+exec(variables)
 exec(by_function)
 with tf.GradientTape() as tape:
     loss = loss_function(labels, model(images))
