@@ -44,6 +44,20 @@ def test_python_blocks_are_python(path):
             ast.parse(textwrap.dedent(part))
 
 
+FOR_DEVELOPERS = {"architecture", "wire-format", "decisions", "chaos", "CONTRIBUTING", "CHANGELOG"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in FOR_DEVELOPERS], ids=lambda path: path.name)
+def test_code_fits_its_column(path):
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_links_are_titles(path):
+    assert re.findall(r"\[[\w/-]+\.md\]\(", path.read_text()) == []
+
+
 def literals(source):
     """The constant parts of all texts of a module; adjacent literals are one."""
     return [
