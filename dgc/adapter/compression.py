@@ -242,21 +242,20 @@ def check_predivide(factor: object, op_name: str) -> None:
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
 
 
-def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None, remedy: str) -> None:
+def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
     """Say that gradients are smoothed twice, where they are: no error, since somebody may want that.
 
     Args:
         optimizer: name of the class, for the message.
         beta1: of the optimizer; whatever is no positive number has no first moment.
         momentum: that the compressor was given; None or 0 if it has none of its own.
-        remedy: what to write in the optimizer's place, in the framework's terms.
     """
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
         return
     warnings.warn(
         f"the compressor has momentum={momentum}, and {optimizer} smooths what comes out of it once more, by "
-        f"beta1={beta1}: for momentum correction set {remedy}, so that the compressor's momentum takes the first "
-        "moment's place; or leave momentum out of the compressor, which then does plain error feedback",
+        f"beta1={beta1}: leave momentum out of the compressor, which then takes the first moment over; or give it "
+        "momentum=0 for plain error feedback",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -161,6 +161,11 @@ class Schedule:
         i = (step - self.begin) * len(self.sparsity) // self.length
         return 1.0 - self.sparsity[min(i, len(self.sparsity) - 1)]
 
+    def selects_from(self) -> int | None:
+        """First step in which entries are selected; None where the sparsity is 0 throughout."""
+        positive = [i for i, sparsity in enumerate(self.sparsity) if sparsity]
+        return self.begin - -positive[0] * self.length // len(self.sparsity) if positive else None
+
     def ramp_end(self) -> int:
         """First step at which the last sparsity of the list is in force."""
         count = len(self.sparsity)

@@ -111,6 +111,12 @@ class State:
         share = own_share if self.residual(parameter).size else 1.0
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
+    def whole_momentum(self, parameter: int, own_share: float) -> np.ndarray:
+        """What :meth:`absorb_momentum` would make u of: a copy of u, (numel,), where it is a share a whole one."""
+        share = own_share if self.residual(parameter).size else 1.0
+        u = self._memory.to_host(self.momentum_buffer(parameter))
+        return u if share == 1.0 else u / u.dtype.type(share)
+
     def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that is sent dense."""
         bucket, segment = self._layout.places[parameter]

@@ -281,10 +281,10 @@ class Adoption:
                 "the compressor once, outside the training step"
             )
         self.momentum, self.nesterov = 0.0, False
-        self.hyper = Hyper([], [], [])
+        self.hyper = Hyper([], [], [], [])
         self.taken = False
         self.take()
-        warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum, "beta_1=0.0")
+        warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum)
 
     def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
         """The learning rate of the step under way; None where it is not known. Horovod may step with a copy."""
@@ -360,7 +360,8 @@ class Adoption:
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
         nesterov = config.nesterov if config.nesterov is not None else self.nesterov
-        self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [config.weight_decay or 0.0] * count)
+        decay = config.weight_decay or 0.0
+        self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [decay] * count, [1.0] * count)
 
     def decayed(self, index: int, variable: Variable) -> tf.Tensor:
         """The factor of weight decay: the variable's values."""

@@ -1,29 +1,47 @@
-"""Momentum, Nesterov and weight decay of a ``torch.optim.SGD``, applied by the compressor in the optimizer's place.
+"""What the compressor applies in an optimizer's place: SGD's momentum and decay, the first moment of Adam and its kin.
 
 The user's optimizer line stays as it is, and so do its groups: the compressor reads them at the beginning of every
 step, so that a scheduler, a loaded state or a value set by hand is followed. While the optimizer updates the
-parameters they hold 0, so that nothing is applied twice. A ``momentum_buffer`` becomes the compressor's u.
+parameters they hold 0, so that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
+
+Adam's second moment must see gradients, not their running mean, so its ``beta1`` is taken only from the first step on
+in which entries are selected; every step before that is Adam's own. ``exp_avg`` becomes u then, which holds the mean
+with its bias corrected: ``u <- a*u + (1 - a)*g`` with ``a = beta1 * (1 - beta1**(t-1)) / (1 - beta1**t)`` in step t of
+the optimizer. That equals ``exp_avg / (1 - beta1**t)``.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
+from dgc.torch.tensors import local
 
 Absorb = Callable[[int, torch.Tensor], None]
+
+_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+"""Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one."""
+
+_SETTLED = 1e-9
+"""``beta1**t`` below which u needs no correction any more."""
 
 _LEFT = (
     "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
     "the compressor does plain error feedback. If the step leaves gradients and momentum to torch.optim.SGD, momentum "
     "correction is to be had with momentum=0 and weight_decay=0 in {0}, and both in the compressor"
+)
+_MOMENT_LEFT = (
+    "{0} has a step() of its own: its first moment stays in it, so that the step sees gradients as in dense training, "
+    "and the compressor does plain error feedback, which learns more slowly. If the step leaves gradients to Adam's, "
+    "set beta1 to 0 in {0} and give the compressor momentum=beta1"
 )
 _DECAY_LEFT = (
     "{0} has a step() of its own, so its weight decay stays in it, outside of the momentum that the compressor "
@@ -41,11 +59,11 @@ Members = list[tuple[torch.Tensor, int]]
 
 
 class Adoption:
-    """Momentum SGD's options of each parameter, and the optimizer they are taken from.
+    """The options that the compressor applies to each parameter, and the optimizer they are taken from.
 
     Attributes:
         hyper: the options by parameter index, as the core uses them.
-        active: whether momentum is taken from the optimizer.
+        active: whether momentum, or the first moment, is taken from the optimizer.
         options: names of the group options that the compressor applies.
     """
 
@@ -56,6 +74,8 @@ class Adoption:
         optimizer: torch.optim.Optimizer | None,
         config: DGCConfig,
         absorb: Absorb,
+        momentum_of: Callable[[int], np.ndarray],
+        sparsified: Collection[int],
     ) -> None:
         """Read what the optimizer's groups hold now; they are not changed.
 
@@ -64,7 +84,9 @@ class Adoption:
             names: their names, for errors.
             optimizer: the user's optimizer or None.
             config: ``momentum``, ``nesterov`` and ``weight_decay`` that are not None are used instead of adopting.
-            absorb: called with (parameter index, momentum_buffer) for each buffer found.
+            absorb: called with (parameter index, momentum buffer) for each buffer found.
+            momentum_of: returns the first moment by parameter index, (numel,), as ``absorb`` took it.
+            sparsified: indices of parameters of which entries are selected. A group without any keeps its beta1.
 
         Raises:
             ConfigError: momentum or weight decay both given and in the optimizer, dampening, or ``maximize=True``.
@@ -72,21 +94,29 @@ class Adoption:
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._names = names
         self._config = config
-        self._absorb = absorb
+        self._absorb, self._momentum_of = absorb, momentum_of
+        self._sparsified = sparsified
         self.hyper = Hyper.uniform(len(parameters), config)
-        plain = is_sgd(optimizer) and not has_own_step(optimizer)
-        self.active = plain and config.momentum is None
-        # Decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
-        decay = plain and config.weight_decay is None and (self.active or bool(config.momentum))
-        self.options = (("momentum", "nesterov") if self.active else ()) + (("weight_decay",) if decay else ())
+        plain = not has_own_step(optimizer)
+        self._averages = plain and config.momentum is None and has_moments(optimizer)
+        self.active = self._averages or (plain and config.momentum is None and is_sgd(optimizer))
+        # SGD's decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
+        adopts_decay = plain and is_sgd(optimizer) and (self.active or bool(config.momentum))
+        own = ("betas",) if self._averages else ("momentum", "nesterov") if self.active else ()
+        decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
+        self.options: tuple[str, ...] = (*own, *decay)
         self._adopted: set[int] = set()
         self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
+        self._steps: int | None = None  # since the first selection; None before it
         if optimizer is not None:
             self.read(optimizer)
-            if is_sgd(optimizer) and not plain:
-                name, groups = _updating_class(optimizer).__name__, optimizer.param_groups
+            name, groups = updating_class(optimizer).__name__, optimizer.param_groups
+            if has_moments(optimizer) and not plain and config.momentum is None:
+                if any(group["betas"][0] for group in groups):
+                    warnings.warn(_MOMENT_LEFT.format(name), RuntimeWarning, stacklevel=2)
+            elif is_sgd(optimizer) and not plain:
                 if any(group.get("momentum") for group in groups):
                     warnings.warn(_LEFT.format(name), RuntimeWarning, stacklevel=2)
                 elif config.momentum and any(group.get("weight_decay") for group in groups):
@@ -97,28 +127,31 @@ class Adoption:
         for group, _ in self._groups(optimizer):
             betas = group.get("betas")
             if isinstance(betas, (tuple, list)) and betas and betas[0]:
-                rest = ", ".join(map(str, ("0.0", *betas[1:])))
-                name = _updating_class(optimizer).__name__
-                warn_of_first_moment(name, betas[0], self._config.momentum, f"betas=({rest})")
+                warn_of_first_moment(updating_class(optimizer).__name__, betas[0], self._config.momentum)
                 return
 
-    def read(self, optimizer: torch.optim.Optimizer) -> None:
+    def read(self, optimizer: torch.optim.Optimizer, steps: int | None = None) -> None:
         """Follow what the optimizer's groups hold.
 
         Args:
             optimizer: the optimizer that steps the parameters (of Horovod's, at first the one it is built from).
+            steps: made since the first one in which entries were selected; None before it.
 
         Raises:
             ConfigError: as in the constructor.
         """
-        groups, seen = self._groups(optimizer), [float(is_sgd(optimizer))]
+        self._steps = steps
+        groups, sgd = self._groups(optimizer), is_sgd(optimizer)
+        if self._averages and has_moments(optimizer):
+            self._read_moments(optimizer, groups)
+        seen = [float(sgd)]
         for group, _ in groups:
             for option in _READ:
                 seen.append(float(group.get(option) or 0))  # a comprehension is another call
         if self._hidden or seen != self._seen:
             self._seen = []
             for group, ours in groups:
-                self._read_group(group, ours, bool(seen[0]))
+                self._read_group(group, ours, sgd)
             self._seen = [] if self._hidden else seen
 
     @property
@@ -143,12 +176,17 @@ class Adoption:
             optimizer: that is about to update the parameters.
             options: names of those to hide; all that were adopted if None.
         """
-        for group, _ in self._groups(optimizer):
+        for group, ours in self._groups(optimizer):
             _, own = self._hidden.setdefault(id(group), (group, {}))
             for option in self.options if options is None else options:
-                if option in self.options and group.get(option):
+                if option not in self.options or not group.get(option):
+                    continue
+                if option != "betas":
                     own[option] = group[option]
                     group[option] = False if option == "nesterov" else 0
+                elif self._has_moment(ours) and group[option][0]:
+                    own[option] = group[option]
+                    group[option] = _without_first(group[option])
 
     @property
     def hides(self) -> bool:
@@ -160,7 +198,7 @@ class Adoption:
         hidden, self._hidden = self._hidden, {}
         for group, own in hidden.values():
             for option, value in own.items():
-                if not group.get(option):
+                if not (group[option][0] if option == "betas" else group.get(option)):
                     group[option] = value
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
@@ -171,7 +209,9 @@ class Adoption:
         """
         for group, ours in self._groups(optimizer):
             for option in self.options:
-                if group.get(option) and any(self.took_from(i) for _, i in ours):
+                value = group.get(option)
+                value = value[0] if option == "betas" and value else value
+                if value and any(self.took_from(i) for _, i in ours):
                     raise ConfigError(
                         f"{option} would be applied twice: the compressor has that of the optimizer which was bound, "
                         f"and another one steps with {option}={group[option]}; bind the optimizer that steps the model"
@@ -179,31 +219,51 @@ class Adoption:
 
     # -- the optimizer's state -----------------------------------------------------------------------------------
 
-    def absorb(self, optimizer: torch.optim.Optimizer, *, zeros: bool) -> bool:
-        """Turn the optimizer's momentum buffers into u, and take them out of its state.
+    def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool) -> bool:
+        """Turn the optimizer's momentum into u: SGD's buffers wherever there are any, first moments where u begins.
+
+        Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay, and are overwritten.
 
         Args:
             optimizer: the owner of the parameters.
-            zeros: whether buffers that are all zero count as well. ``hvd.broadcast_optimizer_state`` makes such buffers
-                where there were none.
+            restored: whether a state was loaded into it alone. Then buffers that are all zero count as well, as
+                ``hvd.broadcast_optimizer_state`` makes them where there were none.
 
         Returns:
-            Whether buffers that are not all zero became u.
+            Whether anything other than 0 became u.
         """
         if not self.active or not optimizer.state:
             return False
-        found = {}
-        for _, ours in self._groups(optimizer):
+        found: dict[int, torch.Tensor] = {}
+        for group, ours in self._groups(optimizer):
+            if self._averages:
+                if self._steps is not None and (restored or self._steps == 0) and self._has_moment(ours):
+                    found.update(_corrected_moments(optimizer, ours, self._beta1(group)))
+                continue
             for p, i in ours:
                 buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
                 if buffer is not None:
                     found[i] = buffer
         self.drop_empty(optimizer)
-        moves = any(bool(buffer.any()) for buffer in found.values())
-        if moves or zeros:
+        moves = any(bool(local(buffer).any()) for buffer in found.values())
+        if moves or restored:
             for i, buffer in found.items():
                 self._absorb(i, buffer)
         return moves
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+        """By parameter, the ``exp_avg`` that Adam would have, from this rank's u: :meth:`absorb` read backwards."""
+        saved: dict[torch.Tensor, torch.Tensor] = {}
+        for group, ours in self._groups(optimizer) if self._averages and self._steps is not None else ():
+            if not self._has_moment(ours):
+                continue
+            for p, i in ours:
+                state = optimizer.state.get(p, {})
+                if "exp_avg" in state:
+                    saved[p] = moment = torch.empty_like(state["exp_avg"])
+                    values = self._momentum_of(i) * (1.0 - self._beta1(group) ** _steps_of(state))
+                    local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
+        return saved
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete entries of the optimizer's state in which nothing is left: Horovod takes them for a state."""
@@ -235,6 +295,30 @@ class Adoption:
         """A group's own value of an option, hidden or not."""
         _, hidden = self._hidden.get(id(group), (group, {}))
         return float(group.get(option) or hidden.get(option) or 0)
+
+    def _beta1(self, group: dict[str, Any]) -> float:
+        """A group's own beta1, hidden or not."""
+        _, hidden = self._hidden.get(id(group), (group, {}))
+        return float(group["betas"][0] or hidden.get("betas", (0,))[0])
+
+    def _has_moment(self, ours: Members) -> bool:
+        """Whether the compressor has the first moment of a group now: of all its parameters, or of none."""
+        return self._steps is not None and any(i in self._sparsified for _, i in ours)
+
+    def _read_moments(self, optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], Members]]) -> None:
+        hyper = self.hyper
+        shards = is_sharded(optimizer)
+        nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
+        for group, ours in groups:
+            beta1 = self._beta1(group) if self._has_moment(ours) else 0.0
+            for p, i in ours:
+                hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
+                if beta1:
+                    assert self._steps is not None, "the compressor has the moment"
+                    # Where updates are sharded no rank has the state of all parameters: u begins anew.
+                    t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
+                    hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
+                    self._adopted.add(i)
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
         name, config, hyper = self._names[ours[0][1]], self._config, self.hyper
@@ -269,9 +353,52 @@ class Adoption:
             self._adopted.update(i for _, i in ours)
 
 
+def running_mean(beta1: float, t: int) -> tuple[float, float]:
+    """Momentum and gain of step ``t`` (from 1) with which u stays Adam's first moment, its bias corrected.
+
+    Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.
+    """
+    if (rest := beta1**t) < _SETTLED:
+        return beta1, 1.0 - beta1
+    # In step 1 nothing of u is left, which to the core's kernels means a momentum, if only a tiny one.
+    return max(beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest), 1e-30), (1.0 - beta1) / (1.0 - rest)
+
+
+def _steps_of(state: Mapping[str, Any]) -> int:
+    return int(state.get("step", 0))
+
+
+def _corrected_moments(optimizer: torch.optim.Optimizer, ours: Members, beta1: float) -> dict[int, torch.Tensor]:
+    """By index, ``exp_avg / (1 - beta1**t)`` of the parameters that have made a step."""
+    found = {}
+    for p, i in ours:
+        state = optimizer.state.get(p, {})
+        if "exp_avg" in state and (steps := _steps_of(state)):
+            found[i] = local(state["exp_avg"]) / (1.0 - beta1**steps)
+    return found
+
+
+def _without_first(betas: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Adam's betas with 0 in the place of beta1, a tensor where that is one."""
+    first = torch.zeros_like(betas[0]) if isinstance(betas[0], torch.Tensor) else 0.0
+    return (first, *betas[1:])
+
+
+def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether it is Adam or one of its kin, or shards one."""
+    return issubclass(updating_class(optimizer), _MOMENTS)
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether it divides by a running mean of squares or of magnitudes, as far as torch's own classes say."""
+    others = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop)
+    groups = [] if optimizer is None else optimizer.param_groups
+    return issubclass(updating_class(optimizer), (*_MOMENTS, *others)) or any("betas" in group for group in groups)
+
+
 def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
-    return issubclass(_updating_class(optimizer), torch.optim.SGD)
+    return issubclass(updating_class(optimizer), torch.optim.SGD)
 
 
 def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -279,12 +406,18 @@ def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
 
     So may ``_init_group()``, which collects them.
     """
-    steps = (vars(cls).get(name) for cls in _updating_class(optimizer).__mro__ for name in ("step", "_init_group"))
+    steps = (vars(cls).get(name) for cls in updating_class(optimizer).__mro__ for name in ("step", "_init_group"))
     modules = (str(getattr(step, "__module__", None)) for step in steps if step is not None)
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
 
 
-def _updating_class(optimizer: torch.optim.Optimizer | None) -> type:
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank updates some parameters alone (``ZeroRedundancyOptimizer``)."""
+    return updating_class(optimizer) is not type(optimizer)
+
+
+def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
+    """The class that updates parameters: of a sharded optimizer, that of its shards."""
     sharded = getattr(optimizer, "optimizer_class", None)
     return sharded if isinstance(sharded, type) else type(optimizer)
 

@@ -91,7 +91,16 @@ class Engine(EngineBase):
             self._loss_scale = loss_scale
             self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
             self._open_exchange()
-            self.adoption = Adoption(self.parameters, self.names, optimizer, config, self._absorb)
+            share = config.own_share(self.between.size)
+            self.adoption = Adoption(
+                self.parameters,
+                self.names,
+                optimizer,
+                config,
+                absorb=lambda i, buffer: self.exchange.state.absorb_momentum(i, as_array(local(buffer)), share),
+                momentum_of=lambda i: self.exchange.state.whole_momentum(i, share),
+                sparsified={i for i in range(len(self.names)) if self.exchange.layout.is_sparsified(i)},
+            )
             return self.exchange.layout
 
         self._agree_on_options()
@@ -246,7 +255,8 @@ class Engine(EngineBase):
                 watch, adoption = engine.watch, engine.adoption
                 assert watch.owner is not None, "it has begun the step"
                 at_once = watch.drives and watch.in_step
-                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once)
+                steps = engine._selecting_steps()
+                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once, steps)
 
         self.exchange.on_joined = meet_joined
         self._exchanges[:] = [self.exchange]
@@ -288,7 +298,7 @@ class Engine(EngineBase):
         change = watch.saved.change(self.transport)
         try:
             if owner is not None:
-                self.adoption.read(owner)
+                self.adoption.read(owner, self._selecting_steps())
                 self._take_over_state(owner, change)
                 if left and (undecided or stepping):
                     velocity = self.adoption.has_velocity
@@ -306,12 +316,17 @@ class Engine(EngineBase):
             self.exchange.applied()
             state.reset()
             state.step = steps  # the schedule goes on
-        absorbed = self.adoption.absorb(owner, zeros=change.restored)
+        absorbed = self.adoption.absorb(owner, restored=change.restored)
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
             warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
             self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
+
+    def _selecting_steps(self) -> int | None:
+        """Steps made since the first one in which entries were selected; None before it."""
+        first, steps = self.exchange.selects_from, self.exchange.state.step
+        return None if first is None or steps < first else steps - first
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
@@ -325,11 +340,6 @@ class Engine(EngineBase):
         self._memory.end()
         self.results.written()
         self._tell_observers()
-
-    def _absorb(self, index: int, buffer: torch.Tensor) -> None:
-        """A momentum_buffer of a dense run becomes u."""
-        share = self._config.own_share(self.between.size)
-        self.exchange.state.absorb_momentum(index, as_array(local(buffer)), share)
 
     def refuse_sparse(self, index: int) -> NoReturn:
         """Refuse a sparse gradient, on every rank."""
@@ -374,6 +384,7 @@ def share_options(
     adoption: Adoption,
     optimizer: torch.optim.Optimizer,
     updates: bool,
+    steps: int | None,
 ) -> bool:
     """Give ranks that have joined the options of one that trains. Collective.
 
@@ -388,7 +399,7 @@ def share_options(
     came = rows[min(set(range(transport.size)) - set(context.joined))].view(np.float64)
     if transport.rank in context.joined:
         set_option_values(optimizer, came[1:])
-        adoption.read(optimizer)
+        adoption.read(optimizer, steps)
         context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     if hidden:
         adoption.hide(optimizer)

@@ -139,7 +139,14 @@ class SavedState:
             self.pending = self.pending._replace(broadcast=True)
 
     def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        if not (self._has_stepped or self.pending.stepped) or broadcasting():
+        if broadcasting():
+            return
+        moments = self._adoption.moments(optimizer)
+        for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True) if moments else ():
+            for p, key in zip(group["params"], packed["params"], strict=True):
+                if p in moments:
+                    saved["state"][key] = {**saved["state"][key], "exp_avg": moments[p]}
+        if not (self._has_stepped or self.pending.stepped):
             return
         sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         for entry in [saved] if sharded or is_running() else saved["param_groups"]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from dgc.core.compressors import compressor_class
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders import make_encoders
@@ -569,6 +570,7 @@ class Exchange:
         joined: rank -> those flags, of the ranks that took part in the latest step like that.
         left_alone: parameters of which no rank had a gradient in the latest step: their u and v are as before it.
         on_joined: called with the context of a step in which some ranks did, before it finishes; may be collective.
+        selects_from: the first step in which not everything is sent; None if everything is in all steps.
     """
 
     awaits_update = False
@@ -594,6 +596,8 @@ class Exchange:
         self.state = State(layout, kernels)
         self.stats = Stats()
         self.hyper = Hyper.uniform(len(layout.parameters), config)
+        scheduled = compressor_class(config.algorithm).scheduled
+        self.selects_from = self.schedule.selects_from() if scheduled else self.schedule.begin
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
         self.left_alone: set[int] = set()

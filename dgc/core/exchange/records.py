@@ -87,6 +87,8 @@ class Hyper:
     momentum: list[float]
     nesterov: list[bool]
     weight_decay: list[float]
+    gain: list[float]
+    """What a clipped gradient is multiplied by before it is added to u: 1, or less where u is a running mean."""
     learning_rates: tuple[float, ...] = ()
     """Of the optimizer's parameter groups, where the adapter knows them."""
     restored: bool = False
@@ -95,12 +97,12 @@ class Hyper:
     def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
         """The options of some parameters, in this order, with what belongs to the step."""
         places = list(indices)
-        momentum, nesterov = [self.momentum[i] for i in places], [self.nesterov[i] for i in places]
-        return Hyper(momentum, nesterov, [self.weight_decay[i] for i in places], learning_rates, restored)
+        columns = (self.momentum, self.nesterov, self.weight_decay, self.gain)
+        return Hyper(*([column[i] for i in places] for column in columns), learning_rates, restored)  # type: ignore[call-arg, arg-type]
 
     def digest(self) -> int:
         """64-bit digest of all values; of learning rates 6 digits, which unlike machines compute alike."""
-        table = np.array([self.momentum, self.nesterov, self.weight_decay], dtype=np.float64)
+        table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
         rates = " ".join(f"{rate:.5e}" for rate in self.learning_rates).encode() + b" restored" * self.restored
         return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
 
@@ -111,6 +113,7 @@ class Hyper:
             [config.momentum or 0.0] * count,
             [bool(config.nesterov)] * count,
             [config.weight_decay or 0.0] * count,
+            [1.0] * count,
         )
 
 
@@ -201,8 +204,8 @@ class StepContext:
     submissions: Submissions
     stats: StepStats = field(default_factory=StepStats)
     scales: list[float] = field(init=False)
-    """What each parameter's gradient is multiplied by before anything else: weight / loss scale, and its clipping
-    factor once :class:`~dgc.core.exchange.exchange.Clipping` has met its bucket."""
+    """What each parameter's gradient is multiplied by before anything else: gain * weight / loss scale, and its
+    clipping factor once :class:`~dgc.core.exchange.exchange.Clipping` has met its bucket."""
     defers: bool = False
     """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
     joins: int = 0
@@ -220,7 +223,11 @@ class StepContext:
 
     def __post_init__(self) -> None:
         """Begin without clipping factors."""
-        self.scales = [self.weight / self.loss_scale] * len(self.hyper.momentum)
+        self._set_scales()
+
+    def _set_scales(self) -> None:
+        scale = self.weight / self.loss_scale
+        self.scales = [scale * gain for gain in self.hyper.gain]
 
     def await_scale(self) -> ConfigError | None:
         """Have the loss scale; returns what is wrong with it, for all ranks."""
@@ -233,7 +240,7 @@ class StepContext:
             return ConfigError(f"loss_scale could not be read: {type(error).__name__}: {error}")
         if (refused := refused_scale(scale)) is None:
             self.loss_scale = float(scale)
-            self.scales = [self.weight / self.loss_scale] * len(self.scales)
+            self._set_scales()
         return refused
 
 

@@ -11,6 +11,7 @@ from models import (
     OPTIMIZERS,
     assert_replicas_identical,
     batch,
+    dense_backward,
     dense_reference,
     each_way,
     flat,
@@ -40,12 +41,6 @@ def dense_equality(bound, **options):
         assert optimizer.param_groups[0]["momentum"] == own["momentum"]
         assert not optimizer.state_dict()["state"], "momentum is the compressor's"
         assert_replicas_identical(model, f"{way} {name}")
-
-
-def dense_backward(model, step):
-    """Add the mean of all ranks' gradients, computed here."""
-    for rank in range(hvd.size()):
-        (loss_of(model, step, rank=rank) / hvd.size()).backward()
 
 
 BRANCHES = ["left", "right", "both"]

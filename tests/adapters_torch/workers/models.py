@@ -83,6 +83,12 @@ def loss_of(model: nn.Module, step: int, branch: str = "both", rank: int | None 
     return nn.functional.cross_entropy(model(x, branch), y)
 
 
+def dense_backward(model, step):
+    """Add the mean of all ranks' gradients, computed here."""
+    for rank in range(hvd.size()):
+        (loss_of(model, step, rank=rank) / hvd.size()).backward()
+
+
 def train(optimizer, model, steps, *, start=0, branch=lambda step: "both", after=None):
     for step in range(start, start + steps):
         optimizer.zero_grad()

@@ -137,7 +137,10 @@ def written(monkeypatch, small, *, decay, nesterov):
     layout = make_layout(parameters(shapes), config)
     (bucket,) = layout.buckets
     hyper = Hyper(
-        [0.9] * 4 + [0.5] * 3 + [0.0] * 3, [nesterov] * 5 + [False] * 5, [decay] * 2 + [0.0] * 6 + [decay] * 2
+        [0.9] * 4 + [0.5] * 3 + [0.0] * 3,
+        [nesterov] * 5 + [False] * 5,
+        [decay] * 2 + [0.0] * 6 + [decay] * 2,
+        [1.0] * 10,
     )
     step = StepContext(0, 0.001, hyper, 4.0, 0, Submissions(layout))
     results = [np.full(size, 7, np.float32) for size in sizes]

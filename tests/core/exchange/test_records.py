@@ -68,7 +68,7 @@ def test_a_bucket_is_complete_with_its_last_gradient_in_whatever_order(order):
 
 def test_ranks_compare_everything_that_they_must_share_and_no_rounding():
     def digest(**changes):
-        plain = {"momentum": [0.9, 0.0], "nesterov": [True, False], "weight_decay": [0.0, 1e-4]}
+        plain = {"momentum": [0.9, 0.0], "nesterov": [True, False], "weight_decay": [0.0, 1e-4], "gain": [1.0, 0.1]}
         return Hyper(**{**plain, "learning_rates": (0.1, 0.01), **changes}).digest()
 
     changed = [
@@ -76,6 +76,7 @@ def test_ranks_compare_everything_that_they_must_share_and_no_rounding():
         {"momentum": [0.0, 0.9]},
         {"nesterov": [False, True]},
         {"weight_decay": [0.0, 1e-4 + 1e-12]},
+        {"gain": [1.0, 0.2]},
         {"learning_rates": (0.1,)},
         {"learning_rates": (0.01, 0.1)},
         {"learning_rates": (0.1, 0.010001)},

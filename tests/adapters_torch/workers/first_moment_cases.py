@@ -1,0 +1,279 @@
+"""On real ranks: Adam's first moment is the compressor's from the first selection on, and Adam's own before it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import warnings
+
+import horovod.torch as hvd
+import torch
+from models import (
+    assert_replicas_identical,
+    dense_backward,
+    each_way,
+    loss_of,
+    make_model,
+    train,
+    worst_difference,
+    wrap,
+)
+from torch import nn
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+KIN = {
+    "Adam": lambda p, **o: torch.optim.Adam(p, lr=3e-3, weight_decay=0.01, **o),
+    "Adam amsgrad": lambda p, **o: torch.optim.Adam(p, lr=3e-3, amsgrad=True, **o),
+    "AdamW": lambda p, **o: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1, **o),
+    "AdamW fused": lambda p, **o: torch.optim.AdamW(p, lr=3e-3, fused=True, **o),
+    "AdamW foreach": lambda p, **o: torch.optim.AdamW(p, lr=3e-3, foreach=True, **o),
+    "AdamW maximize": lambda p, **o: torch.optim.AdamW(p, lr=1e-4, maximize=True, **o),
+    "NAdam": lambda p, **o: torch.optim.NAdam(p, lr=3e-3, **o),
+    "RAdam": lambda p, **o: torch.optim.RAdam(p, lr=3e-3, **o),
+    "Adamax": lambda p, **o: torch.optim.Adamax(p, lr=3e-3, **o),
+}
+BETAS = (0.9, 0.99)
+HALF = {"sparsity": 0.5, "momentum_masking": False, "min_numel": 16}
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, **{"lr": 3e-3, "betas": BETAS, **options})
+
+
+def dense_train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        dense_backward(model, step)
+        optimizer.step()
+
+
+@case
+def before_the_selection_training_equals_dense():
+    for (name, make), options in itertools.product(KIN.items(), ({"sparsity": 0.0}, {"rampup_begin_step": 50})):
+        expected = make_model()
+        dense_train(expected, make(expected.parameters(), betas=BETAS), 20)
+        for way, model, optimizer, _ in each_way(lambda m, make=make: make(m.parameters(), betas=BETAS), **options):
+            train(optimizer, model, 20)
+            assert worst_difference(model, expected) <= 1e-5, (name, way, options, worst_difference(model, expected))
+            assert optimizer.param_groups[0]["betas"] == BETAS
+
+
+@case
+def replicas_are_identical_while_entries_are_selected():
+    for name, make in KIN.items():
+        seen = []
+        options = dict(sparsity=[0.0, 0.9, 0.95], rampup_step=30)
+        for way, model, optimizer, compression in each_way(lambda m, make=make: make(m.parameters()), **options):
+            optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"][0]))
+            before = optimizer.param_groups[0]["betas"]
+            train(optimizer, model, 40)
+            assert_replicas_identical(model, f"{name} {way}")
+            assert optimizer.param_groups[0]["betas"] == before
+            assert 0.03 < compression.stats.last.density < 0.07
+            assert torch.isfinite(loss_of(model, 0))
+
+
+class Linear(nn.Module):
+    """A loss that is linear in its parameters: gradients do not depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(40, 20))
+        self.bias = nn.Parameter(torch.randn(24))
+
+    def loss(self, step, rank=None):
+        generator = torch.Generator().manual_seed(1000 * step + (hvd.rank() if rank is None else rank))
+        return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in self.parameters())
+
+    def mean_gradients(self, step):
+        means = [torch.zeros_like(p) for p in self.parameters()]
+        for rank in range(hvd.size()):
+            gradients = torch.autograd.grad(self.loss(step, rank), list(self.parameters()))
+            for mean, gradient in zip(means, gradients, strict=True):
+                mean += gradient / hvd.size()
+        return means
+
+
+@case
+def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment():
+    """Whether entries are selected from the first step on or later, and whether a beta1 is scheduled or not."""
+    for way, begin, factor in itertools.product("ab", (0, 4), (1.0, 0.98)):
+        model = Linear()
+        options = {**HALF, "min_numel": 100, "small": "float32", "values": "float16", "rampup_begin_step": begin}
+        optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        expected = [torch.zeros_like(p) for p in model.parameters()]
+        moments = [torch.zeros_like(p) for p in model.parameters()]
+        corrected = [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(12):
+            beta1 = optimizer.param_groups[0]["betas"][0]
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.synchronize()
+            for i, mean in enumerate(model.mean_gradients(step)):
+                moments[i] = beta1 * moments[i] + (1 - beta1) * mean
+                if step < begin:
+                    # Adam corrects by the beta1 of the step, in which the moment is taken over here.
+                    corrected[i] = moments[i] / (1 - (beta1 * factor) ** (step + 1))
+                    continue
+                rest = 1 - beta1 ** (step + 1)
+                corrected[i] = corrected[i] * (beta1 - beta1 ** (step + 1)) / rest + mean * (1 - beta1) / rest
+                sums[i] += list(model.parameters())[i].grad
+                expected[i] += corrected[i]
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            assert optimizer.param_groups[0]["betas"][0] == beta1
+            optimizer.param_groups[0]["betas"] = (beta1 * factor, 0.99)
+        residual = hvd.allreduce(compression.state_dict()["parameters"]["weight"]["v"])
+        torch.testing.assert_close(sums[0] + residual.view(40, 20), expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sums[1], expected[1], rtol=1e-4, atol=1e-4)
+        if factor == 1.0:
+            torch.testing.assert_close(corrected[1], moments[1] / (1 - 0.9**12), rtol=1e-4, atol=1e-5)
+
+
+@case
+def a_group_without_selected_tensors_keeps_its_own_moment_and_groups_may_differ():
+    for way in "ab":
+        model, dense = Linear(), Linear()
+
+        def groups(m):
+            return [{"params": [m.weight], "betas": (0.8, 0.9)}, {"params": [m.bias], "betas": (0.95, 0.99)}]
+
+        options = {**HALF, "min_numel": 100, "small": "float32"}
+        optimizer, compression = wrap(way, model, adamw(groups(model)), **options)
+        reference = adamw(groups(dense))
+        for step in range(10):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+            for p, mean in zip(dense.parameters(), dense.mean_gradients(step), strict=True):
+                p.grad = mean
+            reference.step()
+        torch.testing.assert_close(model.bias, dense.bias, rtol=1e-6, atol=1e-6)
+        assert (model.weight - dense.weight).abs().max() > 1e-3
+        assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9), (0.95, 0.99)]
+        assert compression.engine.adoption.hyper.momentum[1] == 0
+
+
+@case
+def a_resumed_run_goes_on_bit_for_bit():
+    """Saved before the first selection, right at it, and after it."""
+    for way, saved_at in itertools.product("ab", (3, 5, 8)):
+        options = {**HALF, "rampup_begin_step": 5}
+        model = make_model()
+        optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
+        train(optimizer, model, saved_at)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+        train(optimizer, model, 8, start=saved_at)
+        again = make_model(seed=1)
+        resumed, other = wrap(way, again, adamw(again.parameters()), **options)
+        again.load_state_dict(state[0])
+        resumed.load_state_dict(state[1])
+        other.load_state_dict(state[2])
+        train(resumed, again, 8, start=saved_at)
+        assert worst_difference(again, model) == 0, (way, saved_at)
+
+
+@case
+def a_dense_run_and_a_compressed_one_take_each_others_checkpoints():
+    dense = make_model()
+    trained = adamw(dense.parameters())
+    dense_train(dense, trained, 6)
+    for way in "ab":
+        model = copy.deepcopy(dense)
+        optimizer, compression = wrap(way, model, adamw(model.parameters()), **HALF)
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(optimizer, model, 1, start=6)
+        assert not [w for w in seen if "momentum begins at 0" in str(w.message)]
+        assert_replicas_identical(model, f"dense to {way}")
+        # u went on from the dense run's moment: what was saved says so, in exp_avg and at its step.
+        saved = optimizer.state_dict()
+        trainable = {i: p for i, p in enumerate(dense.parameters()) if p.requires_grad}
+        gradients = torch.autograd.grad(loss_of(dense, 6), list(trainable.values()))
+        for i, gradient in zip(trainable, gradients, strict=True):
+            before = trained.state_dict()["state"][i]["exp_avg"]
+            if before.numel() < HALF["min_numel"] or before.ndim < 2:
+                continue  # the mean of all ranks
+            torch.testing.assert_close(
+                saved["state"][i]["exp_avg"], 0.9 * before + 0.1 * gradient, rtol=1e-3, atol=1e-6
+            )
+        buffer = io.BytesIO()
+        torch.save(saved, buffer)
+        buffer.seek(0)
+        plain = copy.deepcopy(model)
+        back = adamw(plain.parameters())
+        back.load_state_dict(torch.load(buffer))
+        dense_train(plain, back, 3, start=7)
+        assert torch.isfinite(loss_of(plain, 0))
+        compression.close()
+
+
+@case
+def momentum_0_leaves_the_moment_in_the_optimizer():
+    for way, model, optimizer, compression in each_way(lambda m: adamw(m.parameters()), **HALF, momentum=0.0):
+        seen = []
+        optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"]))
+        train(optimizer, model, 3)
+        assert not any(compression.engine.adoption.hyper.momentum), way
+        assert compression.engine.adoption.options == ()
+
+
+@case
+def a_step_of_the_users_own_keeps_the_moment_and_says_so():
+    class Own(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = make_model()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer, compression = wrap("b", model, Own(model.parameters()), **HALF)
+    assert sum("its first moment stays in it" in str(w.message) for w in seen) == 1
+    train(optimizer, model, 3)
+    assert not any(compression.engine.adoption.hyper.momentum)
+
+
+@case
+def accumulation_and_a_skipped_step_change_nothing_for_the_moment():
+    """A non-finite gradient is refused by the compressor and skipped by the scaler; Adam's own count does not rise."""
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, compression = wrap(
+        "b", model, adamw(model.parameters()), **HALF, loss_scale=scaler, hvd_options={"backward_passes_per_step": 2}
+    )
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = loss_of(model, 2 * step + part) * (float("inf") if step == 2 and hvd.rank() == 0 else 1.0)
+            scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert int(optimizer.state[model.first.weight]["step"]) == 5
+    assert compression.stats.refused_steps == 1
+    assert torch.isfinite(loss_of(model, 0))
+    assert_replicas_identical(model, "scaled")
+
+
+@case
+def sharded_updates_take_the_moment_too():
+    for begin in (0, 4):
+        model = make_model()
+        zero = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, betas=BETAS)
+        optimizer, compression = wrap("b", model, zero, **HALF, rampup_begin_step=begin)
+        train(optimizer, model, 10)
+        assert_replicas_identical(model, f"zero {begin}")
+        assert max(compression.engine.adoption.hyper.momentum) > 0.7
+        assert optimizer.param_groups[0]["betas"] == BETAS
+
+
+if __name__ == "__main__":
+    run_cases()
