@@ -242,6 +242,19 @@ def check_predivide(factor: object, op_name: str) -> None:
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
 
 
+def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
+    """Say that an adaptive optimizer learns less from so few entries; call it on one rank."""
+    if config.is_thin:
+        warnings.warn(
+            f"{optimizer} divides by a mean of squares, which few entries distort: where "
+            f"{1 - config.sparsity[-1]:.2%} of them are sent it learns far less than in dense training. Give "
+            "Compression.dgc(steps=N), N being the optimizer's steps in the whole training, which chooses a density "
+            "for it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
     """Say that gradients are smoothed twice, where they are: no error, since somebody may want that.
 

@@ -15,6 +15,9 @@ from dgc.errors import ConfigError
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Dense gradient bytes (as float32) per bucket."""
 
+ADAPTIVE_FLOOR = 1 / 64
+"""The least density that an adaptive optimizer was seen to learn well with."""
+
 DENSITY_DIGITS = 12
 """Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
 
@@ -35,6 +38,8 @@ class DGCConfig:
     momentum_masking: bool = True
     # Share of entries held back, one value or one per equal part of the ramp-up.
     sparsity: tuple[float, ...] = (0.999,)
+    # Of the optimizer, in the whole training: they choose the sparsity, for the optimizer that is bound.
+    steps: int | None = None
     # First step that is sparsified; everything before it is dense.
     rampup_begin_step: int = 0
     # Steps over which the list of sparsities is walked through.
@@ -105,6 +110,17 @@ class DGCConfig:
             raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
+
+    def suited(self, adaptive: bool) -> DGCConfig:
+        """The config for an optimizer that is bound: where it is adaptive, ``steps`` chooses a larger density."""
+        if self.steps is None or not adaptive:
+            return self
+        return dataclasses.replace(self, sparsity=(1.0 - adaptive_density(self.steps),))
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether so few entries are sent, for want of ``steps``, that an adaptive optimizer learns far less."""
+        return self.algorithm == "dgc" and self.steps is None and self.sparsity[-1] > 1.0 - ADAPTIVE_FLOOR
 
     def own_share(self, ranks: int) -> float:
         """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""
@@ -191,7 +207,12 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     if both := {"sparsity", "rampup_step"} & options.keys():
         raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
     density = min(1 / 64, max(0.001, 100 / steps))
-    return {"momentum_masking": False, **options, "sparsity": 1.0 - density}
+    return {"momentum_masking": False, **options, "sparsity": 1.0 - density, "steps": steps}
+
+
+def adaptive_density(steps: int) -> float:
+    """The density for an adaptive optimizer that makes so many steps."""
+    return min(1.0, max(ADAPTIVE_FLOOR, 60 / steps))
 
 
 def entries_to_send(numel: int, density: float) -> int:

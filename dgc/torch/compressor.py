@@ -12,13 +12,20 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
+from dgc.adapter.compression import (
+    CompressionBase,
+    checked_tensors,
+    refused_uncalled,
+    require_momentum_source,
+    warn_of_thin_updates,
+)
 from dgc.adapter.engine import warn_of_unmatched
 from dgc.adapter.job import Job
 from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.adoption import is_adaptive, updating_class
 from dgc.torch.distributed import UNNAMED, require_own_shards
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
@@ -77,6 +84,7 @@ class DGCCompressor(HorovodCompressor):
                 "each model and optimizer"
             )
         named = list(named_parameters)
+        self.config = self.config.suited(adaptive := is_adaptive(optimizer))
         require_own_shards(named if optimizer is None else _owned(named, optimizer), self._job)
 
         def open_engine(transport: Transport) -> Engine:
@@ -102,6 +110,8 @@ class DGCCompressor(HorovodCompressor):
         if self.engine is not None and self.engine.transport.rank == 0:
             for option in ("include", "exclude"):
                 warn_of_unmatched(option, getattr(self.config, option), [name for name, _ in named], "parameter")
+            if adaptive:
+                warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
         if optimizer is not None and take_stepped(optimizer.param_groups) and not had_state:
             if self.engine is not None:
                 self.engine.watch.saved.bound_after_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from exchange_tools import (
 
 from dgc.core import config as checks
 from dgc.core.compressors import make_config
-from dgc.core.config import Schedule, entries_to_send
+from dgc.core.config import ADAPTIVE_FLOOR, Schedule, entries_to_send
 from dgc.errors import ConfigError
 
 
@@ -221,6 +222,23 @@ def test_a_second_choice_of_the_sparsity_is_refused(other):
         make_config({"steps": 100, **other})
 
 
+@pytest.mark.parametrize(("steps", "density"), [(10, 1.0), (1200, 0.05), (10**6, ADAPTIVE_FLOOR)])
+def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
+    config = make_config({"steps": steps, "momentum_masking": True})
+    assert config.suited(False) == config
+    assert config.suited(True).sparsity == (pytest.approx(1 - density),)
+    assert config.suited(True).momentum_masking
+    assert make_config({"sparsity": 0.9}).suited(True).sparsity == (0.9,)
+
+
+def test_few_entries_without_a_number_of_steps_are_thin():
+    assert make_config({}).is_thin
+    assert make_config({"sparsity": [0.5, 0.99], "rampup_step": 10}).is_thin
+    assert not make_config({"sparsity": 0.95}).is_thin
+    assert not make_config({"steps": 10**6}).is_thin
+    assert not make_config({}, algorithm="topk").is_thin
+
+
 def test_others_than_dgc_have_no_such_option():
     with pytest.raises(TypeError, match="unknown option 'steps'"):
         make_config({"steps": 100}, algorithm="qsgd")
@@ -235,6 +253,11 @@ def test_schedule_is_paddles_table():
     assert [one_each.is_dense(s) for s in range(4)] == [True, True, True, False]
     assert [round(1 - one_each.density(3 + s), 9) for s in range(7)] == [*(round(s, 9) for s in five), 0.999, 0.999]
     assert one_each.ramp_end() == 7
+    assert (schedule.selects_from(), one_each.selects_from()) == (0, 3)
+    for zeros, length, begin in itertools.product((0, 1, 3), (1, 7, 10), (0, 5)):
+        late = Schedule((0.0,) * zeros + (0.5, 0.9), begin=begin, length=length)
+        assert late.selects_from() == next(s for s in range(99) if late.density(s) < 1)
+    assert Schedule((0.0,), begin=3).selects_from() is None
     jump = Schedule((0.5, 0.9), begin=0, length=1)
     assert (jump.density(0), round(jump.density(1), 9)) == (0.5, 0.1)
 

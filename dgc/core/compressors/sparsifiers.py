@@ -83,8 +83,8 @@ class DGC(_Selection):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """All of :class:`~dgc.core.config.DGCConfig`, in its order, and ``steps``, which chooses some."""
-        return [*(name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")), "steps"]
+        """All of :class:`~dgc.core.config.DGCConfig`, in its order."""
+        return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -95,11 +95,28 @@ def training_equals_ddp_at_sparsity_0():
 
 
 @case
+def the_first_moment_is_the_compressors_once_entries_are_selected():
+    model, optimizer, state = hooked(
+        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), {"sparsity": 0.9, "rampup_begin_step": 3}
+    )
+    train(model, optimizer, 3)
+    assert not any(state.compression.engine.adoption.hyper.momentum)
+    train(model, optimizer, 9, start=3)
+    assert min(m for m in state.compression.engine.adoption.hyper.momentum if m) > 0.8
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert_identical(model)
+    state.compression.close()
+
+
+@case
 def other_optimizers_and_a_late_bind():
     def adamw(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.0, 0.99))
 
     both(train, make_optimizer=adamw)
+    both(train, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+    later = {"sparsity": 0.9, "rampup_begin_step": 20}
+    both(train, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), options=later)
     model = DistributedDataParallel(make_model())
     state = dgc.ddp.CompressionState(dgc.Compression.dgc(**EXACT), named_parameters=model.module.named_parameters())
     model.register_comm_hook(state, dgc.ddp.compression_hook)

@@ -23,6 +23,7 @@ from torch import nn
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
+from dgc.core.config import ADAPTIVE_FLOOR
 
 KIN = {
     "Adam": lambda p, **o: torch.optim.Adam(p, lr=3e-3, weight_decay=0.01, **o),
@@ -72,6 +73,8 @@ def replicas_are_identical_while_entries_are_selected():
             train(optimizer, model, 40)
             assert_replicas_identical(model, f"{name} {way}")
             assert optimizer.param_groups[0]["betas"] == before
+            assert seen == [before[0]] * 10 + [0.0] * 30, (name, way, seen)
+            seen.clear()
             assert 0.03 < compression.stats.last.density < 0.07
             assert torch.isfinite(loss_of(model, 0))
 
@@ -221,7 +224,7 @@ def momentum_0_leaves_the_moment_in_the_optimizer():
         optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"]))
         train(optimizer, model, 3)
         assert not any(compression.engine.adoption.hyper.momentum), way
-        assert compression.engine.adoption.options == ()
+        assert seen == [BETAS] * 3
 
 
 @case
@@ -237,6 +240,27 @@ def a_step_of_the_users_own_keeps_the_moment_and_says_so():
     assert sum("its first moment stays in it" in str(w.message) for w in seen) == 1
     train(optimizer, model, 3)
     assert not any(compression.engine.adoption.hyper.momentum)
+
+
+@case
+def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
+    for make, options, told in (
+        (torch.optim.AdamW, {}, 1),
+        (torch.optim.RMSprop, {"sparsity": 0.999}, 1),
+        (torch.optim.AdamW, {"steps": 100_000}, 0),
+        (torch.optim.AdamW, {"sparsity": 0.95}, 0),
+        (torch.optim.SGD, {}, 0),
+    ):
+        for way in "ab":
+            model = make_model()
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                _, compression = wrap(way, model, make(model.parameters(), lr=1e-3), **options)
+            said = [str(w.message) for w in seen if "it learns far less" in str(w.message)]
+            assert len(said) == (told if hvd.rank() == 0 else 0), (make, options, way)
+            assert all("steps=N" in text for text in said)
+            if "steps" in options:
+                assert compression.config.sparsity[-1] == 1 - ADAPTIVE_FLOOR
 
 
 @case

@@ -109,7 +109,25 @@ def equals_hsdp(make_optimizer=lambda model: torch.optim.SGD(model.parameters(),
 @case
 def training_equals_hsdp_at_sparsity_0():
     equals_hsdp()
-    equals_hsdp(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), compression={"momentum": 0.0})
+    for options in ({"momentum": 0.0}, {}, {"sparsity": 0.9, "rampup_begin_step": 20}):
+        equals_hsdp(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), compression=options)
+
+
+@case
+def the_first_moment_goes_from_a_dense_run_into_a_compressed_one_and_on():
+    model = make_model()
+    optimizer, compression = wrap(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), sparsity=0.9, min_numel=64, rampup_begin_step=4
+    )
+    train(optimizer, model, 10)
+    assert_identical(model)
+    u = compression.state_dict()["parameters"]
+    saved = optimizer.state_dict()["state"]
+    for i, name in enumerate(n for n, _ in model.named_parameters()):
+        if "v" in u[name]:
+            moment = saved[i]["exp_avg"].to_local().view(-1)
+            torch.testing.assert_close(moment, u[name]["u"] * (1 - 0.9**10), rtol=1e-5, atol=1e-8)
+    compression.close()
 
 
 @case
