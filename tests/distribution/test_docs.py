@@ -47,7 +47,9 @@ def test_python_blocks_are_python(path):
 FOR_DEVELOPERS = {"architecture", "wire-format", "decisions", "chaos", "CONTRIBUTING", "CHANGELOG"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in FOR_DEVELOPERS], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.stem not in FOR_DEVELOPERS], ids=lambda path: path.name
+)
 def test_code_fits_its_column(path):
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE)
     assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
