@@ -34,8 +34,9 @@ class DGCConfig:
     nesterov: bool | None = None
     # Added to the local gradient before accumulation. None means "adopt it from the optimizer, else 0".
     weight_decay: float | None = None
-    # Set the momentum buffer to 0 where an entry was sent, unless all are (momentum factor masking).
-    momentum_masking: bool = True
+    # Set the momentum buffer to 0 where an entry was sent, unless all are (momentum factor masking). None: yes, but
+    # with ``steps`` only before an adaptive optimizer.
+    momentum_masking: bool | None = None
     # Share of entries held back, one value or one per equal part of the ramp-up.
     sparsity: tuple[float, ...] = (0.999,)
     # Of the optimizer, in the whole training: they choose the sparsity, for the optimizer that is bound.
@@ -95,7 +96,8 @@ class DGCConfig:
         require_integer("min_numel", self.min_numel, 0)
         require_integer("bucket_bytes", self.bucket_bytes, 1)
         require_integer("seed", self.seed, 0)
-        require_flag("momentum_masking", self.momentum_masking)
+        if self.momentum_masking is not None:
+            require_flag("momentum_masking", self.momentum_masking)
         require_flag("error_feedback", self.error_feedback)
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
@@ -112,10 +114,16 @@ class DGCConfig:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
 
     def suited(self, adaptive: bool) -> DGCConfig:
-        """The config for an optimizer that is bound: where it is adaptive, ``steps`` chooses a larger density."""
+        """The config for the optimizer that is bound: before an adaptive one ``steps`` chooses a larger density."""
         if self.steps is None or not adaptive:
             return self
-        return dataclasses.replace(self, sparsity=(1.0 - adaptive_density(self.steps),))
+        masking = self.momentum_masking is not False
+        return dataclasses.replace(self, sparsity=(1.0 - adaptive_density(self.steps),), momentum_masking=masking)
+
+    @property
+    def masks(self) -> bool:
+        """Whether momentum is masked."""
+        return self.steps is None if self.momentum_masking is None else self.momentum_masking
 
     @property
     def is_thin(self) -> bool:
@@ -207,7 +215,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     if both := {"sparsity", "rampup_step"} & options.keys():
         raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
     density = min(1 / 64, max(0.001, 100 / steps))
-    return {"momentum_masking": False, **options, "sparsity": 1.0 - density, "steps": steps}
+    return {**options, "sparsity": 1.0 - density, "steps": steps}
 
 
 def adaptive_density(steps: int) -> float:

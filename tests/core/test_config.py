@@ -196,7 +196,7 @@ def test_a_loss_scale_is_handed_on():
 def test_each_entry_is_sent_a_hundred_times(steps, density):
     config = make_config({"steps": steps, "momentum": 0.9})
     assert config.sparsity == (pytest.approx(1 - density),)
-    assert (config.momentum, config.momentum_masking) == (0.9, False)
+    assert (config.momentum, config.masks) == (0.9, False)
 
 
 def test_what_is_given_beside_it_stays():
@@ -224,10 +224,13 @@ def test_a_second_choice_of_the_sparsity_is_refused(other):
 
 @pytest.mark.parametrize(("steps", "density"), [(10, 1.0), (1200, 0.05), (10**6, ADAPTIVE_FLOOR)])
 def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
-    config = make_config({"steps": steps, "momentum_masking": True})
+    config = make_config({"steps": steps})
     assert config.suited(False) == config
+    assert not config.masks
     assert config.suited(True).sparsity == (pytest.approx(1 - density),)
-    assert config.suited(True).momentum_masking
+    assert config.suited(True).masks
+    assert not make_config({"steps": steps, "momentum_masking": False}).suited(True).masks
+    assert make_config({"steps": steps, "momentum_masking": True}).masks
     assert make_config({"sparsity": 0.9}).suited(True).sparsity == (0.9,)
 
 

@@ -472,7 +472,7 @@ class Encoder(ABC):
 
         That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
         """
-        return self._config.momentum_masking and sent < self._elements
+        return self._config.masks and sent < self._elements
 
     def _is_exact(self, density: float | None) -> bool:
         """Whether nothing is coded: in a dense step, and where sparsity is 0, which is one."""
