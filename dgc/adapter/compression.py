@@ -55,9 +55,10 @@ class CompressionBase(abc.ABC):
             parameters: the tensors to compress.
             optimizer: whose tensors are compressed, and whose options are taken over.
             **options: ``momentum, nesterov, weight_decay`` (None: see ``optimizer``; 0 if there is none to adopt),
-                ``momentum_masking=True``, ``sparsity=0.999`` (a number or a list walked through during ramp-up),
-                ``rampup_begin_step=0``, ``rampup_step=1``, ``steps`` (of the whole training: chooses the
-                sparsity for it), ``local_grad_clip_norm=None``, ``clip_scope="tensor"``,
+                ``momentum_masking=None`` (None: True, but with ``steps`` True before an adaptive optimizer alone),
+                ``sparsity=0.999`` (a number or a list walked through during ramp-up),
+                ``rampup_begin_step=0``, ``rampup_step=1``, ``steps=None`` (of the whole training: they
+                choose the sparsity for it), ``local_grad_clip_norm=None``, ``clip_scope="tensor"``,
                 ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="elias_fano"``, ``values="int2"``,
                 ``small="int3"`` (the value codec of tensors that are 1-D or small; "float32": exact),
                 ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the

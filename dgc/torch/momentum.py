@@ -105,7 +105,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             transport: "auto", "mpi", "horovod" or a transport.
             loss_scale: the ``GradScaler`` of a script that has one.
             **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``,
-                ``momentum_masking=True``, ``sparse_updates=True``.
+                ``momentum_masking=None``, ``sparse_updates=True``.
 
         Raises:
             ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative

@@ -80,7 +80,7 @@ def test_eligibility_is_by_elements_and_type_whatever_the_dimensions():
 
 def test_defaults_send_whole_values_with_momentum_factor_masking():
     config = options().to_config([])
-    assert (config.sparsity, config.values, config.momentum_masking) == ((0.999,), "float32", True)
+    assert (config.sparsity, config.values, config.masks) == ((0.999,), "float32", True)
     assert (config.clip_scope, config.op, config.error_feedback) == ("tensor", "average", True)
 
 

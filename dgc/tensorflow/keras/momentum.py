@@ -110,7 +110,7 @@ def DGCMomentum(
             first match counts. Paddle's ``ParamAttr(learning_rate=...)``.
         process_set: the Horovod process set to average over; None means all ranks.
         transport: "auto", "mpi", "horovod" or a transport.
-        **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=True``.
+        **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=None``.
 
     Returns:
         A Keras optimizer (of Keras 3, or of ``tf_keras`` where TF_USE_LEGACY_KERAS=1) with the further methods of

@@ -151,7 +151,7 @@ class Oracle:
                     chosen = top_k(v[r][i], entries_to_send(p.numel, schedule.density(step)))
                     total[chosen] += v[r][i][chosen]
                     v[r][i][chosen] = 0
-                    if config.momentum_masking:
+                    if config.masks:
                         u[r][i][chosen] = 0
                 params[i] = params[i] - f(lr) * (total / f(self.ranks))
         return params
