@@ -21,6 +21,7 @@ from dgc.core.compressors import leaves_zeros
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
 from dgc.errors import ConfigError
+from dgc.tensorflow.first_moment import KIN, FirstMoment
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
@@ -251,6 +252,7 @@ class Adoption:
         active: whether anything is taken from the optimizer at all.
         left_for: the clipping option or the user's method for whose sake momentum stays in the optimizer; None if it
             does not.
+        moment: Adam's first moment, where that is the compressor's once entries are selected; else None.
         is_loss_scaled: whether a LossScaleOptimizer was given.
         taken: whether momentum was adopted, whatever it is now.
         momentum, nesterov: what was adopted; 0 and False if nothing.
@@ -275,6 +277,14 @@ class Adoption:
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
         self.active = self.active and not own  # nor is a momentum taken that is assigned later
+        self.moment: FirstMoment | None = None
+        if config.momentum is None and family(optimizer) == KERAS3 and any(is_keras(optimizer, name) for name in KIN):
+            found = found or ("gradient_accumulation_steps" if optimizer.gradient_accumulation_steps else None)
+            if not found:
+                self.moment = FirstMoment(optimizer, bool(config.nesterov) or is_keras(optimizer, "Nadam"))
+                self._keep_config()
+            elif optimizer.beta_1:
+                self.left_for = found
         if self.active and is_cleared(optimizer):
             raise ConfigError(
                 "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
@@ -309,6 +319,8 @@ class Adoption:
         In every step: what the user assigns in mid-training is followed, 0 included.
         """
         self._refuse_clipped_velocity()
+        if self.moment is not None:
+            self.moment.follow()
         if not is_sgd(self.optimizer):
             return
         momentum, nesterov = get_momentum(self.optimizer)
@@ -341,6 +353,10 @@ class Adoption:
 
     def undo(self) -> None:
         """Give the optimizer back what was taken from it, for a construction that failed."""
+        if self.moment is not None:
+            self.moment.give_back()
+            vars(self.optimizer).pop("get_config", None)
+            self.moment = None
         if not self.taken:
             return
         restore_momentum(self.optimizer, self.momentum)
@@ -440,4 +456,11 @@ def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[s
 
 
 def _own_config(adoption: Adoption) -> dict[str, Any]:
-    return momentum_config(type(adoption.optimizer).get_config(adoption.optimizer), adoption)
+    config = type(adoption.optimizer).get_config(adoption.optimizer)
+    return momentum_config(config, adoption) if adoption.moment is None else adoption.moment.config(config)
+
+
+def is_adaptive(optimizer: Optimizer | None) -> bool:
+    """Whether it divides by a running mean of squares or of magnitudes, as far as Keras' own classes say."""
+    others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
+    return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

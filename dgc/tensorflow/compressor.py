@@ -8,12 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import CompressionBase, checked_tensors, refused_uncalled, require_momentum_source
+from dgc.adapter.compression import (
+    CompressionBase,
+    checked_tensors,
+    refused_uncalled,
+    require_momentum_source,
+    warn_of_thin_updates,
+)
 from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, clipping, family
+from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, clipping, family, is_adaptive, without_loss_scale
 from dgc.tensorflow.engine import Engine, foreign_variable
 from dgc.tensorflow.horovod import HOROVOD, CommonNames, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
@@ -72,6 +78,7 @@ class DGCCompressor(HorovodCompressor):
             self.adoption.take()
             return
         self.optimizer = optimizer = self.optimizer if optimizer is None else optimizer
+        self.config = self.config.suited(is_adaptive(without_loss_scale(optimizer)))
         if is_alone(self.process_set(process_set)) is False:
             self.adoption = Adoption(optimizer, self.config)
             if self.adoption.left_for and self.process_set(process_set).rank() == 0:
@@ -107,6 +114,9 @@ class DGCCompressor(HorovodCompressor):
             self._names = (first if isinstance(first, Mapping) else first[0]).get("names", self._names)
         self._bind(process_set, open_engine, self._give_back)
         self._bound_to = ours
+        own = without_loss_scale(self.optimizer)
+        if is_adaptive(own) and self.engine is not None and self.engine.transport.rank == 0:
+            warn_of_thin_updates(type(own).__name__, self.config)
         if self.engine is None and len(self._names) != len(ours):
             self._names = unique_names(variables)
         for variable in ours[:1]:  # a model holds the compressor that was bound to it last: no graph does

@@ -336,6 +336,11 @@ class Engine(EngineBase):
             )
             self._refuse_sparse_momentum(kinds)
             self.kinds = tuple(kinds)
+            if (moment := self.adoption.moment) is not None:
+                if SPARSE in kinds:
+                    self._leave_moment(self.names[kinds.index(SPARSE)])
+                elif moment.earlier_steps is None:
+                    moment.earlier_steps = self.adoption.steps
             # Now: a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
         still_some = DENSE in kinds or DENSE not in self.kinds
@@ -358,6 +363,16 @@ class Engine(EngineBase):
             self._refuse_sparse_momentum(self.kinds or ())
         except ConfigError as error:
             self.fail_in_step(error)
+
+    def follow_moment(self, group: Group) -> None:
+        """Before a step of a group: take the first moment over, once entries are selected."""
+        if (moment := self.adoption.moment) is None:
+            return
+        first, steps = group.exchange.selects_from, group.exchange.state.step
+        selects = first is not None and steps >= first and self.layout.sparse_numel > 0
+        moment.begin(self.adoption.hyper, steps, selects=selects)
+        if steps == first:
+            moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
 
     def group(self, indices: Sequence[int]) -> Group:
         """The group of these variables and of those that have no gradient now; the first call makes it."""
@@ -398,6 +413,7 @@ class Engine(EngineBase):
             self._warn_of_loss()
         follows = self.adoption.taken
         group = self._group_of.get(indices[0]) or self.group(indices)
+        self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
         self._tell_observers()
         return made
@@ -422,7 +438,9 @@ class Engine(EngineBase):
         groups = [
             {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self.groups, states, strict=True)
         ]
-        return {"groups": groups, "kinds": list(self.kinds or ()), "names": self.names}
+        moment = self.adoption.moment
+        earlier = None if moment is None else moment.earlier_steps
+        return {"groups": groups, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
         self._left_at = 0
@@ -441,6 +459,8 @@ class Engine(EngineBase):
         self._has_loaded = False  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
             self.kinds = tuple(saved["kinds"])
+        if self.adoption.moment is not None:
+            self.adoption.moment.earlier_steps = saved.get("earlier_steps")
         for entry in saved.get("groups", whole):
             if not entry["names"]:
                 continue
@@ -488,6 +508,8 @@ class Engine(EngineBase):
 
     def _clear(self) -> None:
         self._left_at = 0
+        if self.adoption.moment is not None:
+            self.adoption.moment.earlier_steps = self.adoption.steps
         for group in self.groups:
             group.rate, group.parked = None, {}
         # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
@@ -554,6 +576,17 @@ class Engine(EngineBase):
                 "state_dict() and load_state_dict() of the compressor, on every rank",
                 RuntimeWarning,
                 stacklevel=2,
+            )
+
+    def _leave_moment(self, name: str) -> None:
+        """Sparse gradients pass the compressor by, and with them the first moment of their variables."""
+        self.adoption.undo()
+        if self.transport.rank == 0:
+            warnings.warn(
+                f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, so the first "
+                "moment stays in the optimizer, and the compressor learns more slowly: pass sparse_as_dense=True",
+                RuntimeWarning,
+                stacklevel=3,
             )
 
     def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:

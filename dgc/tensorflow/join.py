@@ -94,6 +94,7 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
 
 
 def _step_without_data(engine: Engine, group: Group) -> None:
+    engine.follow_moment(group)
     values, hyper, parameters = [], engine.adoption.hyper, group.exchange.layout.parameters
     if any(hyper.weight_decay):
         values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]

@@ -249,6 +249,8 @@ class Reducer(GradientReducer):
                 parameters = [engine.adoption.decayed(index, variables[i]) for index, i in dense]
         step = _step_of(self.compression, self._sums, members)
         results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in order], rate, parameters)
+        if engine is not None and (moment := engine.adoption.moment) is not None:
+            moment.assign(verdict)
         reduced = list(gradients)
         for i, result in zip(order, results, strict=True):
             reduced[i] = result

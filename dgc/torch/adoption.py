@@ -6,8 +6,7 @@ parameters they hold 0, so that nothing is applied twice. SGD's ``momentum_buffe
 
 Adam's second moment must see gradients, not their running mean, so its ``beta1`` is taken only from the first step on
 in which entries are selected; every step before that is Adam's own. ``exp_avg`` becomes u then, which holds the mean
-with its bias corrected: ``u <- a*u + (1 - a)*g`` with ``a = beta1 * (1 - beta1**(t-1)) / (1 - beta1**t)`` in step t of
-the optimizer. That equals ``exp_avg / (1 - beta1**t)``.
+with its bias corrected: see :mod:`dgc.core.moment`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
+from dgc.core.moment import running_mean
 from dgc.errors import ConfigError
 from dgc.torch.tensors import local
 
@@ -29,9 +29,6 @@ Absorb = Callable[[int, torch.Tensor], None]
 
 _MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 """Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one."""
-
-_SETTLED = 1e-9
-"""``beta1**t`` below which u needs no correction any more."""
 
 _LEFT = (
     "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
@@ -351,17 +348,6 @@ class Adoption:
                 hyper.weight_decay[i] = decay
         if any(self._own(group, option) for option in self.options):
             self._adopted.update(i for _, i in ours)
-
-
-def running_mean(beta1: float, t: int) -> tuple[float, float]:
-    """Momentum and gain of step ``t`` (from 1) with which u stays Adam's first moment, its bias corrected.
-
-    Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.
-    """
-    if (rest := beta1**t) < _SETTLED:
-        return beta1, 1.0 - beta1
-    # In step 1 nothing of u is left, which to the core's kernels means a momentum, if only a tiny one.
-    return max(beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest), 1e-30), (1.0 - beta1) / (1.0 - rest)
 
 
 def _steps_of(state: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ WORKERS = Path(__file__).parent / "workers"
 
 test_laws = each_case(WORKERS / "laws_cases.py", {**KERAS, "4ranks": SIZES["4ranks"], "gloo": CARRIERS["gloo"]})
 test_tape = each_case(WORKERS / "tape_cases.py")
+test_first_moment = each_case(WORKERS / "first_moment_cases.py")
 test_fit = each_case(WORKERS / "fit_cases.py", KERAS)
 test_habits = each_case(WORKERS / "habits_cases.py", KERAS)
 test_frozen = each_case(WORKERS / "frozen_cases.py", KERAS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_jobs import SIZES, each_case
 
-from dgc.torch.adoption import running_mean
+from dgc.core.moment import running_mean
 
 test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "first_moment_cases.py", SIZES)
 

@@ -1,0 +1,165 @@
+"""Keras 3's Adam and its kin: their first moment is the compressor's once entries are selected, and theirs before."""
+
+import tempfile
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case, run_cases
+
+import dgc.tensorflow as dgc
+from dgc.core.state import load_state, save_state
+
+keras = m.keras
+KIN = {
+    "Adam": keras.optimizers.Adam,
+    "AdamW": keras.optimizers.AdamW,
+    "Nadam": keras.optimizers.Nadam,
+    "Adamax": keras.optimizers.Adamax,
+}
+STEPS = 12
+
+
+def by_tape(make, options, graph=True, steps=STEPS):
+    model, inner = m.make_model(), make(0.003)
+    compression, library = m.compressor("dense" if options is None else "wrapper", model, inner, **(options or {}))
+    one = m.stepper(model, inner, compression, library, graph)
+    for step in range(steps):
+        one(step)
+    return model, inner, compression
+
+
+def by_fit(make, options, steps=STEPS):
+    compression = None if options is None else dgc.Compression.dgc(**options)
+    inner = make(0.003)
+    model = m.compiled(inner, compression=compression, run_eagerly=False)
+    m.fit(model, steps)
+    return model, inner, compression
+
+
+@case
+def before_the_selection_training_equals_dense():
+    for name, make in KIN.items():
+        wanted = m.values(by_tape(make, None)[0])
+        for options in (m.SPARSITY_0, {"rampup_begin_step": 50}):
+            for by in (by_tape, by_fit) if name == "AdamW" else (by_tape,):
+                model, inner, compression = by(make, options)
+                m.assert_close(m.values(model), wanted, 1e-5)
+                assert inner.get_config()["beta_1"] == make().beta_1, name
+                compression.close()
+
+
+@case
+def the_moment_moves_at_the_first_selection_in_a_traced_step_too():
+    for name, make in KIN.items():
+        for by in (by_tape, by_fit) if name == "Adam" else (by_tape,):
+            model, inner, compression = by(make, {**m.SPARSE, "rampup_begin_step": 4, "sparsity": 0.9}, steps=4)
+            assert float(inner.beta_1) == np.float32(0.9)
+            m.assert_replicas(m.values(model))
+            compression.close()
+            model, inner, compression = by(make, {**m.SPARSE, "rampup_begin_step": 4, "sparsity": 0.9}, steps=5)
+            assert float(inner.beta_1) == 0.0, "the optimizer would average once more"
+            assert inner.get_config()["beta_1"] == 0.9
+            # u is the moment of five steps, of which four were dense, with its bias corrected.
+            moment = [np.zeros(v.shape, np.float32) for v in model.trainable_variables]
+            copy = by_tape(make, None, steps=0)[0]
+            reference = make(0.003)
+            for step in range(5):
+                ranks = [m.own_gradients(copy, *map(tf.constant, m.batch(step, r))) for r in range(hvd.size())]
+                means = [sum(np.asarray(g[i]) for g in ranks) / hvd.size() for i in range(len(moment))]
+                moment = [0.9 * a + 0.1 * g for a, g in zip(moment, means, strict=True)]
+                reference.apply_gradients(zip(map(tf.constant, means), copy.trainable_variables, strict=True))
+            for entry, mean in zip(compression.state_dict()["parameters"].values(), moment, strict=True):
+                u = np.asarray(hvd.allreduce(tf.constant(entry["u"])))
+                sent = u == 0
+                wanted = mean.ravel() / (1 - 0.9**5)
+                np.testing.assert_allclose(u[~sent], wanted[~sent], rtol=1e-3, atol=2e-4)
+                assert sent.mean() < 0.3
+            compression.close()
+
+
+@case
+def replicas_are_identical_while_entries_are_selected_and_the_loss_falls():
+    for make in KIN.values():
+        for by in (by_tape, by_fit) if make is keras.optimizers.AdamW else (by_tape,):
+            model, _, compression = by(make, {**m.SPARSE, "sparsity": 0.95}, steps=30)
+            m.assert_replicas(m.values(model))
+            assert 0.03 < compression.stats.last.density < 0.07
+            assert all(np.isfinite(v).all() for v in m.values(model))
+            compression.close()
+
+
+@case
+def a_resumed_run_goes_on_bit_for_bit():
+    for begin in (0, 8):
+        options = {**m.SPARSE, "sparsity": 0.9, "rampup_begin_step": begin}
+        whole = m.values(by_tape(keras.optimizers.AdamW, options, steps=12)[0])
+        model, inner, compression = by_tape(keras.optimizers.AdamW, options, steps=6)
+        with tempfile.TemporaryDirectory() as folder:
+            save_state(f"{folder}/state", compression.state_dict())
+            state = load_state(f"{folder}/state")
+        weights, own = model.get_weights(), [np.asarray(v).copy() for v in m.raw(inner.variables)]
+        compression.close()
+        again, other = m.make_model(seed=2), keras.optimizers.AdamW(0.003)
+        other.build(again.trainable_variables)
+        again.set_weights(weights)
+        for variable, value in zip(m.raw(other.variables), own, strict=True):
+            variable.assign(value)
+        resumed, library = m.compressor("wrapper", again, other, **options)
+        resumed.load_state_dict(state)
+        one = m.stepper(again, other, resumed, library)
+        for step in range(6, 12):
+            one(step)
+        for a, b in zip(m.values(again), whole, strict=True):
+            np.testing.assert_array_equal(a, b)
+        resumed.close()
+
+
+@case
+def what_it_does_not_take():
+    """momentum=0, clipping in the optimizer, and sparse gradients leave the moment where it is."""
+    for make, options in (
+        (keras.optimizers.Adam, {"momentum": 0.0}),
+        (lambda rate: keras.optimizers.Adam(rate, global_clipnorm=1.0), {}),
+        (keras.optimizers.RMSprop, {}),
+    ):
+        _, inner, compression = by_tape(make, {**m.SPARSE, **options}, steps=2)
+        assert not any(compression.engine.adoption.hyper.momentum)
+        assert getattr(inner, "beta_1", 0.9) == 0.9
+        compression.close()
+    embedding = keras.Sequential([keras.layers.Embedding(100, 20), keras.layers.Flatten(), keras.layers.Dense(3)])
+    embedding.build((None, 4))
+    inner = keras.optimizers.Adam(0.01)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+    variables = m.raw(embedding.trainable_variables)
+    with m.warned("first moment stays in the optimizer") as texts:
+        for step in range(3):
+            x = tf.constant(np.random.default_rng(step).integers(0, 100, (8, 4)))
+            loss = lambda x=x: tf.reduce_mean(embedding(x) ** 2)  # noqa: E731
+            inner.apply_gradients(
+                zip(m.reduced(loss, variables, compression), embedding.trainable_variables, strict=True)
+            )
+    assert len(texts) == (hvd.rank() == 0)
+    assert inner.beta_1 == 0.9
+    m.assert_replicas(m.values(embedding))
+    compression.close()
+
+
+@case
+def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
+    for make, options, told in (
+        (keras.optimizers.AdamW, {}, 1),
+        (keras.optimizers.AdamW, {"steps": 1200}, 0),
+        (keras.optimizers.SGD, {}, 0),
+    ):
+        with m.warned("it learns far less") as texts:
+            _, _, compression = by_tape(make, options, graph=False, steps=1)
+        assert len(texts) == (told if hvd.rank() == 0 else 0), (make, options)
+        if "steps" in options:
+            assert compression.config.sparsity == (1 - 60 / 1200,)
+        compression.close()
+
+
+if __name__ == "__main__":
+    run_cases()
