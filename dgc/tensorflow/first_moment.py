@@ -20,7 +20,7 @@ from dgc.core.moment import running_mean
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 KIN = ("Adam", "AdamW", "Nadam", "Adamax")
-"""Classes of Keras 3 whose first moment is a running mean of gradients, in slots that are called momentums."""
+"""Classes of Keras 3 whose first moment is a running mean of gradients."""
 
 
 class FirstMoment:
@@ -82,7 +82,7 @@ class FirstMoment:
             absorb: called with (place in the group, (numel,) moment with its bias corrected, None).
         """
         made = steps + (self.earlier_steps or 0)
-        slots = getattr(self._optimizer, "_momentums", None)
+        slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
         if not (self.is_taken and made and slots):
             return
         slot_of = {id(raw_variable(v)): m for v, m in zip(self._optimizer._trainable_variables, slots, strict=False)}
