@@ -314,15 +314,7 @@ def parallel_jobs() -> int:
 
 
 def detect(without: set[str], jobs: int | None) -> Toolchain:
-    """Look for everything that the build needs.
-
-    Args:
-        without: parts to leave out although they are installed: `torch`, `tensorflow`, `mpi`.
-        jobs: compilers to run at once; None lets cores and memory decide.
-
-    Raises:
-        BuildError: something is missing; the message says what to install, all at once where pip can do it.
-    """
+    """Look for everything that the build needs."""
     torch = None if "torch" in without else distribution_version("torch")
     tensorflow = None if "tensorflow" in without else distribution_version(*TENSORFLOW_DISTRIBUTIONS)
     if not torch and not tensorflow:

@@ -1,4 +1,4 @@
-"""A hook of ``mkdocs.yml``: docstrings name other objects by Sphinx's roles, of which a reader shall see the name alone."""
+"""A hook of ``mkdocs.yml``: docstrings name other objects by Sphinx's roles, of which a reader sees the name alone."""
 
 from __future__ import annotations
 

@@ -84,11 +84,7 @@ class CompressorBase(Generic[EngineT]):
         return as_loss_scale(value)
 
     def use_op(self, op: object) -> None:
-        """Take the reduce op of the wrapper that is about to bind this compressor.
-
-        Raises:
-            ConfigError: the compressor was given another one, or it is neither Average nor Sum.
-        """
+        """Take the reduce op of the wrapper that is about to bind this compressor."""
         name = self.op_of(op)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
@@ -98,11 +94,7 @@ class CompressorBase(Generic[EngineT]):
         self.config = dataclasses.replace(self.config, op=name)
 
     def op_of(self, op: object = None) -> str:
-        """The name of the wrapper's reduce op; the compressor's own where the wrapper was given none.
-
-        Raises:
-            ConfigError: it is neither Average nor Sum.
-        """
+        """The name of the wrapper's reduce op; the compressor's own where the wrapper was given none."""
         assert self._job is not None, "a wrapper binds it"
         return self.config.op if op is None else self._job.op_name(op)
 
@@ -114,19 +106,11 @@ class CompressorBase(Generic[EngineT]):
         return not self.is_bound or (self._job is not None and self._job.included)
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
-        """The process set of the exchange: the option's or ``other``; all ranks when neither is given.
-
-        Raises:
-            ConfigError: they are two different ones.
-        """
+        """The process set of the exchange: the option's or ``other``; all ranks when neither is given."""
         return self.job(other).members
 
     def job(self, process_set: ProcessSet | None = None) -> Job:
-        """The ranks that exchange, as :meth:`process_set` chooses them.
-
-        Raises:
-            ConfigError: two different sets are named.
-        """
+        """The ranks that exchange, as :meth:`process_set` chooses them."""
         assert self._job is not None
         return self._job.of(self._adapter.get("process_set"), process_set)
 
@@ -137,11 +121,6 @@ class CompressorBase(Generic[EngineT]):
         undo: Callable[[], None] = lambda: None,
     ) -> None:
         """The part of ``bind`` that all frameworks share; collective over the process set.
-
-        Args:
-            process_set: of the wrapper; None if it names none.
-            open_engine: makes the engine from a transport; where it raises, it has closed whatever it opened but that.
-            undo: gives back what was taken from the optimizer.
 
         Raises:
             DGCError: nothing of the attempt remains then, so that a second one is like a first one.
@@ -179,24 +158,13 @@ class CompressorBase(Generic[EngineT]):
         self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
-        """The engine, for what Horovod calls; None in a job of one process.
-
-        Args:
-            missing: what the compressor was not given, and what to do.
-
-        Raises:
-            ConfigError: the compressor is bound to no model.
-        """
+        """The engine, for what Horovod calls; None in a job of one process."""
         if self.engine is None and not self.is_bound:
             raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
         return self.engine
 
     def require_same_set(self, theirs: ProcessSet | None) -> None:
-        """Compare the process set of Horovod's own wrapper with the one that the engine was opened for.
-
-        Raises:
-            ConfigError: they differ. On this rank alone: the ranks outside the wrapper's set will never exchange.
-        """
+        """Compare the process set of Horovod's own wrapper with the one that the engine was opened for."""
         if not same_set(theirs, self.process_set()):
             raise ConfigError(
                 "Horovod's wrapper was given another process set than the compressor; pass the same one to both: "
@@ -291,15 +259,8 @@ class CompressorBase(Generic[EngineT]):
     def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
         """Check that :meth:`load_state_dict` will take a state on this rank; change nothing. Local: no communication.
 
-        Args:
-            state: as in :meth:`load_state_dict`.
-            resize: as in :meth:`load_state_dict`.
-
         Returns:
             What it comes to on this rank, to be loaded without ``resize``; {} resets.
-
-        Raises:
-            LayoutError: it will not.
         """
         states = self._require_states(state, resize)
         if self.engine is not None:
@@ -331,11 +292,7 @@ class CompressorBase(Generic[EngineT]):
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """The state that this rank goes on with, and that its engine will take.
-
-        Raises:
-            LayoutError: it cannot be made of those that were given, or does not fit.
-        """
+        """The state that this rank goes on with, and that its engine will take."""
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}

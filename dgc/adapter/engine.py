@@ -69,7 +69,6 @@ class EngineBase(abc.ABC):
     layout: Layout
 
     def __init__(self, config: DGCConfig, transport: Transport) -> None:
-        """Set the fields of all engines. Local: no communication."""
         self.transport = transport
         self.between = transport
         self._config = config
@@ -164,8 +163,10 @@ class EngineBase(abc.ABC):
 
     def _tell_observers(self) -> None:
         """At the end of a step; with several exchanges, of one that all of them have finished."""
+        if not self.observers:
+            return
         done = min((exchange.stats.steps for exchange in self._exchanges), default=0)
-        if not self.observers or done == self._told:
+        if done == self._told:
             return
         stats = self.stats
         refused, self._told, self._refused = stats.refused_steps > self._refused, done, stats.refused_steps
@@ -187,32 +188,28 @@ class EngineBase(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
         self._decide()
-        layouts = [exchange.layout for exchange in self._exchanges] or [self.layout]
+        exchanges, config = self._exchanges, self._config
+        layout = exchanges[0].layout if len(exchanges) == 1 else self.layout
+        schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+        step, ranks = max((e.state.step for e in exchanges), default=0), self.between.rank_info()
         updated = self.how_updated
-        if updated == "sparse" and not any(layout.sparse_numel for layout in layouts):
+        if updated == "sparse" and not layout.sparse_numel:
             updated = "dense: nothing is sparsified"
-        each = [exchange.describe() for exchange in self._exchanges]
-        if len(each) == 1:
-            (whole,) = each
-        else:
-            config, layout = self._config, self.layout
-            schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-            step = max((d["step"] for d in each), default=0)
-            whole = {
-                "step": step,
-                "density": round(schedule.density(step), DENSITY_DIGITS),
-                "rampup_begin_step": schedule.begin,
-                "rampup_end_step": schedule.ramp_end(),
-                "parameters": layout.numel,
-                "small": config.small,
-                "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
-                "buckets": sum(d["buckets"] for d in each) or len(layout.buckets),
-                "transport": self.transport.name,
-                "ranks": self.transport.size,
-                "kernels": each[0]["kernels"] if each else None,
-            }
-        nodes = self.between.rank_info().get("nodes")
-        return {**whole, "nodes": nodes, "updates": updated}
+        return {
+            "step": step,
+            "density": round(schedule.density(step), DENSITY_DIGITS),
+            "rampup_begin_step": schedule.begin,
+            "rampup_end_step": schedule.ramp_end(),
+            "parameters": layout.numel,
+            "small": config.small,
+            "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
+            "buckets": sum(len(e.layout.buckets) for e in exchanges) or len(layout.buckets),
+            "transport": self.between.name,
+            "ranks": ranks["size"],
+            "kernels": exchanges[0].kernels.name if exchanges else None,
+            "nodes": ranks.get("nodes"),
+            "updates": updated,
+        }
 
     @property
     def how_updated(self) -> str:
@@ -262,11 +259,7 @@ class EngineBase(abc.ABC):
         require_fit(saved, layout.sparsified(), layout.lengths(), {*others, *without}, small=layout.small())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a state of this rank; an empty one resets. Call it on all ranks.
-
-        Raises:
-            LayoutError: it belongs to another model, rank or number of ranks, or is damaged; nothing is changed then.
-        """
+        """Take over a state of this rank; an empty one resets. Call it on all ranks."""
         if is_empty(saved):
             self.reset()
             return
@@ -351,14 +344,7 @@ def require_states(state: object, resize: bool) -> list[Any]:
 def own_state(
     states: Sequence[Any], transport: Transport, rampup_begin_step: int, *, op: str = "average"
 ) -> dict[str, Any]:
-    """This rank's share of the states of all ranks of a job of another size.
-
-    Args:
-        states: in rank order; None for those that this rank does not need.
-        transport: of this job.
-        rampup_begin_step: as in :func:`dgc.core.state.resized`.
-        op: as in :func:`dgc.core.state.resized`.
-    """
+    """This rank's share of the states of all ranks of a job of another size."""
     first, size = states[0], states[0].get("size")
     if first.get("nodes") is not None:
         raise LayoutError(
@@ -385,14 +371,7 @@ def warn_of_dropped(state: Any) -> None:
 
 
 def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Warn of patterns that fit no name, once in a process: models are loaded, and compressors built, again and again.
-
-    Args:
-        option: that the patterns were given for.
-        patterns: as fnmatch takes them.
-        names: of all tensors.
-        what: the tensors are called.
-    """
+    """Warn of patterns that fit no name, once in a process: compressors are built again and again."""
     nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if nothing:
         _warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")

@@ -74,12 +74,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, value: object, question: str) -> list[Any]:
-        """Every rank's small value, in rank order. Collective.
-
-        Args:
-            value: what this rank answers; JSON must know it.
-            question: the same on all ranks, and not asked twice at the same time.
-        """
+        """Every rank's small value, in rank order. Collective."""
 
     @abc.abstractmethod
     def make_transport(self, choice: str | Collectives = "auto") -> Transport:

@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.engine import EngineBase, Observer
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, plain, require_flag
 from dgc.core.exchange.records import Stats
-from dgc.core.layout import Parameter, sent_dense
+from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 
 __all__ = ["L1Decay", "L1DecayRegularizer", "L2Decay", "L2DecayRegularizer"]
@@ -229,37 +227,21 @@ def require_parameters(params: object) -> None:
         )
 
 
-def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> tuple[DGCConfig, set[int]]:
-    """The core's options for these parameters in a job of ``ranks`` processes, and which of them it compresses.
+def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> DGCConfig:
+    """The core's options for these parameters in a job of ``ranks`` processes; one process compresses nothing.
 
-    One process compresses nothing, whatever the step. Paddle refuses to run then; here a script can be tried out
-    without a launcher.
-
-    Returns:
-        The options, and the places of the parameters that are compressed once the ramp-up has begun.
-
-    Warns:
-        RuntimeWarning: there is one process.
+    Paddle refuses to run then; here a script can be tried out without a launcher, with a warning.
     """
     config = options.to_config(parameters)
-    compressed = {i for i, parameter in enumerate(parameters) if not sent_dense(parameter, config)}
     if ranks == 1:
         warn_of_one_process()
         config = dataclasses.replace(config, rampup_begin_step=_NEVER)
-    return config, compressed
+    return config
 
 
 def warn_of_one_process() -> None:
     """Where Paddle raises "DGC is not useful"."""
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
-
-
-def sparse_refusal(name: str, advice: str = "") -> ConfigError:
-    """The error about a sparse gradient of a compressed parameter."""
-    return ConfigError(
-        f"{name!r} has sparse gradients, which are not compressed: add its name to exclude=, so that it is sent "
-        f"dense{advice}"
-    )
 
 
 def _literally(name: str) -> str:
@@ -298,11 +280,6 @@ class ExchangeMethods:
 
 # -- saved states ------------------------------------------------------------------------------------------------------
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-_BUFFERS = ("u", "v")
-"""Entries of a parameter's state that have its shape."""
-
 
 class StateError(LayoutError, AssertionError):
     """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
@@ -324,34 +301,3 @@ def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         if key not in saved:
             raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")
-
-
-def shaped(parameters: Mapping[str, Mapping[str, Any]], shapes: Shapes) -> dict[str, dict[str, Any]]:
-    """The parameters of an engine's ``state_dict()``, u and v in the parameters' shapes."""
-    return {
-        name: {key: value.reshape(shapes[name]) if key in _BUFFERS else value for key, value in entry.items()}
-        for name, entry in parameters.items()
-    }
-
-
-def flat(
-    parameters: Mapping[str, Mapping[str, Any]],
-    shapes: Shapes,
-    dtypes: Mapping[str, np.dtype],
-    allowed: str = "an array",
-    flat_too: bool = False,
-) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of :func:`shaped`; ``flat_too``: buffers may be flat already. Unknown names are not compared."""
-    result: dict[str, dict[str, np.ndarray]] = {}
-    for name, entry in parameters.items():
-        result[name] = {}
-        for key, value in entry.items():
-            if not isinstance(value, np.ndarray):
-                raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: {allowed}")
-            if key in _BUFFERS and name in shapes:
-                if value.shape != shapes[name] and not (flat_too and value.shape == (math.prod(shapes[name]),)):
-                    raise StateError(f"{key} of {name!r} has shape {value.shape}, the parameter {shapes[name]}")
-                if value.dtype != dtypes[name]:
-                    raise StateError(f"{key} of {name!r} is {value.dtype}, the optimizer's is {dtypes[name]}")
-            result[name][key] = value.reshape(-1)
-    return result

@@ -146,6 +146,18 @@ class ValueCodec(Protocol):
         ...
 
 
+class _Compiled:
+    """``dgc.core.loops``, which is loaded with Numba when one of its loops is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        from dgc.core import loops as loaded
+
+        vars(self)[name] = loop = getattr(loaded, name)
+        return loop
+
+
+loops: Any = _Compiled()
+
 # -- blocks --------------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +230,6 @@ class Uint16Indices(_Indices):
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write positions; does not check their order. See :class:`IndexCodec`."""
-        from dgc.core import loops
-
         k = positions.size
         block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
         tiles = _tiles_of(n)
@@ -280,8 +290,6 @@ class EliasFanoIndices(_Indices):
         return 8 * (low_words + high_words)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(out, self.max_bytes(n, positions.size), self.name, writes=True)
         words = _as_words(block)
         width, low, _ = elias_fano_shape(n, positions.size)
@@ -296,8 +304,6 @@ class EliasFanoIndices(_Indices):
         return block.size
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(data, self.max_bytes(n, count), self.name)
         words, positions = _as_words(block), np.empty(count, np.int64)
         width, low, _ = elias_fano_shape(n, count)
@@ -363,8 +369,6 @@ class Float16Values:
         return self.HEAD + padded(2 * k)
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
         finite = math.isfinite(largest)
@@ -380,8 +384,6 @@ class Float16Values:
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(data, self.max_bytes(count, 0), self.name)
         exponent = int(block[:4].view("<i4")[0])
         if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
@@ -414,8 +416,6 @@ class _Quantized:
         return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
 
     def _write(self, block: np.ndarray, scales: np.ndarray, codes: np.ndarray) -> None:
-        from dgc.core import loops
-
         block[: scales.nbytes].view(np.float32)[:] = scales
         at = padded(scales.nbytes)
         block[scales.nbytes : at] = 0
@@ -423,8 +423,6 @@ class _Quantized:
         loops.pack(codes, self.bits, block[at:])
 
     def _read(self, block: np.ndarray, k: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops
-
         scales, codes = block[: 4 * self.scales * groups].view(np.float32), np.empty(k, np.uint8)
         loops.unpack(block[padded(scales.nbytes) :], self.bits, codes)
         return scales, codes
@@ -438,6 +436,11 @@ class IntegerValues(_Quantized):
     """
 
     scales = 1
+
+    def __init__(self, bits: int) -> None:
+        """8 bits: 255 levels. 3: 7, for small tensors, of which a few elements are large and most are sent as 0."""
+        self.bits, self.name = bits, f"int{bits}"
+        self.id: int = ValueCodecId[self.name.upper()]
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
         block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
@@ -453,36 +456,16 @@ class IntegerValues(_Quantized):
         self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
     ) -> None:
         """Write groups that begin at ``starts`` of (N,) float32 ``x``; their places in ``left`` become what is lost."""
-        from dgc.core import loops
-
         scales, codes = np.empty(starts.size, np.float32), np.empty(int(bounds[-1]), np.uint8)
         loops.encode_integers(x, starts, bounds, self.bits, scales, codes, left)
         self._write(block, scales, codes)
 
     def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
         """Read such groups and add them to (N,) float32 ``sums``."""
-        from dgc.core import loops
-
         scales, codes = self._read(block, int(bounds[-1]), starts.size)
         if not loops.add_integers(scales, codes, starts, bounds, self.bits, sums):
             lowest = -(1 << (self.bits - 1))
             raise WireError(f"{self.name}: an entry is {lowest}, which it never writes. The message is damaged.")
-
-
-class Int8Values(IntegerValues):
-    """8 bits an entry, 255 levels."""
-
-    id: int = ValueCodecId.INT8
-    name = "int8"
-    bits = 8
-
-
-class Int3Values(IntegerValues):
-    """3 bits an entry, 7 levels: for small tensors, of which a few elements are large and most are sent as 0."""
-
-    id: int = ValueCodecId.INT3
-    name = "int3"
-    bits = 3
 
 
 class Int2Values(_Quantized):
@@ -498,8 +481,6 @@ class Int2Values(_Quantized):
     scales = 2
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
         means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
         loops.encode_two_means(values, bounds, means, codes)
@@ -507,8 +488,6 @@ class Int2Values(_Quantized):
         return block.size
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
-        from dgc.core import loops
-
         block = block_of(data, self.max_bytes(count, bounds.size - 1), self.name)
         means, codes = self._read(block, count, bounds.size - 1)
         values = np.empty(count, np.float32)
@@ -525,7 +504,7 @@ def _by_name(*codecs: Any) -> dict[str, Any]:
 
 _INDEX_CODECS: dict[str, IndexCodec] = _by_name(Uint16Indices(), EliasFanoIndices())
 _VALUE_CODECS: dict[str, ValueCodec] = _by_name(
-    Float16Values(), Float32Values(), Int8Values(), Int3Values(), Int2Values()
+    Float16Values(), Float32Values(), IntegerValues(8), IntegerValues(3), Int2Values()
 )
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "indices": (IndexCodec, _INDEX_CODECS),
@@ -592,7 +571,6 @@ class SparseCodec:
     """Selected entries of one bucket at one density, through an index codec and a value codec."""
 
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
-        """Look up the codecs."""
         self._bucket = bucket
         n = bucket.sparse_size
         self.indices = index_codec(indices)
@@ -607,9 +585,6 @@ class SparseCodec:
             positions: (k,) int64, ascending, unique, below n.
             values: (k,) float32.
             out: (payload_bytes,) uint8; what is left over is zeroed.
-
-        Returns:
-            (k,) float32.
         """
         bounds = self._bucket.bounds(positions)
         values_at = self.indices.encode(positions, self._bucket.sparse_size, out)
@@ -633,7 +608,6 @@ class SmallCodec:
     """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
-        """Look up the codec."""
         self.values = value_codec(name)
         self.size = bucket.small_size
         segments = [s for s in bucket.small if s.length]

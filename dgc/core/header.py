@@ -114,11 +114,7 @@ _LIMITED = ("count", "payload_bytes")
 
 
 def pack_header(header: Header, out: np.ndarray) -> None:
-    """Write a header into the first 64 bytes of ``out``, (m,) uint8.
-
-    Raises:
-        WireError: ``out`` is too short, a field does not fit its bytes, or an unknown flag is set.
-    """
+    """Write a header into the first 64 bytes of ``out``, (m,) uint8."""
     if out.size < HEADER_BYTES:
         raise WireError(f"a header takes {HEADER_BYTES} bytes, the message has {out.size}.")
     if header.flags & ~_KNOWN_FLAGS:
@@ -130,11 +126,7 @@ def pack_header(header: Header, out: np.ndarray) -> None:
 
 
 def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
-    """Read the header of a message, (m,) uint8; its fields are compared by :func:`check_header`.
-
-    Raises:
-        WireError: too short, wrong magic, another version, an unknown flag, or reserved bytes that are not 0.
-    """
+    """Read the header of a message, (m,) uint8; its fields are compared by :func:`check_header`."""
     origin = "message" if sender is None else f"message from rank {sender}"
     if message.size < HEADER_BYTES:
         raise WireError(f"{origin}: {message.size} bytes came, a header alone takes {HEADER_BYTES}.")
@@ -170,9 +162,6 @@ def check_header(header: Header, expected: Header, sender: int | str) -> None:
         header: from :func:`unpack_header`.
         expected: of this rank; ``count`` and ``payload_bytes`` are the most that is allowed.
         sender: the rank the message came from.
-
-    Raises:
-        WireError: the first field that differs, the most telling one first.
     """
     for name, advice in _ADVICE.items():
         came, own = getattr(header, name), getattr(expected, name)

@@ -28,7 +28,6 @@ class RemoteFailure(Exception):
     """A rank, another one or this one, sent an error instead of a message."""
 
     def __init__(self, error: errors.DGCError) -> None:
-        """Wrap the error to raise to the user."""
         super().__init__(str(error))
         self.error = error
 
@@ -55,7 +54,12 @@ class Incoming:
 
 
 class Sender:
-    """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks."""
+    """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks.
+
+    Attributes:
+        payload: where the sparse payload goes, (payload_bytes,) uint8.
+        coded: where the coded small tensors go, (coded_bytes,) uint8.
+    """
 
     _plan: BucketPlan
     _header: Header
@@ -67,7 +71,7 @@ class Sender:
         self._bucket = bucket
         self._transport = transport
         self._joined = 0
-        self._message = np.empty(0, np.uint8)
+        self._message = self.payload = self.coded = np.empty(0, np.uint8)
         self._gathered = np.empty((0, 0), np.uint8)
 
     def start(self, plan: BucketPlan, step: int, fingerprint: int) -> None:
@@ -92,16 +96,8 @@ class Sender:
             self._message = self._memory.host_array(size, np.uint8)
             self._message.fill(0)
             self._gathered = self._memory.host_array(ranks * size, np.uint8).reshape(ranks, size)
-
-    @property
-    def payload(self) -> np.ndarray:
-        """Where the sparse payload goes, (payload_bytes,) uint8."""
-        return self._message[HEADER_BYTES : self._plan.coded_bytes_at]
-
-    @property
-    def coded(self) -> np.ndarray:
-        """Where the coded small tensors go, (coded_bytes,) uint8."""
-        return self._message[self._plan.coded_bytes_at : self._plan.inline_bytes_at]
+        self.payload = self._message[HEADER_BYTES : plan.coded_bytes_at]
+        self.coded = self._message[plan.coded_bytes_at : plan.inline_bytes_at]
 
     def inline(self, vector: np.ndarray) -> None:
         """Put the plain part of the dense vector into the message."""
@@ -130,22 +126,19 @@ class Sender:
         self._transport.allgather(self._message, self._gathered)
 
     def receive(self) -> list[Incoming]:
-        """Check and take apart all ranks' messages, in rank order.
-
-        Raises:
-            RemoteFailure: a rank sent an error; with that of the lowest one.
-            ConfigError: the ranks have different options in this step.
-            WireError: a header does not fit this bucket, step, layout or codec.
-        """
+        """Check and take apart all ranks' messages, in rank order."""
         plan, expected, label = self._plan, self._header, self._transport.label
-        headers = [unpack_header(data, sender) for sender, data in enumerate(self._gathered)]
+        headers, joins = [], {0}
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
-        for sender, header in enumerate(headers):
+        for sender, data in enumerate(self._gathered):
+            header = unpack_header(data, sender)
+            headers.append(header)
+            joins.add(header.flags & _JOINED)
             if header.flags & Flags.ERROR:
                 text = bytes(self._gathered[sender, HEADER_BYTES:]).split(b"\0", 1)[0].decode(errors="replace")
                 code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
                 raise RemoteFailure(ERROR_CLASSES[code](f"{label(sender)} failed in step {header.step}: {text}"))
-        if len({header.flags & _JOINED for header in headers} - {0}) > 1:
+        if len(joins) > 2:
             raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all of them the same")
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):

@@ -136,18 +136,7 @@ def plan_for(
     small: str = "float32",
     selection: SparseCodec | None = None,
 ) -> BucketPlan:
-    """Decide how ``bucket`` is sent when its sparsified tensors make up to ``payload_bytes`` of payload.
-
-    Args:
-        bucket: the bucket.
-        ids: see :class:`BucketPlan`.
-        ks: the most entries of each sparsified tensor.
-        payload_bytes: what a message of entries reserves for them.
-        density: share of entries that the schedule allows, or None for a dense step (before the ramp-up).
-        ranks: P.
-        small: name of the value codec for the small tensors; "float32" is what all dense tensors are sent as.
-        selection: what writes the payload, where selected entries do without an algorithm.
-    """
+    """Decide how ``bucket`` is sent when its sparsified tensors make up to ``payload_bytes`` of payload."""
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:

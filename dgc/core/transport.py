@@ -124,11 +124,7 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
 def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
-    """Require (m,) and (P, m) uint8, contiguous, ``out`` writeable, for an allgather over ``size`` ranks.
-
-    Raises:
-        TransportError: says what was given and what is allowed.
-    """
+    """Require (m,) and (P, m) uint8, contiguous, ``out`` writeable, for an allgather over ``size`` ranks."""
     if message.dtype != np.uint8 or message.ndim != 1 or not message.flags.c_contiguous:
         raise TransportError(f"allgather takes a contiguous 1-D uint8 message, got {_describe(message)}")
     if message.nbytes > BYTE_LIMIT:
@@ -142,11 +138,7 @@ def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
 
 
 def check_allreduce(array: np.ndarray, op: str) -> None:
-    """Require (n,) float32 or float64, contiguous and writeable, and the op "sum" or "max".
-
-    Raises:
-        TransportError: says what was given and what is allowed.
-    """
+    """Require (n,) float32 or float64, contiguous and writeable, and the op "sum" or "max"."""
     if op not in REDUCTIONS:
         raise TransportError(f"allreduce knows {sorted(REDUCTIONS)}, got op={op!r}")
     if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
@@ -161,11 +153,7 @@ def reduce_in_rank_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out:
     """Fold the ranks' arrays from rank 0 upwards, ``((p0 + p1) + p2) + ...``.
 
     The order is fixed, so equal inputs give equal bits on every rank, on every transport that uses this function.
-
-    Args:
-        parts: P arrays of shape (n,) in rank order, or one of shape (P, n).
-        op: "sum" or "max".
-        out: (n,) same dtype, written; must not overlap ``parts`` except for being ``parts[0]`` itself.
+    ``parts`` are P arrays of shape (n,), or one of (P, n); ``out``, (n,), may be ``parts[0]`` itself.
     """
     reduction = REDUCTIONS[op]
     if out is not parts[0]:

@@ -308,11 +308,6 @@ class Adoption:
         with tf.init_scope():
             return int(np.asarray(raw_variable(self.optimizer.iterations)))
 
-    @property
-    def applies_momentum(self) -> bool:
-        """Whether the compressor does, or will once it is bound."""
-        return bool(self.momentum if self.active else self._config.momentum)
-
     def take(self) -> None:
         """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
 
@@ -402,16 +397,6 @@ class Adoption:
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
                     found = True
         return found
-
-    def refuse_beside(self, others: str, refusal: str) -> None:
-        """Refuse a momentum (by ``refusal``) or decay of the compressor, which would not act on ``others``."""
-        if self.applies_momentum:
-            raise ConfigError(refusal)
-        if self._config.weight_decay:
-            raise ConfigError(
-                f"weight_decay={self._config.weight_decay} of the compressor would not act on {others}: leave it out "
-                "and let the optimizer apply one of its own"
-            )
 
     def _refuse_clipped_velocity(self) -> None:
         """Refuse an optimizer that clips what the compressor's own momentum makes."""

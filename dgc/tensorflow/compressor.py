@@ -21,7 +21,7 @@ from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, clipping, family, is_adaptive, without_loss_scale
 from dgc.tensorflow.engine import Engine, foreign_variable
-from dgc.tensorflow.horovod import HOROVOD, CommonNames, HorovodCompressor, ProcessSet, is_alone
+from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
 
 _LEFT = (
@@ -39,8 +39,6 @@ class DGCCompressor(HorovodCompressor):
     adopted, and the optimizer keeps its momentum.
     """
 
-    sparse_names: CommonNames
-    """Of the collectives that send sparse gradients."""
     optimizer: Optimizer | None = None
     """The optimizer that was last given to :meth:`adopt`; None if none was."""
     _lacks_residuals = False
@@ -108,7 +106,6 @@ class DGCCompressor(HorovodCompressor):
         def open_engine(transport: Transport) -> Engine:
             return self._open_engine(list(variables), optimizer, transport, process_set)
 
-        self.sparse_names = CommonNames("sparse")
         if self._pending is not None:
             first = self._pending[0]
             self._names = (first if isinstance(first, Mapping) else first[0]).get("names", self._names)

@@ -54,7 +54,6 @@ class Group:
     Attributes:
         indices: places of the group's variables in the model.
         exchange: the core's exchange; its parameters are in the order of ``indices``.
-        parked: state of variables without a gradient, by their places: the exchange has zeros for them.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Group:
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
         self._runs = 0
-        self.parked: dict[int, list[np.ndarray]] = {}
         self.rate: float | None = None
         """The learning rate that u is in units of, where the adopted velocity contains one."""
 
@@ -115,7 +113,6 @@ class Group:
         # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
         compared = () if learning_rate is None else (learning_rate,)
         self.exchange.hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
-        self._park(absent)
         if learning_rate is not None and follows:
             self.follow(learning_rate)
         # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
@@ -129,7 +126,7 @@ class Group:
             self.exchange.hyper.weight_decay[place] = 0.0
             nothing = self._pool.take(place).reshape(-1)
             nothing.fill(0)
-            self.exchange.submit(place, nothing, nothing)
+            self.exchange.submit(place, nothing, nothing, absent=True)
         results = []
         for number, (place, gradient) in enumerate(zip(given, gradients, strict=True)):
             wanted = self.exchange.layout.parameters[place].shape
@@ -163,7 +160,6 @@ class Group:
 
     def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
         """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
-        self.restore()
         share = self.exchange.config.own_share(self.exchange.transport.size)
         self.exchange.state.absorb_momentum(place, u, share)
         self.rate = learning_rate
@@ -176,7 +172,6 @@ class Group:
             self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
             self.exchange.stats = before.stats
             self.names = [p.name for p in layout.parameters]
-        self.parked = {}
 
     def compare_again(self) -> None:
         """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
@@ -184,35 +179,10 @@ class Group:
 
     def forget(self) -> None:
         """Empty residuals and momentum; the schedule and the statistics go on."""
-        self.parked = {}
         for bucket in self.exchange.state.buckets:
             bucket.u.fill(0)
             bucket.v.fill(0)
             bucket.clear_error()
-
-    def restore(self) -> None:
-        """Put the state of variables without a gradient back into the exchange."""
-        state, places = self.exchange.state, self.exchange.layout.places
-        for place, own in self.parked.items():
-            for view, values in zip(state.host_views(place), own, strict=True):
-                view[...] = values
-            state.buckets[places[place][0]].residual_pending |= bool(own[2].any())
-        self.parked = {}
-
-    def _park(self, absent: Sequence[int]) -> None:
-        """Take the state of these variables out, so that neither momentum nor a residual moves them; restore others'.
-
-        Momentum and residual act again when there is a gradient again, as the momentum of an optimizer does.
-        """
-        if list(self.parked) == list(absent):
-            return
-        self.restore()
-        for place in absent:
-            u, v, error, thresholds = views = self.exchange.state.host_views(place)
-            self.parked[place] = [view.copy() for view in views]
-            for view in (u, v, error):
-                view.fill(0)
-            thresholds.fill(np.nan)
 
     def release(self) -> None:
         """Give back the memory of a group that is closed."""
@@ -242,14 +212,13 @@ class Group:
     def follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
         if self.rate is not None and learning_rate not in (0.0, self.rate):
-            parked = [own[0] for own in self.parked.values()]
-            for u in (*parked, *(bucket.u for bucket in self.exchange.state.buckets)):
-                u *= u.dtype.type(self.rate / learning_rate)
+            for bucket in self.exchange.state.buckets:
+                bucket.u *= bucket.u.dtype.type(self.rate / learning_rate)
         if learning_rate or self.rate is None:
             self.rate = learning_rate
 
 
-DENSE, SPARSE, NONE = "dense", "IndexedSlices", "none"
+DENSE, NONE = "dense", "none"
 """The kinds of gradient that a variable may have."""
 
 
@@ -259,7 +228,7 @@ class Engine(EngineBase):
     Attributes:
         variables: those that the compressor was built for, in registration order.
         groups: of variables that are exchanged together.
-        kinds: of each variable's gradient: DENSE, SPARSE or NONE; None before the first step.
+        kinds: of each variable's gradient: DENSE or NONE; None before the first step.
     """
 
     what = "variables"
@@ -324,7 +293,14 @@ class Engine(EngineBase):
         indices = self.indices(variables)
         kinds = [NONE] * len(self.variables)
         for index, gradient in zip(indices, gradients, strict=True):
-            kinds[index] = kind_of(gradient)
+            if isinstance(gradient, tf.IndexedSlices):
+                wrong = (
+                    f"{self.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: give "
+                    "sparse_as_dense=True to the wrapper of dgc.tensorflow, or name the variable in exclude= of the "
+                    "compressor (it is then sent dense)"
+                )
+                self.fail_in_step(ConfigError(wrong))
+            kinds[index] = NONE if gradient is None else DENSE
         self.take_momentum()
         if self.kinds is None:
             require_agreement(
@@ -334,13 +310,9 @@ class Engine(EngineBase):
                 LayoutError,
                 "Every rank must compute the same loss from the same variables.",
             )
-            self._refuse_sparse_momentum(kinds)
             self.kinds = tuple(kinds)
             if (moment := self.adoption.moment) is not None:
-                if SPARSE in kinds:
-                    self._leave_moment(self.names[kinds.index(SPARSE)])
-                elif moment.earlier_steps is None:
-                    moment.earlier_steps = self.adoption.steps
+                moment.earlier_steps = self.adoption.steps if moment.earlier_steps is None else moment.earlier_steps
             # Now: a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
         still_some = DENSE in kinds or DENSE not in self.kinds
@@ -354,13 +326,19 @@ class Engine(EngineBase):
         self._dense = {i for i, kind in enumerate(kinds) if kind == DENSE}
         return indices
 
+    def densified(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> list[Any]:
+        """The gradients, of which sparse ones of variables that are sent dense become tensors."""
+        sparsified = self.layout.sparsified()
+        sent_dense = [not sparsified[self.names[index]] for index in self.indices(variables)]
+        pairs = zip(gradients, sent_dense, strict=True)
+        return [tf.convert_to_tensor(g) if d and isinstance(g, tf.IndexedSlices) else g for g, d in pairs]
+
     def take_momentum(self) -> None:
         """Follow the momentum that the user gave the optimizer since the last step, and after a reset its slots."""
         try:
             self.adoption.take()
             self._absorb_slots(self.groups if self._has_loaded else ())
             self._has_loaded = False
-            self._refuse_sparse_momentum(self.kinds or ())
         except ConfigError as error:
             self.fail_in_step(error)
 
@@ -502,16 +480,12 @@ class Engine(EngineBase):
             raise LayoutError("the compressor was closed, and has kept no residuals: take its state before close()")
         return super().state_dict()
 
-    def _decide(self) -> None:
-        for group in self.groups:
-            group.restore()
-
     def _clear(self) -> None:
         self._left_at = 0
         if self.adoption.moment is not None:
             self.adoption.moment.earlier_steps = self.adoption.steps
         for group in self.groups:
-            group.rate, group.parked = None, {}
+            group.rate = None
         # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
         self._has_loaded = True
 
@@ -577,35 +551,6 @@ class Engine(EngineBase):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _leave_moment(self, name: str) -> None:
-        """Sparse gradients pass the compressor by, and with them the first moment of their variables."""
-        self.adoption.undo()
-        if self.transport.rank == 0:
-            warnings.warn(
-                f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, so the first "
-                "moment stays in the optimizer, and the compressor learns more slowly: pass sparse_as_dense=True",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _refuse_sparse_momentum(self, kinds: Sequence[str]) -> None:
-        if SPARSE not in kinds:
-            return
-        name = self.names[kinds.index(SPARSE)]
-        self.adoption.refuse_beside(
-            f"the sparse gradients (tf.IndexedSlices) of {name!r}",
-            f"{name!r} has sparse gradients (tf.IndexedSlices), which are sent Horovod's own way, but the compressor "
-            "applies the momentum; pass sparse_as_dense=True, or momentum=0 to the compressor to leave momentum in the "
-            "optimizer",
-        )
-
-
-def kind_of(gradient: Any) -> str:
-    """DENSE, SPARSE or NONE."""
-    if gradient is None:
-        return NONE
-    return SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
 
 
 def foreign_variable(variable: Variable) -> LayoutError:

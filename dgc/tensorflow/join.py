@@ -15,7 +15,7 @@ from dgc.core.header import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine import ENDED, SPARSE, Engine, Group
+from dgc.tensorflow.engine import ENDED, Engine, Group
 from dgc.tensorflow.horovod import import_horovod
 from dgc.tensorflow.tensors import raw_variable
 
@@ -33,7 +33,7 @@ def join(compression: DGCCompressor) -> int:
         The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
 
     Raises:
-        ConfigError: no such step, Horovod's own classes, sparse gradients, a LossScaleOptimizer, or nodes that
+        ConfigError: no such step, Horovod's own classes, a LossScaleOptimizer, or nodes that
             send as one.
         DGCError: this or another rank failed.
 
@@ -48,8 +48,8 @@ def join(compression: DGCCompressor) -> int:
     if compression.serves_horovod or _obstacle(engine):
         engine.fail(
             ConfigError(
-                "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no sparse "
-                "gradients, LossScaleOptimizer or hierarchical=True; give every rank the same number of batches"
+                "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no "
+                "LossScaleOptimizer or hierarchical=True; give every rank the same number of batches"
             )
         )
     group = engine.groups[0]
@@ -104,10 +104,7 @@ def _step_without_data(engine: Engine, group: Group) -> None:
 
 def _obstacle(engine: Engine) -> bool:
     return (
-        SPARSE in (engine.kinds or ())
-        or len(engine.groups) != 1
-        or callable(engine.groups[0].exchange.loss_scale)
-        or engine.between.inside is not None
+        len(engine.groups) != 1 or callable(engine.groups[0].exchange.loss_scale) or engine.between.inside is not None
     )
 
 

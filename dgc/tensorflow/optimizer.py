@@ -40,7 +40,6 @@ class Settings:
     def __init__(
         self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
     ) -> None:
-        """Build the reducer for a compression of ours, of Horovod's, or none."""
         self._given, self._options = compression, options
         self.process_set = options.process_set
         self.accumulation_steps: int | None = None

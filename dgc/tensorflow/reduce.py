@@ -14,7 +14,7 @@ import tensorflow as tf
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine import DENSE, SPARSE, Engine, kind_of
+from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, CommonNames, ProcessSet, ReduceOp, gather_slices, import_horovod, is_alone
 from dgc.tensorflow.tensors import (
     ACCUMULATED,
@@ -115,7 +115,6 @@ class GradientReducer(abc.ABC):
     compression: DGCCompressor | None = None
 
     def __init__(self, options: ReduceOptions) -> None:
-        """Reduce by these options."""
         self.use(options)
 
     def use(self, options: ReduceOptions) -> None:
@@ -216,11 +215,8 @@ class Reducer(GradientReducer):
                 return gradients, verdict_of(gradients)
             self._require_dense_passes(gradients)
             return self._cross(None, gradients, variables, list(range(len(variables))))
-        indices = engine.begin(variables, gradients)
-        self._require_dense_passes(gradients)
-        reduced, verdict = self._cross(engine, gradients, variables, indices)
-        if SPARSE in map(kind_of, gradients):
-            reduced, verdict = self._gather_sparse(engine, reduced, indices, verdict)
+        gradients = engine.densified(variables, gradients)
+        reduced, verdict = self._cross(engine, gradients, variables, engine.begin(variables, gradients))
         _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
         return reduced, verdict
 
@@ -233,9 +229,9 @@ class Reducer(GradientReducer):
         variables: list[Variable],
         indices: list[int],
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Exchange the dense gradients; the others stay as they are."""
+        """Exchange the gradients that there are."""
         # Sorted by registration, so that a caller who orders variables differently means the same group.
-        dense = sorted((index, i) for i, index in enumerate(indices) if kind_of(gradients[i]) == DENSE)
+        dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
         order = [i for _, i in dense]
@@ -255,21 +251,6 @@ class Reducer(GradientReducer):
         for i, result in zip(order, results, strict=True):
             reduced[i] = result
         return reduced, verdict
-
-    def _gather_sparse(
-        self, engine: Engine, reduced: list[Gradient], indices: list[int], verdict: tf.Tensor
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sparse gradients are sent by allgather: every rank gets all ranks' slices."""
-        process_set = self.members
-        is_sum, finite = self.compression.config.op == "sum", []
-        # In a graph too they are sent after the exchange, and so not in a step that it refuses with an error.
-        with tf.control_dependencies([verdict]):
-            for i, gradient in enumerate(reduced):
-                if isinstance(gradient, tf.IndexedSlices):
-                    name = self.compression.sparse_names.of(engine.variables[indices[i]], process_set)
-                    reduced[i] = gathered = gather_slices(gradient, name, process_set, is_sum=is_sum)
-                    finite.append(tf.reduce_all(tf.math.is_finite(gathered.values)))
-        return reduced, tf.where(tf.reduce_all(finite), verdict, tf.constant(REFUSED, tf.int32))
 
 
 def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None) -> Step:

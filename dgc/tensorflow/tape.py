@@ -119,9 +119,6 @@ class _DistributedTape(tf.GradientTape):
         """Compute the gradients as ``tf.GradientTape.gradient`` does, and reduce them over all ranks.
 
         ``use_generic_names`` is for Horovod's own collectives; ours have such names always.
-
-        Raises:
-            DGCError: ranks or steps differ, or a rank failed.
         """
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)

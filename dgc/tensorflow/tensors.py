@@ -90,7 +90,6 @@ class ResultPool:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> None:
-        """Remember what to make."""
         self._shapes = list(shapes)
         self._dtypes = [np.dtype(d) for d in dtypes]
         self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]

@@ -177,11 +177,7 @@ class TorchCompression(CompressionBase):
 
 
 def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """The (name, parameter) pairs, checked as Horovod does.
-
-    Raises:
-        ConfigError: something else than pairs, a name twice, or a parameter of the optimizer without a name.
-    """
+    """The (name, parameter) pairs, checked as Horovod does."""
     if named_parameters is None:
         return [
             (f"{UNNAMED}.{i}.{j}", p)
@@ -251,11 +247,7 @@ Compression = TorchCompression(HOROVOD)
 
 
 def check_optimizer(optimizer: object, named_parameters: object) -> None:
-    """Refuse what would be taken for something else, or wrapped twice.
-
-    Raises:
-        ConfigError: the message says what to pass.
-    """
+    """Refuse what would be taken for something else, or wrapped twice."""
     if isinstance(named_parameters, DGCCompressor):
         raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
     if hasattr(optimizer, "skip_synchronize"):

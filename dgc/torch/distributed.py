@@ -42,7 +42,6 @@ class DistributedJob(Job):
     """The ranks of a ``torch.distributed`` process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take a group, or all ranks if None."""
         self._group = group
         self.require_ready()
 

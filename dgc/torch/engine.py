@@ -63,15 +63,6 @@ class Engine(EngineBase):
         optimizer: torch.optim.Optimizer | None,
         loss_scale: LossScale = 1.0,
     ) -> None:
-        """Agree with the other ranks and allocate the state.
-
-        Args:
-            named: (name, parameter) pairs, or a function that makes them; its error is then raised on all ranks.
-            config: the options.
-            transport: connects the ranks; the engine closes it.
-            optimizer: whose options are adopted.
-            loss_scale: a number, or a function that is asked once per step.
-        """
         super().__init__(config, transport)
         self.names = []
         self.parameters: list[torch.Tensor] = []
@@ -172,11 +163,10 @@ class Engine(EngineBase):
             for index in self.exchange.missing():  # Horovod keeps a sparse gradient to itself
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
-            self.exchange.require_complete()
             self.exchange.finish()
             self.left_alone = self.exchange.left_alone
             if self.updates.concluded(self.watch.owner, self.watch.in_step):
-                self.updates.take(self.exchange.deferred(), self.parameters)
+                self.updates.deferred = self.exchange.deferred()
             else:
                 self.exchange.write_deferred()
         except DGCError as error:
@@ -386,11 +376,7 @@ def share_options(
     updates: bool,
     steps: int | None,
 ) -> bool:
-    """Give ranks that have joined the options of one that trains. Collective.
-
-    Returns:
-        ``updates`` of a rank that trains.
-    """
+    """Give ranks that have joined the options of one that trains. Collective."""
     hidden = adoption.hides  # Horovod's optimizer exchanges within step()
     adoption.show()
     own = np.array([updates, *option_values(optimizer)], np.float64)

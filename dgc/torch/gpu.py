@@ -20,7 +20,7 @@ import torch
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
 from dgc.errors import ConfigError
-from dgc.torch.tensors import Result, as_array
+from dgc.torch.tensors import Result, as_array, staging
 
 if TYPE_CHECKING:
     from dgc.core.kernels.device import DeviceKernels
@@ -32,6 +32,8 @@ _TYPES: dict[torch.dtype, np.dtype[Any]] = {
     # CuPy has no bfloat16: its bits are kept as uint16.
     torch.bfloat16: np.dtype(np.uint16),
 }
+_NATIVE = frozenset((torch.float32, torch.float64))
+"""Types of NumPy's that the core writes results in."""
 
 
 class HostTensors:
@@ -40,7 +42,6 @@ class HostTensors:
     kernels: Kernels
 
     def __init__(self) -> None:
-        """Take the CPU's kernels."""
         self.kernels = choose_kernels("cpu")
 
     def array(self, tensor: torch.Tensor) -> Array:
@@ -48,8 +49,15 @@ class HostTensors:
         return as_array(tensor)
 
     def result(self, tensor: torch.Tensor) -> Result:
-        """Where the core writes what is to come to ``tensor``."""
-        return Result.for_tensor(tensor)
+        """Where the core writes what is to come to ``tensor``: into itself where it can, else an array of float32."""
+        # Each call of torch's costs a microsecond, which tells with thousands of small gradients.
+        flat = tensor.detach() if tensor.requires_grad else tensor
+        if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
+            return Result(tensor, flat.numpy().reshape(-1), None, True)
+        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
+        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        place = staging(flat.numel(), wide) if flat.is_cuda else torch.empty(flat.numel(), dtype=wide)
+        return Result(tensor, place.numpy(), limit, False)
 
     def ready(self) -> Ready | None:
         """What tells the kernels when they may read what was made so far; None for always. See ``Submission``."""
@@ -83,7 +91,6 @@ class TorchStreams:
     """Torch's current stream on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Look at nothing yet: which stream is current may change at any time."""
         self.device = device
 
     def ready(self) -> Ready:
@@ -124,7 +131,6 @@ class DeviceTensors(HostTensors):
     kernels: DeviceKernels
 
     def __init__(self, kernels: DeviceKernels, streams: TorchStreams) -> None:
-        """Bind to device kernels."""
         self.kernels = kernels
         self._streams = streams
         # Two pools would keep memory from each other that neither uses.
@@ -138,7 +144,7 @@ class DeviceTensors(HostTensors):
 
     def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
         flat = tensor.detach()
-        if flat.dtype in (torch.float32, torch.float64) and flat.is_contiguous():
+        if flat.dtype in _NATIVE and flat.is_contiguous():
             return Result(tensor, self._view(flat.view(-1)), None, True)
         wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
         limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None

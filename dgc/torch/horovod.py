@@ -140,7 +140,6 @@ class Placeholders:
     """The one-element tensors that Horovod reduces in the place of gradients; they are used again and again."""
 
     def __init__(self) -> None:
-        """Make them as they are needed."""
         self._holders: list[torch.Tensor] = []  # of all, also of those that an error left with Horovod
         self._free: list[torch.Tensor] = []
 
@@ -284,10 +283,6 @@ def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
     """Report the optimizer that Horovod is going to build from ``base``, as soon as it exists.
 
     Groups of another type are left alone; their optimizer is found when it hands over the first gradient.
-
-    Args:
-        base: the user's optimizer.
-        report: a bound method, called with Horovod's; its object is not kept alive.
     """
     if type(base.param_groups) is not list:
         return

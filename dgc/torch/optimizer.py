@@ -250,7 +250,7 @@ class Steps(StepWatch):
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
         optimizer = self.owner
         assert optimizer is not None, "it steps"
-        exchanging = self._first_exchanging()
+        exchanging = next(iter(self._exchanged), None)  # the index of a gradient that must not change now
         if self._skipping:
             if exchanging is not None:
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
@@ -324,14 +324,10 @@ class Steps(StepWatch):
         values = scattered_values(p.grad) if is_sharded(p.grad) else None
         self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
 
-    def _first_exchanging(self) -> int | None:
-        """The index of a gradient that must not change now."""
-        return next(iter(self._exchanged), None)
-
     def _require_unchanged(self, optimizer: torch.optim.Optimizer | None) -> None:
-        first = self._first_exchanging()
+        first = next(iter(self._exchanged), None)
         # The scaler divides gradients without a new version.
-        if first is not None and optimizer is not None and has_unscaled(self._scaler, optimizer):
+        if self._scaler and first is not None and optimizer and has_unscaled(self._scaler, optimizer):
             self._fail_changed(first)
         for index, p in enumerate(self._parameters):
             gradient, before = p.grad, self._exchanged[index]

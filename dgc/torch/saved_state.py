@@ -107,14 +107,7 @@ class SavedState:
         return change
 
     def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
-        """Warn once of what a state that was loaded into the optimizer alone does not restore.
-
-        Args:
-            steps: that the compressor has made in the run that was left.
-            change: what was loaded.
-            momentum: whether the optimizer's momentum came with the state, or there was none.
-            warms_up: whether the density changes with the steps.
-        """
+        """Warn once of what a state that was loaded into the optimizer alone does not restore."""
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")

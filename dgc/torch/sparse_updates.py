@@ -35,11 +35,11 @@ class SparseUpdates:
     Attributes:
         reason: why results are dense; None where updates are sparse.
         applied: whether they were applied, until the next step begins.
+        deferred: the sums of some buckets, for :meth:`apply`.
         obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: bool = True) -> None:
-        """Take what stays the same."""
         self._parameters = parameters
         self._unwanted = None if enabled else "sparse_updates=False"
         if enabled and not sparsified:
@@ -48,21 +48,17 @@ class SparseUpdates:
         self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
-        self._deferred: tuple[Sequence[EntrySum], Sequence[torch.Tensor]] | None = None
+        self.deferred: Sequence[EntrySum] | None = None
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None, kept: bool | None) -> bool:
         """A step begins.
 
-        Args:
-            optimizer: that owns the parameters.
-            kept: whether the gradients that the latest step left are where they were; None where it left none.
-
         Returns:
             Whether sums of entries are to be deferred in it.
         """
-        applied, self.applied, self._deferred = self.applied, False, None
+        applied, self.applied, self.deferred = self.applied, False, None
         if kept is not None:
             self._sets_to_none = not kept and self._sets_to_none is not False
         if kept and applied:
@@ -77,26 +73,19 @@ class SparseUpdates:
         return self.reason is None
 
     def concluded(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
-        """The exchange of a step is over; returns whether deferred sums will be applied instead of being written.
-
-        Args:
-            optimizer: that owns the parameters; None if the caller applies what it exchanges.
-            in_step: whether its ``step()`` exchanges, so that no code of the script sees gradients before the update.
-        """
+        """The exchange of a step is over; returns whether deferred sums will be applied instead of being written."""
         self._steps_at_once = in_step
         # The optimizer may have got a reason since the step began; where there was one, nothing is deferred.
         return in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
 
-    def take(self, deferred: Sequence[EntrySum], members: Sequence[torch.Tensor]) -> None:
-        """Keep the deferred sums of some buckets for :meth:`apply`; ``members``: parameters in the layout's order."""
-        self._deferred = deferred, members
-
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters by the sums of :meth:`take`, if any, and let their ``.grad`` be None."""
-        if self._deferred is None:
+        """Update the parameters by the deferred sums, if any, and let their ``.grad`` be None."""
+        if self.deferred is None:
             return
-        (deferred, members), self._deferred = self._deferred, None
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if deferred else {}
+        members, deferred, self.deferred = self._parameters, self.deferred, None
+        groups: dict[int, dict[str, Any]] = {}
+        for group in optimizer.param_groups if deferred else ():
+            groups.update(dict.fromkeys(map(id, group["params"]), group))
         for total in deferred:
             for segment in total.bucket.sparse:
                 members[segment.parameter].grad = None
@@ -132,13 +121,7 @@ class SparseUpdates:
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
-    """Why a wrapped optimizer's own pass over the parameters is needed.
-
-    Args:
-        parameters: that are compressed.
-        applied: options of the optimizer that the compressor applies in its place.
-        scaled: whether results are multiplied by a loss scale, which a GradScaler takes out again.
-    """
+    """Why a wrapped optimizer's own pass over the parameters is needed."""
     ids = {id(p) for p in parameters}
     of_torch: list[object] = []  # SGD's step, once it was found to be torch's
 
@@ -205,11 +188,16 @@ def refusal_of_rate(rate: object) -> str | None:
 
 def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
     """Update (parameter, places, values) of one group."""
-    flats = [local(p).detach().view(-1).numpy() for p, _, _ in run]
-    entries = np.concatenate([flat[places] for flat, (_, places, _) in zip(flats, run, strict=True)])
+    flats, parts, results = [], [], []
+    for p, places, values in run:
+        flat = local(p).detach().view(-1).numpy()
+        flats.append(flat)
+        parts.append(flat[places])
+        results.append(values)
+    entries = np.concatenate(parts)
     sgd(
         [torch.from_numpy(entries)],
-        [torch.from_numpy(np.concatenate([values for _, _, values in run]))],
+        [torch.from_numpy(np.concatenate(results))],
         [None],
         foreach=group.get("foreach"),
         fused=group.get("fused"),

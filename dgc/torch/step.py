@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.exchange import Exchange, Stage
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.horovod import broadcasting, stepping_scaler
@@ -87,7 +87,6 @@ class Results:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], exchanges: Sequence[Exchange]) -> None:
-        """Begin without any."""
         self._parameters = parameters
         self._exchanges = exchanges
         self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
@@ -97,7 +96,7 @@ class Results:
     @property
     def undecided(self) -> bool:
         """Whether the latest step can still be dropped."""
-        return self._exchanges[0].latest.undecided
+        return self._exchanges[0].latest.stage is Stage.EXCHANGED
 
     @property
     def stand(self) -> bool:
@@ -176,10 +175,8 @@ class Results:
 def refusal_of_results(*, undecided: bool, velocity: bool, unwritten: bool) -> ConfigError | None:
     """Why results that are still in ``.grad`` cannot be exchanged as gradients; None if they can.
 
-    Args:
-        undecided: whether they were not applied, and a backward pass was added to them.
-        velocity: whether they hold momentum or decay that the compressor applies.
-        unwritten: whether they were applied without all being written.
+    They were not applied and a backward pass was added to them (``undecided``), hold momentum or decay that the
+    compressor applies (``velocity``), or were applied without all being written (``unwritten``).
     """
     if velocity and undecided:
         return ConfigError(
@@ -297,13 +294,7 @@ class StepWatch:
         return self._owner()
 
     def drive(self, optimizer: torch.optim.Optimizer, arrived: Callable[[int, torch.Tensor], None]) -> None:
-        """Hand over an optimizer's gradients from now on.
-
-        Args:
-            optimizer: the owner.
-            arrived: a bound method, called with each parameter and its index when a backward pass has added to its
-                gradient.
-        """
+        """Hand over an optimizer's gradients from now on."""
         # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
         torch.optim.Optimizer.__setstate__(optimizer, {})
         self.watched.follow(self)
@@ -319,10 +310,6 @@ class StepWatch:
             self.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
 
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer is the owner."""
-        return optimizer is self.owner
-
     def others(self) -> list[StepWatch]:
         """Those that hand over gradients of the same parameters to another engine."""
         return [w for w in _of(self._ids) if w is not self]
@@ -334,13 +321,9 @@ class StepWatch:
     # -- around its step -------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
-        """Before an optimizer steps our parameters: exchange, and hide what the compressor applies.
-
-        Returns:
-            The closure that ``step()`` gets.
-        """
+        """Before an optimizer steps our parameters: exchange, and hide what the compressor applies."""
         engine = self.watched
-        if not self.owns(optimizer):
+        if optimizer is not self.owner:
             if self._concerns(optimizer):
                 if self.alone:
                     engine.adoption.refuse_second(optimizer)
@@ -369,7 +352,7 @@ class StepWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
         engine = self.watched
-        if self.owns(optimizer):
+        if optimizer is self.owner:
             engine.adoption.show()
             self.updated()
             if not self._broadcasts:

@@ -39,7 +39,6 @@ class HorovodSteps(StepWatch):
     """
 
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
-        """Follow the optimizer with this compressor as soon as it is known."""
         super().__init__(engine)
         self._compressor = weakref.ref(compressor)
         engine.follow(self)
@@ -53,7 +52,7 @@ class HorovodSteps(StepWatch):
         super().own(optimizer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:  # noqa: D102
-        if self.owns(optimizer):
+        if optimizer is self.owner:
             _refuse_adasum(optimizer)
         return super().before_step(optimizer, closure)
 

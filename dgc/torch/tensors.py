@@ -25,9 +25,6 @@ _NAMES = {
     torch.float64: "float64",
 }
 
-_NATIVE = frozenset((torch.float32, torch.float64))
-"""Types of NumPy's that the core writes results in."""
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 
 _SPREAD = 1024
@@ -91,18 +88,6 @@ class Result:
     is_view: bool
     place: torch.Tensor | None = None
 
-    @classmethod
-    def for_tensor(cls, tensor: torch.Tensor) -> Result:
-        """Let the core write into ``tensor`` itself when it can, else into an array of float32."""
-        # Each call of torch's costs a microsecond, which tells with thousands of small gradients.
-        flat = tensor.detach() if tensor.requires_grad else tensor
-        if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
-            return cls(tensor, flat.numpy().reshape(-1), None, True)
-        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
-        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-        place = staging(flat.numel(), wide) if flat.is_cuda else torch.empty(flat.numel(), dtype=wide)
-        return cls(tensor, place.numpy(), limit, False)
-
     def deliver(self) -> None:
         """Copy the array into the tensor unless it is its memory."""
         if not self.is_view:
@@ -120,7 +105,6 @@ class Places:
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        """Take the parameters, as they are when the compressor is built."""
         self._names, self._parameters = names, parameters
         self._types = [p.dtype for p in parameters]
         self._first = True

@@ -648,12 +648,7 @@ def _copied(value: object) -> Any:
 
 
 def _full_entries(local: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[Any, Any]:
-    """The state of a local ``state_dict()`` under full numbers, its tensors copied to the CPU.
-
-    Args:
-        local: it.
-        owned: by group, the full numbers of the parameters that the rank owns, in the order of its local groups.
-    """
+    """The state of a local ``state_dict()`` under full numbers, its tensors copied to the CPU."""
     return {
         number: tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), local["state"][place])
         for place, number in enumerate(n for group in owned for n in group)

@@ -206,11 +206,6 @@ def sample_places(numel: int) -> np.ndarray:
 def require_replicas(transport: Transport, values: Mapping[str, np.ndarray], advice: str) -> None:
     """Raise the same error on every rank unless all ranks hold the same values. Collective.
 
-    Args:
-        transport: connects the ranks.
-        values: name -> a few values, (m,); the same names and m on every rank.
-        advice: what to do, for the message.
-
     Raises:
         ConfigError: they differ by more than rounding explains; names the first difference.
         TransportError: the ranks could not be asked.

@@ -169,7 +169,6 @@ class HorovodTransportBase(Transport):
     shut_down = "Horovod is shut down: stop exchanging before hvd.shutdown()"
 
     def __init__(self, rank: int, size: int) -> None:
-        """Remember this process' place in its group."""
         self.rank = rank
         self.size = size
         self._closed = False

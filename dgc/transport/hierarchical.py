@@ -83,12 +83,7 @@ class HierarchicalTransport(Transport):
     inside: Divisible
 
     def __init__(self, whole: Divisible, nodes: list[int]) -> None:
-        """Make the transports within the nodes and between them. Collective over all ranks.
-
-        Args:
-            whole: connects all ranks; it belongs to the caller.
-            nodes: (ranks,) the first rank of each rank's node; ascending.
-        """
+        """Make the transports within the nodes and between them. Collective over all ranks."""
         firsts = sorted(set(nodes))
         first = nodes[whole.rank]
         self._whole = whole

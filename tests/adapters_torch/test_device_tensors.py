@@ -14,10 +14,11 @@ from dgc.core.kernels.device import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch import engine as engine_module
 from dgc.torch import gpu as device_tensors
+from dgc.torch import gpu as gpu_module
 from dgc.torch import tensors as tensors_module
 from dgc.torch.engine import Engine
 from dgc.torch.gpu import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
-from dgc.torch.tensors import Result, as_array
+from dgc.torch.tensors import as_array
 from dgc.transport.local import run_ranks
 
 
@@ -275,14 +276,15 @@ def test_what_passes_through_the_host_is_staged_in_page_locked_memory(dtype, mon
         staged.append(torch.zeros(n, dtype=kind))
         return staged[-1]
 
-    monkeypatch.setattr(tensors_module, "staging", staging)
+    for module in (tensors_module, gpu_module):
+        monkeypatch.setattr(module, "staging", staging)
     x = torch.arange(12.0).view(3, 4).to(dtype)
     on_gpu = x.as_subclass(SaysItIsOnGPU)
-    array, result = as_array(on_gpu.t()), Result.for_tensor(on_gpu)
+    array, result = as_array(on_gpu.t()), HostTensors().result(on_gpu)
     np.testing.assert_array_equal(array, x.t().reshape(-1).float())
     assert [s.data_ptr() for s in staged] == [array.ctypes.data, result.array.ctypes.data]
     result.array[:] = 5
     result.deliver()
     assert (x == 5).all()
-    as_array(x), Result.for_tensor(x)
+    as_array(x), HostTensors().result(x)
     assert len(staged) == 2, "tensors on the host are not staged"

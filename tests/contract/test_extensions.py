@@ -119,7 +119,7 @@ def test_a_backend_trains_as_the_reference_does():
     for (got, exchange), (wanted, _) in zip(
         train(2, 8, kernels=own, **options), train(2, 8, kernels=ReferenceKernels(), **options), strict=True
     ):
-        assert exchange.describe()["kernels"] == "sorting"
+        assert exchange.kernels.name == "sorting"
         for a, b in zip(got, wanted, strict=True):
             np.testing.assert_array_equal(a, b)
     assert own.calls > 0
@@ -194,7 +194,7 @@ def test_a_transport_carries_two_ranks(begin):
     def rank(transport):
         exchange = make_exchange(transport, **options)
         assert isinstance(exchange, Exchange)
-        assert exchange.describe()["transport"] == "board"
+        assert exchange.transport.name == "board"
         results = [run_step(exchange, first_gradients(transport.rank))[1] for _ in range(5)]
         exchange.close()
         return results

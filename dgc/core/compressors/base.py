@@ -285,11 +285,7 @@ class PerTensor(Algorithm):
 
 
 def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
-    """Put the entries of a bucket's tensors together: (k,) positions in each and (k,) values.
-
-    Raises:
-        WireError: another number than ``count``, or positions that a tensor does not have.
-    """
+    """Put the entries of a bucket's tensors together: (k,) positions in each and (k,) values."""
     for (positions, _), tensor in zip(parts, spec.tensors, strict=True):
         check_positions(positions, tensor.n, tensor.name)
     found = sum(positions.size for positions, _ in parts)
@@ -307,11 +303,7 @@ def put(out: np.ndarray, at: int, values: np.ndarray) -> int:
 
 
 def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
-    """Read an array of ``count`` numbers from byte ``at`` on, as a copy.
-
-    Raises:
-        WireError: there are fewer bytes than that.
-    """
+    """Read an array of ``count`` numbers from byte ``at`` on, as a copy."""
     size = count * np.dtype(dtype).itemsize
     if at + size > data.size:
         raise WireError(f"a block of {data.size} bytes ends before its content; the message is damaged")
@@ -319,11 +311,7 @@ def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
 
 
 def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) -> np.ndarray:
-    """Read float32 numbers that are finite and, unless ``signed``, not negative.
-
-    Raises:
-        WireError: one is not.
-    """
+    """Read float32 numbers that are finite and, unless ``signed``, not negative."""
     scales = take(data, at, count, np.float32)
     if not (np.isfinite(scales) & (signed | (scales >= 0))).all():
         raise WireError(f"a scale is no finite number{'' if signed else ' >= 0'}; the message is damaged")

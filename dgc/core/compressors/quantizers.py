@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from dgc.core.codecs import loops
 from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
 from dgc.core.config import DGCConfig, require_choice, require_integer, require_number
 from dgc.errors import WireError
@@ -39,11 +40,7 @@ class Coded(PerTensor):
 
     @abstractmethod
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
-        """The (n,) float32 that scales and codes stand for.
-
-        Raises:
-            WireError: they are none that a sender writes.
-        """
+        """The (n,) float32 that scales and codes stand for."""
 
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
         bits = self.code_bits()
@@ -52,8 +49,6 @@ class Coded(PerTensor):
     def encode_tensor(  # noqa: D102
         self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> int:
-        from dgc.core import loops
-
         scales, codes = self.quantise(x, tensor, spec, info)
         block, bits = out[put(out, 0, scales) :], self.code_bits()
         if bits:
@@ -63,8 +58,6 @@ class Coded(PerTensor):
         return tensor.n
 
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops
-
         bits, codes = self.code_bits(), np.empty(tensor.n, np.uint8)
         scales = take_scales(data, 0, self.scales(tensor), signed=self.signed)
         block = data[scales.nbytes :]
@@ -84,7 +77,6 @@ class OnebitOptions:
     whole "tensor"."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_choice("means", self.means, ("column", "row", "tensor"))
 
 
@@ -119,8 +111,6 @@ class Onebit(Coded):
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops
-
         shape = self._shape(tensor)
         means, signs = np.empty((2, shape[1]), np.float32), np.empty(tensor.n, np.uint8)
         loops.split_means(np.ascontiguousarray(x).reshape(shape), means, signs)
@@ -128,8 +118,6 @@ class Onebit(Coded):
         return means, signs
 
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops
-
         out = np.empty(self._shape(tensor), np.float32)
         loops.spread_means(codes, scales.reshape(2, -1), out)
         return out.reshape(-1)
@@ -154,7 +142,6 @@ class QsgdOptions:
     """"l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_choice("bits", self.bits, (2, 4, 8))
         require_integer("bucket_size", self.bucket_size, 1)
         require_choice("norm", self.norm, ("l2", "max"))
@@ -194,8 +181,6 @@ class Qsgd(Coded):
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops
-
         group = self.options.bucket_size
         exact = np.empty(self.scales(tensor))
         # Never below a group's largest magnitude, or that would be cut and not rounded.
@@ -206,8 +191,6 @@ class Qsgd(Coded):
         return norms, codes
 
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops
-
         out = np.empty(codes.size, np.float32)
         if not loops.scale_signed(codes, scales, self.options.bucket_size, self._levels, out):
             raise WireError("a level is beyond the largest; the message is damaged")
@@ -226,7 +209,6 @@ class TerngradOptions:
     """Entries are cut at so many standard deviations of their tensor; None: not at all."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_number("clip_factor", self.clip_factor, low=0.0, low_open=True, high=1e6, optional=True)
 
 
@@ -252,7 +234,6 @@ class Terngrad(Coded):
     Options = TerngradOptions
 
     def __init__(self, config: DGCConfig) -> None:
-        """Begin with no tensor prepared."""
         super().__init__(config)
         self._limits: dict[str, float] = {}
 
@@ -271,8 +252,6 @@ class Terngrad(Coded):
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops
-
         limit = self._limits.pop(tensor.name, None)
         if limit is None:
             _, limit = self._measure(x)
@@ -282,16 +261,12 @@ class Terngrad(Coded):
         return scales, codes
 
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops
-
         out = np.empty(tensor.n, np.float32)
         loops.scale_signed(codes, scales, tensor.n, 1, out)
         return out
 
     def _measure(self, x: np.ndarray) -> tuple[float, float]:
         """A tensor's largest magnitude, and where it is cut."""
-        from dgc.core import loops
-
         largest, deviation = loops.spread(x)
         factor = self.options.clip_factor
         # Rounding leaves a trace of deviation in a constant.
@@ -307,7 +282,6 @@ class DorefaOptions:
     """k, 1 to 8. The paper finds that fewer than 4 hurt."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_integer("bits", self.bits, 1)
         require_number("bits", self.bits, low=1, high=8)
 
@@ -347,16 +321,12 @@ class Dorefa(Coded):
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dgc.core import loops
-
         scale = as_scale(float(np.abs(x).max(initial=0.0)))
         codes = np.empty(tensor.n, np.uint8)
         loops.round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
         return np.array([scale], np.float32), codes
 
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
-        from dgc.core import loops
-
         out = np.empty(tensor.n, np.float32)
         loops.scale_span(codes, scales[0], self._levels, out)
         return out

@@ -106,7 +106,6 @@ class TopkOptions:
     """With a global threshold, room in a bucket's message for this many times the entries of an even share."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_choice("threshold", self.threshold, ("tensor", "global"))
         require_number("headroom", self.headroom, low=1.0, high=1000.0)
 
@@ -133,7 +132,6 @@ class Topk(_Selection):
     Options = TopkOptions
 
     def __init__(self, config: DGCConfig) -> None:
-        """Begin without a sample."""
         super().__init__(config)
         self._samples: dict[int, np.ndarray] = {}
         self._next: float | None = None
@@ -197,7 +195,6 @@ class StromOptions:
     """Room in a message, as a share of the elements; entries beyond it wait."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         require_number("threshold", self.threshold, low=1e-30, high=1e30)
         require_number("max_density", self.max_density, low=0.0, low_open=True, high=1.0)
 
@@ -334,7 +331,6 @@ class AdacompOptions:
     """Room in a message: so many entries a bin on average; what finds no room waits."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         for name in ("conv_bin", "fc_bin"):
             value = getattr(self, name)
             require_integer(name, value, 1)

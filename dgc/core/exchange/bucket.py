@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -49,7 +49,6 @@ class BucketExchange:
         *,
         op: str,
     ) -> None:
-        """Allocate nothing yet: buffers come with the first step that needs them."""
         self.bucket = bucket
         self.encoder = encoder
         self.vector = vector
@@ -73,10 +72,10 @@ class BucketExchange:
     def keep_absent(self) -> None:
         """Copy what the state holds of parameters without a gradient here, before the step changes it."""
         at = self.at
-        absent = at.step.submissions.absent.get(self.bucket.index, ())
-        at.kept = {
-            s: [a.copy() for a in self._held(at.state, s)] for s in self.bucket.segments if s.parameter in absent
-        }
+        absent = at.step.submissions.absent
+        for segment in self.bucket.segments if absent else ():
+            if segment.parameter in absent:
+                at.kept[segment] = [held.copy() for held in self._held(at.state, segment)]
 
     def run(self) -> None:
         """Exchange the bucket; all its gradients are in."""
@@ -89,14 +88,17 @@ class BucketExchange:
         nonfinite |= self.vector.code_small(plan, at.state, self._sender.coded)
         if plan.inline_bytes:
             self._sender.inline(self.vector.values[plan.plain_start :])
-        absent = _digest([s.parameter for s in at.kept])
+        absent = _digest(at.kept) if at.kept else 0
         self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.joins, absent=absent)
         since = stats.lap("compress", since)
         messages = self._exchange_messages(at)
-        at.flagged_by = tuple([m.sender for m in messages if m.nonfinite])
+        for message in messages:
+            at.absent.append(message.absent)
+            if message.nonfinite:
+                at.flagged_by.append(message.sender)
+            if message.joined:
+                step.joined[message.sender] = message.joined
         at.flagged = bool(at.flagged_by)
-        at.absent = tuple([m.absent for m in messages])
-        step.joined = {m.sender: m.joined for m in messages if m.joined}
         if plan.allreduces:
             plain = self.vector.values[plan.plain_start :]
             self._transport.allreduce(plain, "sum")
@@ -119,11 +121,7 @@ class BucketExchange:
             stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 
     def send_error(self, error: DGCError, parameter: int | None) -> None:
-        """Send a message of normal size that carries an error instead of entries.
-
-        Raises:
-            RemoteFailure: always; with the first failing rank's error, which may be another's.
-        """
+        """Send a message of normal size that carries an error instead of entries."""
         at = self.at
         self.encoder.catch_up(at)
         at.start_message()
@@ -136,37 +134,36 @@ class BucketExchange:
         In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
         at = self.at
-        at.kept = {segment: kept for segment, kept in at.kept.items() if segment.parameter in left_alone}
-        self._finish(at, refused=refused)
-        self._put_back(at.state)
-
-    def _finish(self, at: BucketStep, *, refused: bool) -> None:
-        self.encoder.finish(at, refused=refused)
+        for segment in [s for s in at.kept if s.parameter not in left_alone] if at.kept else ():
+            del at.kept[segment]
+        if at.plan.is_active:
+            self.encoder.finish(at, refused=refused)
+            if not self.encoder.keeps_residual:
+                self._memory.fill(at.state.v, 0)
         if refused and at.flagged:
             for item in at.step.submissions.of(self.bucket.segments):
                 self._memory.fill(item.result, np.nan)
             self.take_deferred()
-            return
-        if not refused:
-            self.vector.commit(at.plan, at.state)
-        self.vector.write(at.step, at.state.u, refused=refused)
-        for segment in at.kept:
-            self._memory.fill(at.step.submissions[segment.parameter].result, 0)
-        if refused or at.deferred is None:
-            self.write_deferred()
+        else:
+            if not refused:
+                self.vector.commit(at.plan, at.state)
+            self.vector.write(at.step, at.state.u, refused=refused)
+            for segment in at.kept:
+                self._memory.fill(at.step.submissions[segment.parameter].result, 0)
+            if refused or at.deferred is None:
+                self.write_deferred()
+        if at.kept:
+            self._put_back(at.state)
 
     def commit(self, copy: BucketState | None = None) -> Array | None:
-        """Let what was sent leave the residual, or a copy of it; again does nothing.
-
-        Returns:
-            (k,) positions of what was sent; None for all of them or none.
-        """
+        """Let what was sent leave the residual, or a copy of it; again does nothing."""
         if not self.has_run or self.at.is_committed:
             return None
         at = self.at
         at.is_committed = copy is None
         sent = self.encoder.commit(at, copy or at.state)
-        self._put_back(copy or at.state)
+        if at.kept:
+            self._put_back(copy or at.state)
         return sent
 
     def take_deferred(self) -> EntrySum | None:
@@ -224,11 +221,9 @@ class BucketExchange:
         return self._sender.receive()
 
 
-def _digest(parameters: Sequence[int]) -> int:
-    """64 bits that tell sets of parameters apart; 0 for none."""
-    if not parameters:
-        return 0
-    digest = hashlib.blake2b(np.array(parameters, np.int64).tobytes(), digest_size=8).digest()
+def _digest(segments: Iterable[Segment]) -> int:
+    """64 bits that tell sets of parameters apart; never 0, which stands for none."""
+    digest = hashlib.blake2b(np.array([s.parameter for s in segments], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 

@@ -106,12 +106,9 @@ class DenseVector:
         return not is_finite(vector)
 
     def code_small(self, plan: BucketPlan, state: BucketState, coded: np.ndarray) -> bool:
-        """Add to small tensors' gradients their residuals, and code them where the plan says so.
+        """Add to small tensors' gradients their residuals, and code them by the plan; whether a sum is infinite.
 
         The state does not change before :meth:`commit`: a step that is refused or fails leaves it as it was.
-
-        Returns:
-            Whether a sum is not finite; the message then holds zeros in their place.
         """
         if not (state.residual_pending or plan.small):
             return False
@@ -322,6 +319,7 @@ class BucketStep:
         deferred: the results of the sparsified tensors that have not been written.
         absent: each rank's digest of the parameters of which it has no gradient, once the messages are in.
         kept: by segment, what the state held of those that are absent on this rank, before the step.
+        begun: goes on with what :meth:`Encoder.begin` began; nothing may be left of it when the step ends.
     """
 
     step: StepContext
@@ -332,12 +330,13 @@ class BucketStep:
     count: int = 0
     sent: tuple[Array, Array] | None = None
     flagged: bool = False
-    flagged_by: tuple[int, ...] = ()
+    flagged_by: list[int] = field(default_factory=list)
     is_out: bool = False
     is_committed: bool = False
     deferred: EntrySum | None = None
-    absent: tuple[int, ...] = ()
+    absent: list[int] = field(default_factory=list)
     kept: dict[Segment, list[Array]] = field(default_factory=dict)
+    begun: Callable[[], Selection] | None = None
 
     def start_message(self) -> None:
         """Begin a message of the plan's sizes; in each step before anything of it or of the vector is written."""
@@ -350,6 +349,7 @@ class Encoder(ABC):
 
     Attributes:
         begins_early: whether :meth:`begin` does anything.
+        keeps_residual: whether what is not sent is sent later.
     """
 
     begins_early = False
@@ -357,13 +357,12 @@ class Encoder(ABC):
     def __init__(
         self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int, *, keeps_residual: bool
     ) -> None:
-        """Allocate nothing yet."""
         self._bucket = bucket
         self._config = config
         self._kernels = kernels
         self._memory = kernels.memory
         self._ranks = ranks
-        self._keeps_residual = keeps_residual
+        self.keeps_residual = keeps_residual
         self._elements = sum(s.length for s in bucket.sparse)
         self._plans: dict[float | None, BucketPlan] = {}
 
@@ -382,15 +381,11 @@ class Encoder(ABC):
 
     def await_gradients(self, step: StepContext) -> None:
         """Let what comes next wait for the gradients of this bucket, where they are computed asynchronously."""
-        for event in step.submissions.events(self._bucket.index):
+        for event in step.submissions.events.get(self._bucket.index, ()):
             self._kernels.wait_for(event.handle)
 
     def begin(self, at: BucketStep) -> None:
         """Let others (threads, a device) begin to compress while this thread has another bucket to do."""
-        return
-
-    def abandon(self) -> None:
-        """Stop work on the bucket, when :meth:`compress` will not come to what :meth:`begin` began."""
         return
 
     @abstractmethod
@@ -416,17 +411,12 @@ class Encoder(ABC):
         """
 
     def finish(self, at: BucketStep, *, refused: bool) -> None:
-        """End the exchange of a step, whatever becomes of it: a compressor without a residual empties v."""
-        if not self._keeps_residual and at.plan.is_active:
-            self._memory.fill(at.state.v, 0)
+        """End the exchange of a sparsified step, whatever becomes of it."""
+        return
 
     @abstractmethod
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:
         """Subtract what was sent from v and mask momentum; the step counts. Nothing else changes u and v for good.
-
-        Args:
-            at: a finished step.
-            state: as :meth:`compress` left it, or a copy of it.
 
         Returns:
             (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
@@ -492,7 +482,6 @@ class AlgorithmEncoder(Encoder):
     def __init__(
         self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
-        """Allocate nothing yet; the algorithm is shared by all buckets of the model, which has this layout."""
         if kernels.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         keeps = algorithm.error_feedback and algorithm.config.error_feedback
@@ -568,12 +557,10 @@ class AlgorithmEncoder(Encoder):
         at.flagged = not all(is_finite(result) for result in results)
 
     def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
-        if at.plan.is_active:
-            self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
-        super().finish(at, refused=refused)
+        self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
 
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
-        return self._subtract(at.plan, state) if self._keeps_residual and at.plan.is_active else None
+        return self._subtract(at.plan, state) if self.keeps_residual and at.plan.is_active else None
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -648,11 +635,6 @@ class TopKEncoder(Encoder):
 
     begins_early = True
 
-    def __init__(self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
-        """Allocate nothing; arguments as for :class:`Encoder`."""
-        super().__init__(bucket, config, kernels, ranks, keeps_residual=config.error_feedback)
-        self._begun: Callable[[], Selection] | None = None
-
     def _make_plan(self, density: float | None) -> BucketPlan:
         return make_plan(
             self._bucket,
@@ -667,47 +649,34 @@ class TopKEncoder(Encoder):
     def begin(self, at: BucketStep) -> None:  # noqa: D102
         at.vector.begin(at.step, at.plan)
         if at.plan.is_active:
-            self._begun = self._kernels.begin_selection(self._work(at), at.state.u, at.state.v, at.state.thresholds)
-
-    def abandon(self) -> None:  # noqa: D102
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun()
+            at.begun = self._kernels.begin_selection(self._work(at), at.state.u, at.state.v, at.state.thresholds)
 
     def compress(self, at: BucketStep) -> None:  # noqa: D102
         plan, state = at.plan, at.state
         at.start_message()
         if not plan.is_active:
             return
-        begun, self._begun = self._begun, None
+        begun, at.begun = at.begun, None
         if begun is not None:
             selection = begun()
         else:
             selection = self._kernels.accumulate_and_select(self._work(at), state.u, state.v, state.thresholds)
-        self._write(at, selection.positions, selection.values)
-        at.flagged = selection.nonfinite
-
-    def _write(self, at: BucketStep, positions: np.ndarray, values: np.ndarray) -> None:
-        """Code the selected entries: (k,) int64, ascending, and (k,)."""
-        if at.plan.mode is Mode.SPARSE:
-            values = at.plan.codec.encode(positions, values, at.sender.payload)
+        positions, values = selection.positions, selection.values
+        if plan.mode is Mode.SPARSE:
+            values = plan.codec.encode(positions, values, at.sender.payload)
         else:
             at.vector.values[: self._bucket.sparse_size] = 0
             at.vector.values[positions] = values
-        at.sent, at.count = (positions, values), len(positions)
+        at.sent, at.count, at.flagged = (positions, values), len(positions), selection.nonfinite
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
-        self._put(at, self._read(at, messages), share * at.step.loss_scale)
-
-    def _read(self, at: BucketStep, messages: Sequence[Incoming]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each rank's positions and values."""
         entries = []
         for message in messages:
             try:
                 entries.append(at.plan.codec.decode(message.payload, message.count))
             except (WireError, LayoutError) as error:
                 raise message.damaged(error) from error
-        return entries
+        self._put(at, entries, share * at.step.loss_scale)
 
     def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
         if at.sent is None:
@@ -715,7 +684,7 @@ class TopKEncoder(Encoder):
         positions, values = at.sent
         masking = self._masks(sum(at.plan.ks))
         self._kernels.mask(state.u, state.v, positions, values, masking=masking)
-        if not self._keeps_residual:
+        if not self.keeps_residual:
             self._memory.fill(state.v, 0)
         return positions
 
@@ -763,7 +732,8 @@ def _encoders(config: DGCConfig, layout: Layout, kernels: Kernels, transport: Tr
         _warm_up(row(config), kernels)
         algorithm = row(config)
         return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
-    return [TopKEncoder(b, config, kernels, transport.size) for b in buckets]
+    keeps = config.error_feedback
+    return [TopKEncoder(b, config, kernels, transport.size, keeps_residual=keeps) for b in buckets]
 
 
 def _warm_up(algorithm: Algorithm, kernels: Kernels) -> None:

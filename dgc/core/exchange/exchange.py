@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dgc.core.compressors import compressor_class
-from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
+from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders import make_encoders
 from dgc.core.exchange.nodes import Announced, NodeSums
 from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
 from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
-from dgc.core.layout import Bucket, Layout
+from dgc.core.layout import Layout
 from dgc.core.message import RemoteFailure
 from dgc.core.state import State, require_place
 from dgc.core.transport import Transport
@@ -113,7 +113,6 @@ class Step:
     """
 
     def __init__(self, state: State, buckets: Sequence[BucketExchange]) -> None:
-        """Begin without a step, of an exchange with this state and these buckets."""
         self.lock = threading.Condition()
         self.stage = Stage.NONE
         self.context: StepContext | None = None
@@ -136,11 +135,6 @@ class Step:
         return self.stage in _UNDER_WAY
 
     @property
-    def undecided(self) -> bool:
-        """Whether the step was exchanged, and neither applied nor dropped."""
-        return self.stage is Stage.EXCHANGED
-
-    @property
     def failure_pending(self) -> bool:
         """Whether an error came too late for its step; the first message of the next one carries it."""
         return self.announced is not None and not self.under_way and self.stage is not Stage.FAILED
@@ -158,11 +152,6 @@ class Step:
             raise RemoteError(
                 f"an earlier step failed ({self.error}); call reset() or load_state_dict() on all ranks, or restart"
             )
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no bucket runs; returns False when ``timeout`` seconds did not suffice."""
-        with self.lock:
-            return self.lock.wait_for(lambda: self.stage is not Stage.OPEN, timeout)
 
     def wait_until_raised(self, timeout: float) -> bool:
         """Wait until the error of a broken step was raised; False if ``timeout`` seconds did not suffice."""
@@ -213,10 +202,6 @@ class Step:
         self._go_back()
         return self.error or error
 
-    def finish(self, *, refused: bool) -> None:
-        """End a step whose buckets have finished."""
-        self.enter(Event.REFUSE if refused else Event.FINISH)
-
     def applied(self) -> None:
         """Let the step count: what was sent leaves the residual."""
         if self.stage is Stage.EXCHANGED:
@@ -225,11 +210,7 @@ class Step:
             self.enter(Event.APPLY)
 
     def drop(self) -> bool:
-        """Leave the results of the step unused: what was sent stays in the residual.
-
-        Returns:
-            False when there is nothing to drop: no step, or one that was refused, applied or dropped.
-        """
+        """Leave the results unused: what was sent stays in the residual; False where there are none to drop."""
         if not self.enter(Event.DROP):
             return False
         self._go_back()
@@ -251,8 +232,7 @@ class Step:
 
     def capture(self) -> None:
         """Copy the state from before the step, on a rank that has joined."""
-        if self.context is not None and self.context.joins:
-            self._before = self._state.copy()
+        self._before = self._state.copy()
 
     def counted(self) -> State:
         """The state with the step applied: a copy of it while that is undecided."""
@@ -293,25 +273,24 @@ class Clipping:
 
     def __init__(self, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
         """Keep what the factors depend on: ``local_grad_clip_norm``, ``clip_scope``, and the number of ranks N."""
-        self._threshold = config.local_grad_clip_norm
+        self.threshold = config.local_grad_clip_norm
         self._kernels = kernels
         self._ranks = ranks
-        self.needs_all_gradients = self._threshold is not None and config.clip_scope == "global"
+        self.needs_all_gradients = self.threshold is not None and config.clip_scope == "global"
         """Whether one norm is taken over all gradients, so that no bucket may start before all are in."""
 
-    def fill_in(self, step: StepContext, buckets: Iterable[Bucket]) -> None:
+    def fill_in(self, step: StepContext, buckets: Iterable[BucketExchange]) -> None:
         """Clip the gradients of ``buckets``, or once all of them; a dense step is clipped globally or not at all."""
-        if self._threshold is None:
-            return
+        assert self.threshold is not None
         chosen: Iterable[int] = range(len(step.scales))
         if not self.needs_all_gradients:
             if step.density is None:
                 return
-            chosen = [s.parameter for bucket in buckets for s in bucket.sparse]
+            chosen = [s.parameter for each in buckets for s in each.bucket.sparse]
         squares = self._kernels.sums_of_squares([step.submissions[i].gradient for i in chosen])
         if self.needs_all_gradients:
             squares = np.full(len(squares), squares.sum())
-        factors = clip_factors(squares, self._threshold, self._ranks, 1.0 / step.loss_scale)
+        factors = clip_factors(squares, self.threshold, self._ranks, 1.0 / step.loss_scale)
         for i, factor in zip(chosen, factors, strict=True):
             step.scales[i] *= factor
 
@@ -408,8 +387,9 @@ class Pipeline:
         """Run all buckets; returns False if the exchange was closed before that."""
         context = self._step.context
         assert context is not None, "a step has begun"
-        self._step.capture()
-        if (refused := context.await_scale()) is not None:
+        if context.joins:
+            self._step.capture()
+        if context.coming_scale is not None and (refused := context.await_scale(context.coming_scale)) is not None:
             self._step.announce(refused)
         try:
             for index in range(len(self._buckets)):
@@ -418,19 +398,19 @@ class Pipeline:
                 self._run_bucket(context, index)
         finally:
             for bucket in self._buckets:
-                bucket.encoder.abandon()
+                begun, bucket.at.begun = bucket.at.begun, None
+                if begun is not None:
+                    begun()
         return True
 
     def _wait_for_gradients(self, context: StepContext, index: int) -> bool:
         """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
         step, missing, last = self._step, context.submissions.missing, index == len(self._buckets) - 1
         whole = self._clipping.needs_all_gradients
-
-        def ready() -> bool:
-            return not (any(missing) if whole else missing[index]) and (context.is_awaited or not last)
-
         with step.lock:
-            while not (ready() or step.announced is not None or step.closed):
+            while step.announced is None and not step.closed:
+                if not (any(missing) if whole else missing[index]) and (context.is_awaited or not last):
+                    break
                 step.lock.wait()
             return not step.closed
 
@@ -468,11 +448,7 @@ class Pipeline:
         return index == len(self._buckets) - 1 or self._buckets[index].at.plan.allreduces
 
     def _add_up(self, context: StepContext, index: int, nodes: NodeSums) -> Announced | None:
-        """Where several ranks send as one: add up their gradients, of one bucket or, with global clipping, of all.
-
-        Returns:
-            What any of them cannot go on for. It is met by all of them, as they send the same message.
-        """
+        """Where several ranks send as one: add up their gradients; returns what one cannot go on for."""
         stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
         buckets = self._buckets[max(index, self._summed) : stop]
         since = time.perf_counter()
@@ -513,10 +489,10 @@ class Pipeline:
             stop = len(self._buckets)
         elif self._waits and self._nodes is None:
             stop = self._stop(context, index)
-        ready = self._buckets[index:stop]
-        for each in ready:
+        for each in self._buckets[index:stop] if context.submissions.events else ():
             each.encoder.await_gradients(context)
-        self._clipping.fill_in(context, [each.bucket for each in ready])
+        if self._clipping.threshold is not None:
+            self._clipping.fill_in(context, self._buckets[index:stop])
         self._clipped = stop
 
     def _prepare_following(self, context: StepContext, index: int) -> None:
@@ -588,7 +564,6 @@ class Exchange:
         *,
         loss_scale: LossScale = 1.0,
     ) -> None:
-        """Allocate the state; the ranks must have agreed on layout and config before."""
         self.layout = layout
         self.config = config
         self.transport = transport
@@ -601,7 +576,7 @@ class Exchange:
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
         self.left_alone: set[int] = set()
-        self._kernels = kernels
+        self.kernels = kernels
         made = make_encoders(layout, config, kernels, transport)
         self._buckets = [
             BucketExchange(bucket, *each, self.state, kernels, transport, op=config.op)
@@ -693,7 +668,7 @@ class Exchange:
         with self.latest.lock:
             context.is_awaited = True
             self.latest.lock.notify_all()
-        done = self.latest.wait(timeout)
+            done = self.latest.lock.wait_for(lambda: self.latest.stage is not Stage.OPEN, timeout)
         context.stats.lap("wait", since)
         return done
 
@@ -710,10 +685,16 @@ class Exchange:
         """
         step = self.latest
         step.require_usable()
-        if step.failure_pending and step.announced is not None:
+        if step.announced is not None and step.failure_pending:
             # It came too late for its step: the others are in the next one.
             self.fail(*step.announced)
-        self.require_complete()
+        if (missing := self.missing()) and step.announced is None and step.error is None:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            wrong = LayoutError(
+                f"no gradient of {self.layout.parameters[missing[0]].name!r}{more} was given in this step; every "
+                "parameter of the compressor needs one (a zero gradient for an unused parameter)"
+            )
+            self.fail(wrong)
         self.wait()
         if step.error is not None:
             raise step.fail(step.error)
@@ -731,12 +712,12 @@ class Exchange:
         refused = bool(flagged)
         if flagged and not callable(self.loss_scale):
             self._warn_of_refusal(flagged[0])
-        self.left_alone = self._absent_everywhere(context)
+        self.left_alone = self._absent_everywhere(context) if context.submissions.absent else set()
         for bucket in self._buckets:
             bucket.finish(refused=refused, left_alone=self.left_alone)
         self.state.step += not refused
         self.joined = context.joined
-        step.finish(refused=refused)
+        step.enter(Event.REFUSE if refused else Event.FINISH)
         if not self.awaits_update:
             step.applied()
         context.stats.lap("apply", since)
@@ -746,7 +727,7 @@ class Exchange:
     def missing(self) -> list[int]:
         """Parameters whose gradients of the step under way were not given."""
         given = () if self.latest.context is None else self.latest.context.submissions
-        return [i for i in range(len(self.layout.parameters)) if i not in given]
+        return sorted(set(range(len(self.layout.parameters))).difference(given))
 
     def _absent_everywhere(self, context: StepContext) -> set[int]:
         """Parameters of which no rank has a gradient. Collective where all ranks lack some, and not the same."""
@@ -760,17 +741,6 @@ class Exchange:
         context.stats.count_collective(mine.size)
         return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 
-    def require_complete(self) -> None:
-        """Raise on all ranks unless every gradient of this step was given."""
-        step = self.latest
-        if (missing := self.missing()) and step.announced is None and step.error is None:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            error = LayoutError(
-                f"no gradient of {self.layout.parameters[missing[0]].name!r}{more} was given in this step; every "
-                "parameter of the compressor needs one (a zero gradient for an unused parameter)"
-            )
-            self.fail(error)
-
     # -- after the exchange: applied or dropped --------------------------------------------------------------------
 
     def applied(self) -> None:
@@ -783,29 +753,12 @@ class Exchange:
 
     def deferred(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
-        return [total for bucket in self._buckets if (total := bucket.take_deferred()) is not None]
+        return list(filter(None, map(BucketExchange.take_deferred, self._buckets)))
 
     def write_deferred(self) -> None:
         """Write those results where they were to go; the arrays that were given must still be there."""
         for bucket in self._buckets:
             bucket.write_deferred()
-
-    def describe(self) -> dict[str, Any]:
-        """What the next step will do, in plain values: see ``compression.describe()``."""
-        step, layout = self.state.step, self.layout
-        return {
-            "step": step,
-            "density": round(self.schedule.density(step), DENSITY_DIGITS),
-            "rampup_begin_step": self.schedule.begin,
-            "rampup_end_step": self.schedule.ramp_end(),
-            "parameters": layout.numel,
-            "small": self.config.small,
-            "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
-            "buckets": len(layout.buckets),
-            "transport": self.transport.name,
-            "ranks": self.transport.rank_info()["size"],
-            "kernels": self._kernels.name,
-        }
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 

@@ -48,13 +48,11 @@ class NodeSums:
         The parameters of these buckets without a gradient become those that no rank of the node has one of.
         """
         absent = step.submissions.absent
-        places = [(bucket.index, s.parameter) for bucket in buckets for s in bucket.segments]
-        mine = np.array([own is not None, *(p in absent.get(b, ()) for b, p in places)], np.uint8)
+        places = [s.parameter for bucket in buckets for s in bucket.segments]
+        mine = np.array([own is not None, *(p in absent for p in places)], np.uint8)
         flags = np.empty((self._inside.size, mine.size), np.uint8)
         self._inside.allgather(mine, flags)
-        for column, (b, p) in enumerate(places, 1):
-            if not flags[:, column].all():
-                absent.get(b, set()).discard(p)
+        absent.difference_update(p for p, has_none in zip(places, flags[:, 1:].T, strict=True) if not has_none.all())
         if not flags[:, 0].any():
             return None
         text = np.zeros(16 + _TEXT_BYTES, np.uint8)

@@ -39,14 +39,14 @@ class Submissions(dict[int, Submission]):
     """The gradients of one step by parameter, as they arrive. The caller holds the lock of the step."""
 
     def __init__(self, layout: Layout) -> None:
-        """Expect every parameter of the layout once."""
         super().__init__()
         self._layout = layout
         self.missing = [len(b.segments) for b in layout.buckets]
         """Gradients of each bucket that have not arrived."""
-        self.absent: dict[int, set[int]] = {}
-        """By bucket, its parameters of which this rank has no gradient."""
-        self._events: dict[int, list[Any]] = {}
+        self.absent: set[int] = set()
+        """Parameters of which this rank has no gradient."""
+        self.events: dict[int, list[Any]] = {}
+        """By complete bucket, what has to come before its gradients may be read on a device."""
 
     def of(self, segments: Sequence[Segment]) -> list[Submission]:
         """What was handed over for the segments of a complete bucket."""
@@ -63,18 +63,14 @@ class Submissions(dict[int, Submission]):
         bucket, _ = self._layout.places[parameter]
         self.missing[bucket] -= 1
         if item.absent:
-            self.absent.setdefault(bucket, set()).add(parameter)
+            self.absent.add(parameter)
         if self.missing[bucket] or item.ready is None:
             return self.missing[bucket] == 0
         # One event for each stream: it stands behind all that the stream was given before.
         members = self.of(self._layout.buckets[bucket].segments)
         streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
-        self._events[bucket] = [ready.record() for ready in streams.values()]
+        self.events[bucket] = [ready.record() for ready in streams.values()]
         return True
-
-    def events(self, bucket: int) -> Sequence[Any]:
-        """What has to come before the gradients of a complete bucket may be read on a device."""
-        return self._events.get(bucket, ())
 
 
 @dataclass(slots=True)
@@ -97,13 +93,14 @@ class Hyper:
     def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
         """The options of some parameters, in this order, with what belongs to the step."""
         places = list(indices)
-        columns = (self.momentum, self.nesterov, self.weight_decay, self.gain)
-        return Hyper(*([column[i] for i in places] for column in columns), learning_rates, restored)  # type: ignore[call-arg, arg-type]
+        momentum, nesterov = list(map(self.momentum.__getitem__, places)), list(map(self.nesterov.__getitem__, places))
+        decay, gain = list(map(self.weight_decay.__getitem__, places)), list(map(self.gain.__getitem__, places))
+        return Hyper(momentum, nesterov, decay, gain, learning_rates, restored)
 
     def digest(self) -> int:
         """64-bit digest of all values; of learning rates 6 digits, which unlike machines compute alike."""
         table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
-        rates = " ".join(f"{rate:.5e}" for rate in self.learning_rates).encode() + b" restored" * self.restored
+        rates = " ".join(map("{:.5e}".format, self.learning_rates)).encode() + b" restored" * self.restored
         return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
 
     @classmethod
@@ -222,25 +219,17 @@ class StepContext:
     """Where the loss scale is still on its way: returns it. Waits."""
 
     def __post_init__(self) -> None:
-        """Begin without clipping factors."""
-        self._set_scales()
+        self.scales = list(map((self.weight / self.loss_scale).__mul__, self.hyper.gain))
 
-    def _set_scales(self) -> None:
-        scale = self.weight / self.loss_scale
-        self.scales = [scale * gain for gain in self.hyper.gain]
-
-    def await_scale(self) -> ConfigError | None:
+    def await_scale(self, ask: Callable[[], float]) -> ConfigError | None:
         """Have the loss scale; returns what is wrong with it, for all ranks."""
-        if self.coming_scale is None:
-            return None
-        ask, self.coming_scale = self.coming_scale, None
         try:
             scale = ask()
         except Exception as error:
             return ConfigError(f"loss_scale could not be read: {type(error).__name__}: {error}")
         if (refused := refused_scale(scale)) is None:
             self.loss_scale = float(scale)
-            self._set_scales()
+            self.scales = list(map((self.weight / self.loss_scale).__mul__, self.hyper.gain))
         return refused
 
 
@@ -263,9 +252,9 @@ class EntrySum:
     @classmethod
     def of(cls, bucket: Bucket, entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> EntrySum:
         """Add up the ranks' (positions, values) in rank order, times ``factor``."""
-        from dgc.core.kernels.entries import add_up  # which loads Numba
+        from dgc.core.kernels.cpu import add_up  # which loads Numba
 
-        positions, values = add_up(entries, factor, np.dtype(bucket.dtype))
+        positions, values = add_up(entries, factor)
         return cls(bucket, positions, values, bucket.bounds(positions))
 
     def tensors(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -70,11 +70,7 @@ class Selection:
 
 
 def check_positions(positions: np.ndarray, size: int) -> None:
-    """Refuse ascending positions beyond ``size`` elements; their ends tell whether all are inside.
-
-    Raises:
-        LayoutError: one is outside.
-    """
+    """Refuse ascending positions beyond ``size`` elements; their ends tell whether all are inside."""
     if positions.size and not (0 <= positions[0] and positions[-1] < size):
         raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
 

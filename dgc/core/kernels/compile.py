@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numba
 from llvmlite import binding
 
-SOURCES = ("compile", "cpu", "entries", "simd", "sweep", "threads", "threshold")
+SOURCES = ("compile", "cpu", "simd", "sweep", "threads", "threshold")
 """Modules whose functions or constants are compiled into kernels."""
 
 

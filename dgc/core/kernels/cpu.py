@@ -16,7 +16,7 @@ from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.kernels.simd import at_address, fetch_add, prefetch_entry
+from dgc.core.kernels.simd import at_address, fetch_add, lowest_bit, prefetch_entry
 from dgc.core.kernels.sweep import (
     FLOAT32,
     FLOAT64,
@@ -57,7 +57,6 @@ class NumbaKernels(Kernels):
     name = "numba"
 
     def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
-        """Choose the number of threads."""
         self._team = Team()
         self._workspace = Workspace()
         self._threads = 1
@@ -128,7 +127,8 @@ class NumbaKernels(Kernels):
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != positions.shape:
             raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
-        self._run_places(mask_places, positions.size, u, v, positions, decoded, masking)
+        k = positions.size
+        self._team.run(self._threads_for(PLACE * k), mask_places, -(-k // PART), u, v, positions, decoded, masking)
 
     def scatter_add(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
@@ -147,9 +147,9 @@ class NumbaKernels(Kernels):
         addresses = np.array([address_of(r) for r in results], np.int64)
         lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
         refused = np.zeros(1, np.int64)
-        self._run_places(
-            add_to_results, positions.size, addresses, lengths, offsets, positions,
-            np.ascontiguousarray(values, np.float32), np.float32(factor), refused,
+        self._team.run(
+            self._threads_for(PLACE * positions.size), add_to_results, -(-positions.size // PART), addresses, lengths,
+            offsets, positions, np.ascontiguousarray(values, np.float32), np.float32(factor), refused,
         )  # fmt: skip
         if refused[0]:
             raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
@@ -180,9 +180,6 @@ class NumbaKernels(Kernels):
     def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self._threads
 
-    def _run_places(self, kernel: Callable[..., None], k: int, *arguments: object) -> None:
-        self._team.run(self._threads_for(PLACE * k), kernel, -(-k // PART), *arguments)
-
     def _begin(
         self,
         work: Sequence[SegmentWork],
@@ -196,7 +193,14 @@ class NumbaKernels(Kernels):
 
         ``at_once``: it is called right away, so that there is no use in waking a thread for the only chunk.
         """
-        _check_state(u, v)
+        if v.dtype != np.float32 or u.dtype != np.float32:
+            raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
+        if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
+            raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
+        if v.size >= MOST_ELEMENTS:
+            raise LayoutError(
+                f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
+            )
         integers, reals = make_table(work, v.size)
         segments, selecting = len(work), thresholds is not None
         if thresholds is None:
@@ -219,7 +223,7 @@ class NumbaKernels(Kernels):
 
         def finish() -> Selection:
             under_way.finish()
-            self._workspace.give_back(scratch)
+            self._workspace.kept.append(scratch)
             unfinished, total, met = outcome(taken, nonfinite)
             if unfinished:
                 which = np.flatnonzero(taken == UNFINISHED)
@@ -233,17 +237,6 @@ class NumbaKernels(Kernels):
             return Selection(positions, met, values)
 
         return finish
-
-
-def _check_state(u: np.ndarray, v: np.ndarray) -> None:
-    if v.dtype != np.float32 or u.dtype != np.float32:
-        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
-    if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
-        raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
-    if v.size >= MOST_ELEMENTS:
-        raise LayoutError(
-            f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
-        )
 
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
@@ -288,16 +281,7 @@ def _squares_of_tile(address, code, start, stop, strip, sums):
 def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
     """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
 
-    Args:
-        worker: this thread's number, below W.
-        progress: (2,) int64: tiles taken, tiles done.
-        tiles: number of tiles.
-        table: (S, 3) int64: each array's address, element type and length.
-        firsts: (S + 1,) int64: array s has the tiles ``firsts[s]`` to ``firsts[s + 1]``, each TILE elements but the
-            last.
-        strips: (W, STRIP) float32 scratch.
-        sums: (W, SUM_LANES) float64 scratch.
-        partial: (tiles,) float64, filled.
+    ``table`` holds the arrays' addresses, types and lengths; array s has the tiles ``firsts[s]`` to ``firsts[s + 1]``.
     """
     s = len(table) - 1
     while True:
@@ -432,3 +416,69 @@ def add_to_results(worker, progress, parts, addresses, lengths, offsets, positio
         if not _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
             refused[0] = 1
         fetch_add(progress, 1, 1)
+
+
+# -- entries of all ranks added up: whatever backend works on the tensors, messages arrive on the host -----------------
+
+BLOCK = 1 << 15
+"""Positions that are added up at a time: their sums stay in the cache."""
+
+WORD = 64
+"""Positions whose presence one integer holds."""
+
+
+def add_up(entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Sum of the ranks' entries: at each place ``((0 + a * factor) + b * factor) + ...``, in the order given.
+
+    Args:
+        entries: of each rank (k,) int64 positions, ascending and unique, and (k,) float32 values.
+        factor: rounded to float32 before it is used.
+
+    Returns:
+        (n,) int64 positions that any rank has, ascending and unique, and (n,) float32 sums.
+    """
+    runs, numbers = zip(*entries, strict=True)
+    bounds = np.cumsum([0, *map(len, runs)], dtype=np.int64)
+    positions, values = np.concatenate(runs), np.concatenate(numbers)
+    out, sums = np.empty(bounds[-1], np.int64), np.empty(bounds[-1], np.float32)
+    here, present = np.zeros(BLOCK, np.float32), np.zeros(BLOCK // WORD, np.uint64)
+    count = _add_up(positions, values, bounds, np.float32(factor), here, present, out, sums)
+    return out[:count], sums[:count]
+
+
+@entry()
+def _add_up(positions, values, bounds, factor, here, present, out, sums):
+    ranks = len(bounds) - 1
+    at = bounds[:-1].copy()
+    count, last = 0, np.int64(-1)
+    for r in range(ranks):
+        if bounds[r + 1] > bounds[r]:
+            last = max(last, positions[bounds[r + 1] - 1])
+    start = np.int64(0)
+    while start <= last:
+        stop = start + BLOCK
+        following = last + 1
+        for r in range(ranks):
+            i, end = at[r], bounds[r + 1]
+            while i < end and positions[i] < stop:
+                place = positions[i] - start
+                here[place] += values[i] * factor
+                present[place // WORD] |= np.uint64(1) << np.uint64(place % WORD)
+                i += 1
+            at[r] = i
+            if i < end:
+                following = min(following, positions[i])
+        for w in range(len(present)):
+            word = present[w]
+            if word == 0:
+                continue
+            present[w] = 0
+            while word:
+                place = w * WORD + lowest_bit(word)
+                word &= word - np.uint64(1)
+                out[count] = start + place
+                sums[count] = here[place]
+                here[place] = 0
+                count += 1
+        start = max(stop, following)
+    return count

@@ -180,7 +180,6 @@ class DeviceKernels(Kernels):
     overlaps = True
 
     def __init__(self, device: Device) -> None:
-        """Take a device over; nothing is compiled yet."""
         from dgc.core.kernels.threads import Team, default_threads
 
         self.device, self.name = device, device.name

@@ -70,7 +70,6 @@ class CupyDevice(Device):
     """One GPU, with a stream that does not wait for the default one: events say when memory may be read."""
 
     def __init__(self, number: int) -> None:
-        """Take a device by its number, as CUDA counts."""
         cuda = cupy.cuda.runtime
         self.xp, self.name, self.number = cupy, "cupy", number
         self._current = CurrentDevice(number, cuda.getDevice, cuda.setDevice)

@@ -5,7 +5,7 @@ Threads take chunks by ticket and write candidates into room of their own. Whoev
 its entries at once, so no thread waits for another in between. Chunks do not depend on the number of threads and a
 segment's candidates are read in the order of its chunks, so neither do results.
 
-Imports Numba, as do ``cpu``, ``simd``, ``threads``, ``entries`` and ``compile``: to be loaded on first use.
+Imports Numba, as do ``cpu``, ``simd``, ``threads`` and ``compile``: to be loaded on first use.
 """
 
 from __future__ import annotations
@@ -356,15 +356,6 @@ def _order_statistic(keys, place):
 def kth_key(bits, starts, counts, first, last, total, k):
     """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
 
-    Args:
-        bits: the candidates' values as integers; run c is ``bits[starts[c] : starts[c] + counts[c]]``.
-        starts: (chunks,) int64, as is ``counts``.
-        counts: see starts.
-        first: the segment's first run.
-        last: the run after its last one.
-        total: number of candidates.
-        k: 0 < k <= total.
-
     Returns:
         (key, ties): all keys above ``key`` belong to the k largest, and the first ``ties`` equal to it.
     """
@@ -459,11 +450,7 @@ def begin(integers, chunk_table, left, spent, nonfinite, taken):
 
 @entry()
 def outcome(taken, nonfinite):
-    """Sum up what :func:`compress_chunks` left behind; in NumPy each of these starts with cold caches.
-
-    Returns:
-        Whether a segment is UNFINISHED, the number of entries picked, and whether a non-finite entry was met.
-    """
+    """What :func:`compress_chunks` left: whether a segment is UNFINISHED, entries picked, and non-finite met."""
     unfinished, total, met = False, 0, False
     for n in taken:
         unfinished |= n == UNFINISHED
@@ -598,22 +585,19 @@ class Workspace(threading.local):
     """What a Python thread keeps from call to call: it grows, and stays."""
 
     def __init__(self) -> None:
-        self._kept: list[Scratch] = []
+        self.kept: list[Scratch] = []
+        """Those that are not in use: who borrows one puts it back."""
 
     def borrow(self, workers: int, segments: int, chunks: int, room: int) -> Scratch:
         """Return scratch arrays that have no other user, grown when they are too small."""
-        if self._kept:
-            scratch = self._kept.pop()
+        if self.kept:
+            scratch = self.kept.pop()
             w, s, c, r = scratch.sizes
             if workers <= w and segments <= s and chunks <= c and workers * room <= r:
                 return scratch
             workers, segments, chunks = max(workers, w), max(segments, s), max(chunks, c)
             room = max(room, -(-r // workers))
         return Scratch(workers, segments, chunks, room)
-
-    def give_back(self, scratch: Scratch) -> None:
-        """Keep scratch arrays for the next call."""
-        self._kept.append(scratch)
 
 
 # -- the choice among all entries, for when no threshold helps ---------------------------------------------------------

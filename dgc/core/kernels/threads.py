@@ -9,6 +9,7 @@ are done: a helper that comes late finds nothing to do and goes back to sleep.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -73,7 +74,6 @@ class Team:
     """
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._reset()
         itself = weakref.ref(self)
         if hasattr(os, "register_at_fork"):
@@ -118,44 +118,36 @@ class Team:
         """
         work = Work(kernel, pieces, arguments, keeps)
         try:
-            work.share(self._jobs, self._hire(helpers))
+            if helpers > len(self._helpers):
+                self._hire(helpers)
+            for worker in range(1, min(helpers, len(self._helpers)) + 1):
+                work.shared = True
+                self._jobs.put((work, worker))
         except BaseException:
             work.give_up()
             raise
         return work
 
-    def _hire(self, helpers: int) -> int:
-        """Start threads until there are ``helpers``; returns how many of those there are."""
-        if len(self._helpers) < helpers:
-            with self._lock:
-                while len(self._helpers) < helpers:
-                    thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
-                    try:
-                        thread.start()
-                    except RuntimeError:  # no more threads are allowed
-                        break
-                    self._helpers.append(thread)
-        return min(helpers, len(self._helpers))
+    def _hire(self, helpers: int) -> None:
+        """Start threads until there are ``helpers``, or no more are allowed."""
+        with self._lock, contextlib.suppress(RuntimeError):
+            while len(self._helpers) < helpers:
+                thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
+                thread.start()
+                self._helpers.append(thread)
 
 
 class Work:
     """One run of a kernel, which threads may share."""
 
     def __init__(self, kernel: Callable[..., None], pieces: int, arguments: tuple[Any, ...], keeps: object) -> None:
-        """Nobody works on it yet."""
         self._kernel, self._pieces, self._arguments, self._keeps = kernel, pieces, arguments, keeps
         self._progress = np.zeros(2, np.int64)
-        self._shared = False
+        self.shared = False  # whether it was offered to another thread
         self._errors: list[Exception] = []
         self._given_up = False
         self._started: list[int] = []
         self._finished: list[int] = []
-
-    def share(self, jobs: SimpleQueue[Job | None], helpers: int) -> None:
-        """Offer the work to ``helpers`` threads that listen to ``jobs``."""
-        for worker in range(1, helpers + 1):
-            self._shared = True
-            jobs.put((self, worker))
 
     def help(self, worker: int) -> None:
         """Work on it as one of the threads it was offered to."""
@@ -180,7 +172,7 @@ class Work:
             raise RuntimeError("a kernel was interrupted or failed, and what it had to do is not done")
         try:
             self._kernel(0, progress, pieces, *self._arguments)
-            while self._shared and not _all_done(progress, pieces, LOOKS):
+            while self.shared and not _all_done(progress, pieces, LOOKS):
                 if self._errors:
                     raise self._errors[0]
                 # A helper was interrupted by the system in the middle of a piece.

@@ -74,11 +74,6 @@ def new_thresholds(segments: int) -> np.ndarray:
 def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Threshold of the coming pass for one segment.
 
-    Args:
-        row: (COLUMNS,) float64, the segment's thresholds.
-        k: entries to select.
-        length: entries of the segment.
-
     Returns:
         The least magnitude of a candidate; 0 when every non-zero entry is one; infinity when no candidates are
         collected because the segment is selected after the pass (nothing known yet, or a high density).

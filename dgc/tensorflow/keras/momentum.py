@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.engine import is_empty
@@ -24,20 +23,16 @@ from dgc.adapter.paddle import (
     L2Decay,
     PaddleOptions,
     Regularizer,
-    StateError,
     as_state_error,
     check_regularizer,
     coefficients,
     config_for,
-    flat,
     require_keys,
-    shaped,
-    sparse_refusal,
 )
 from dgc.core.config import require_number
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import Adoption, clipping, get_momentum, is_sgd
+from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
@@ -217,7 +212,7 @@ class PaddleOptimizer(ExchangeMethods):
 
         Returns:
             ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, where compressed, ``"v"`` (what was
-            not sent yet), in the variable's shape; ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``, and
+            not sent yet), 1-D; ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``, and
             ``"learning_rate"`` where it is no schedule. Without parameters before the first step.
         """
         state = self.compression.state_dict()
@@ -237,7 +232,6 @@ class PaddleOptimizer(ExchangeMethods):
 
         Raises:
             StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
-            RuntimeError: a buffer is no array.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
@@ -286,27 +280,9 @@ class FixedMomentum(Adoption):
     """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
 
     def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
-        """Take Paddle's options, each variable's regularizer, and the optimizer whose learning rate counts."""
         self._regularizers = list(regularizers)
         super().__init__(optimizer, options.to_config([]))
         self.cover(len(self._regularizers))
-
-    def take(self) -> None:
-        """Nothing: the momentum was given, and the optimizer may neither have one beside it nor clip."""
-        self._refuse_clipped_velocity()
-        if is_sgd(self.optimizer) and get_momentum(self.optimizer)[0]:
-            raise ConfigError(
-                "DGCMomentum's momentum is its argument and stays; build a new optimizer for another one, and give it "
-                "the old one's state_dict()"
-            )
-
-    def _refuse_clipped_velocity(self) -> None:
-        clips = clipping(self.optimizer)
-        if clips and self._config.momentum:
-            raise ConfigError(
-                f"the optimizer got {clips}, which would clip DGCMomentum's velocity, not the gradient: leave it out, "
-                "and give DGCMomentum local_grad_clip_norm= (and num_trainers=) instead"
-            )
 
     def cover(self, count: int) -> None:  # noqa: D102
         super().cover(count)
@@ -345,7 +321,6 @@ class MomentumCompressor(DGCCompressor):
         for pattern, factor in self.parameter_learning_rate.items():
             require_number(f"parameter_learning_rate[{pattern!r}]", factor, low=0.0)
         self.config = options.to_config([])
-        self._compressed: set[int] = set()
         self._factors: list[float] = []
         if is_alone(process_set) is not None and self.process_set().included():
             options.check_ranks(self.process_set().size())
@@ -367,23 +342,10 @@ class MomentumCompressor(DGCCompressor):
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
-        config, self._compressed = config_for(self.options, described, transport.size)
+        config = config_for(self.options, described, transport.size)
         self._factors = [self._factor_of(name) for name in names]
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
-
-    def densified(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
-        """Sparse gradients of variables that are sent dense, as tensors; call it after :meth:`bind`."""
-        engine = self.engine
-        assert engine is not None
-        result = list(gradients)
-        for place, (gradient, index) in enumerate(zip(gradients, engine.indices(variables), strict=True)):
-            if not isinstance(gradient, tf.IndexedSlices):
-                continue
-            if index in self._compressed:
-                engine.fail(sparse_refusal(engine.names[index]))
-            result[place] = tf.convert_to_tensor(gradient)
-        return result
 
     def in_units_of_the_rate(self, results: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Results times their variables' factors of the learning rate, which no momentum contains."""
@@ -398,38 +360,14 @@ class MomentumCompressor(DGCCompressor):
             scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
         return scaled
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's u, v and step, u and v in the variables' shapes; none of them before the first step."""
-        if self.engine is None:
-            return super().state_dict()
-        state = self.engine.state_dict()
-        return {**state, "parameters": shaped(state["parameters"], self._shapes)}
-
-    @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        assert self.engine is not None
-        return {n: tuple(v.shape) for n, v in zip(self.engine.names, self.engine.variables, strict=True)}
-
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
             return super()._require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
         """This rank's state, made of some in the form of :meth:`state_dict`."""
-        assert self.engine is not None
-        wide = {
-            name: np.dtype(np.float64 if v.dtype == tf.float64 else np.float32)
-            for name, v in zip(self.engine.names, self.engine.variables, strict=True)
-        }
-        if not is_empty(states[0]):
-            for state in states:
-                require_keys(state, ("parameters", "step", "rank", "size", "format"))
-                for name in (name for group in state.get("groups", ()) for name in group["names"]):
-                    if name not in state["parameters"]:
-                        raise StateError(f"the state lacks parameter {name!r}; it was changed after it was saved")
-            # Other names are the engine's business: it knows how Keras renames a loaded model's variables.
-            checked = [flat(state["parameters"], self._shapes, wide, flat_too=True) for state in states]
-            states = [{**state, "parameters": own} for state, own in zip(states, checked, strict=True)]
+        for state in [] if is_empty(states[0]) else states:
+            require_keys(state, ("parameters", "step", "rank", "size", "format"))
         with as_state_error():
             return super()._own(states, resize)
 
@@ -451,8 +389,6 @@ class MomentumReducer(Reducer):
     def _exchange(
         self, gradients: list[Gradient], variables: list[Variable], optimizer: Any, generic_names: bool
     ) -> tuple[list[Gradient], tf.Tensor]:
-        self.compression.bind(variables, optimizer, self.options.process_set)
-        gradients = self.compression.densified(gradients, variables)
         reduced, verdict = super()._exchange(gradients, variables, optimizer, generic_names)
         return self.compression.in_units_of_the_rate(reduced, variables), verdict
 

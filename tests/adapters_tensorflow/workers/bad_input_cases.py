@@ -303,18 +303,6 @@ def gradients_that_differ_between_ranks_in_the_first_step():
 
 
 @case
-def sparse_gradients_beside_a_momentum_of_the_compressor():
-    inner = keras.optimizers.SGD(0.1, momentum=0.9)
-    for compression in (dgc.Compression.dgc(optimizer=inner), dgc.Compression.dgc(momentum=0.9)):
-        table = tf.Variable(tf.ones([50, 8]))
-
-        def step(table=table, compression=compression):
-            m.reduced(lambda: tf.reduce_sum(tf.gather(table, [1, 2])), [table], compression)
-
-        m.assert_raises(step, "sparse gradients", "sparse_as_dense=True")
-
-
-@case
 def ops_that_do_not_fit():
     model = m.make_model()
     variables = m.raw(model.trainable_variables)

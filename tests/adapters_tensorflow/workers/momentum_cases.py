@@ -47,8 +47,7 @@ def equals_paddle_from_before_the_rampup_to_its_end():
         m.assert_replicas(mm.arrays(own))
         parameters = optimizer.state_dict()["parameters"]
         for i in range(2):
-            assert parameters[f"w{i}"]["v"].shape == mm.SHAPES[i]
-            np.testing.assert_allclose(parameters[f"w{i}"]["v"].ravel(), oracle.v[hvd.rank()][i], atol=2e-5)
+            np.testing.assert_allclose(parameters[f"w{i}"]["v"], oracle.v[hvd.rank()][i], atol=2e-5)
         optimizer.close()
 
 
@@ -101,7 +100,7 @@ def sparse_gradients_are_dense_momentum_or_an_error():
     assert np.flatnonzero(table.numpy().any(axis=1)).tolist() == [1, 2]
     optimizer.close()
     optimizer, table = make(), tf.Variable(tf.zeros((1000, 32)), name="table")
-    mm.raises(dgc.ConfigError, "add its name to exclude=", lambda: step(optimizer, table))
+    mm.raises(dgc.ConfigError, "name the variable in exclude=", lambda: step(optimizer, table))
     optimizer.close()
 
 
@@ -175,7 +174,6 @@ def resume_continues_bit_for_bit():
         save_state(folder / f"{hvd.rank()}.npz", optimizer.state_dict())
         state = load_state(folder / f"{hvd.rank()}.npz")
         assert state["step"] == state["iterations"] == first
-        assert state["parameters"]["w0"]["u"].shape == (16, 1024)
         train(optimizer, own, 5, first)
         # Before its first step, and in the middle of another run.
         for begun in (0, 3):
@@ -216,17 +214,16 @@ def states_that_do_not_fit_are_refused():
         (AssertionError, "one of 9 ranks", {**state, "size": 9}),
         (
             AssertionError,
-            "lacks parameter",
+            "without its variables",
             {**state, "parameters": {n: e for n, e in state["parameters"].items() if n != "w0"}},
         ),
-        (AssertionError, "has shape", changed(u=np.zeros(3, "f"))),
-        (AssertionError, "is float64", changed(u=np.zeros((16, 1024)))),
-        (RuntimeError, "is a str", changed(u="x")),
+        (AssertionError, "w0", changed(u=np.zeros(3, "f"))),
+        (AssertionError, "w0", changed(u="x")),
         (AssertionError, "resize=True", [state]),
     ]
     for error, text, value in bad:
         raised = mm.raises(error, text, lambda: optimizer.load_state_dict(value))  # noqa: B023
-        assert error is RuntimeError or isinstance(raised, dgc.LayoutError)
+        assert isinstance(raised, dgc.LayoutError)
     optimizer.load_state_dict(state)
     train(optimizer, own, 1, 1)
     optimizer.close()

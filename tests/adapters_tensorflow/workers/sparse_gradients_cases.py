@@ -1,4 +1,6 @@
-"""Sparse gradients beside the exchange: when they travel; and Horovod's local variables, which are refused."""
+"""Sparse gradients and Horovod's local variables: what is refused, and what is sent dense."""
+
+import itertools
 
 import horovod.tensorflow as hvd
 import models as m
@@ -10,8 +12,6 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-EXCHANGES = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "HorovodAllreduce", "HorovodGroupedAllreduce"}
-"""Operations that wait for the other ranks: ours, and Horovod's own."""
 
 
 def variables():
@@ -28,133 +28,60 @@ def gradients_beside_local(shared, own, compression):
     return tape.gradient(loss, [shared, own])
 
 
-# -- in graphs -----------------------------------------------------------------------------------------------------
+# -- sparse gradients -------------------------------------------------------------------------------------------------
 
 
-class Graph:
-    """A traced function's graph: which operations come before which."""
+def lookup_step(table, compression, **options):
+    shared = tf.Variable(tf.zeros([64, 2]))
 
-    def __init__(self, function):
-        graph = function.get_concrete_function().graph.as_graph_def()
-        self.nodes = {node.name: node for node in graph.node}
-        fields = {field.name: value for field, value in graph.ListFields()}
-        called = fields["library"].function if "library" in fields else ()
-        self.functions = {f.signature.name: f.node_def for f in called}
-
-    def of_type(self, kind):
-        return [name for name, node in self.nodes.items() if node.op == kind]
-
-    def before(self, name):
-        """Types of all operations that run before the one of this name, those inside functions included."""
-        seen, left, kinds = set(), [name], set()
-        while left:
-            for text in self.nodes[left.pop()].input:
-                found = text.removeprefix("^").partition(":")[0]
-                if found not in seen:
-                    seen.add(found)
-                    left.append(found)
-                    kinds |= self._inside(self.nodes[found])
-        return kinds
-
-    def _inside(self, node):
-        kinds, left, called = set(), [node], set()
-        while left:
-            each = left.pop()
-            kinds.add(each.op)
-            for value in each.attr.values():
-                for name in [f.name for f in (value.func, *value.list.func) if f.name]:
-                    if name not in called:
-                        called.add(name)
-                        left += self.functions[name]
-        return kinds
-
-
-@case
-def sparse_gradients_travel_after_the_exchange():
-    shared, table = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([10, 4]))
-    compression = dgc.Compression.dgc(momentum=0, rampup_begin_step=99)
-
-    @tf.function
     def step():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1, hvd.rank() + 2]))
-        tape = dgc.DistributedGradientTape(tape, compression=compression)
-        _, gradient = tape.gradient(loss, [shared, table])
-        table.scatter_sub(gradient)
+        tape = dgc.DistributedGradientTape(tape, compression=compression, **options)
+        return tape.gradient(loss, [shared, table])[1]
 
-    graph = Graph(step)
-    gathers = graph.of_type("HorovodAllgather")
-    assert len(gathers) == 2, gathers
-    for name in (*gathers, *graph.of_type("ResourceScatterSub")):
-        assert graph.before(name) & EXCHANGES, (name, graph.before(name))
-    step()
-    wanted = np.zeros([10, 4])
-    for rank in range(hvd.size()):
-        wanted[[1, rank + 2]] -= 1.0 / hvd.size()
-    np.testing.assert_allclose(np.asarray(table), wanted)
+    return step
 
 
 @case
-def sparse_gradients_of_bfloat16_travel():
-    """Horovod has no kernel for them, which would come to light behind the exchange of the others."""
-    for dense in (False, True):
-        for graph in (False, True):
-            table = tf.Variable(tf.zeros([10, 4], tf.bfloat16))
-            compression = None if dense else dgc.Compression.dgc(momentum=0, rampup_begin_step=99)
-            optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-            slices = tf.IndexedSlices(tf.ones([1, 4], tf.bfloat16), tf.constant([hvd.rank()]), tf.constant([10, 4]))
-
-            def one(optimizer=optimizer, slices=slices, table=table):
-                optimizer.apply_gradients([(slices, table)])
-
-            (tf.function(one) if graph else one)()
-            found = np.asarray(table, np.float32)
-            np.testing.assert_array_equal(found[: hvd.size()], -1.0 / hvd.size())
-            assert not found[hvd.size() :].any()
-
-
-@case
-def what_is_refused_in_a_graph_moves_no_sparse_variable():
-    """A momentum that one rank alone assigns: an error on all ranks, from which a reset leads on."""
-    shared, table = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([10, 4]))
-    inner = keras.optimizers.SGD(1.0)
-    compression = dgc.Compression.dgc(optimizer=inner, rampup_begin_step=99)
-
-    @tf.function
-    def step():
-        loss = lambda: tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1, 2]))  # noqa: E731
-        first, second = m.reduced(loss, [shared, table], compression)
-        shared.assign_sub(first)
-        table.scatter_sub(second)
-
-    step()
-    for _ in range(2):
-        if hvd.rank() == 1:
-            inner.momentum = 0.9
-        before = [np.asarray(v).copy() for v in (shared, table)]
-        m.assert_raises(step, "momentum=0")
-        for variable, values in zip((shared, table), before, strict=True):
-            np.testing.assert_array_equal(np.asarray(variable), values)
-        inner.momentum = 0.0
-        compression.reset()
-        step()
-        np.testing.assert_allclose(np.asarray(shared), before[0] - 1.0)
-
-
-@case
-def beside_a_decay_of_the_compressor_sparse_gradients_are_refused():
-    for graph in (False, True):
-        shared, table = tf.Variable(tf.zeros([64, 2])), tf.Variable(tf.zeros([10, 4]))
-        compression = dgc.Compression.dgc(momentum=0, weight_decay=0.1)
-
-        def step(shared=shared, table=table, compression=compression):
-            loss = lambda: tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1, 2]))  # noqa: E731
-            shared.assign_sub(m.reduced(loss, [shared, table], compression)[0])
-
-        words = "weight_decay=0.1 of the compressor would not act on", "sparse gradients"
-        m.assert_raises(tf.function(step) if graph else step, *words)
-        assert not np.asarray(shared).any()
+def sparse_gradients_are_refused_before_anything_is_sent():
+    """Whether or not a momentum is adopted, on all ranks alike, in graphs and without."""
+    for graph, momentum in itertools.product((False, True), (0.0, 0.9)):
+        table = tf.Variable(tf.zeros([64, 4]), name="table")
+        compression = dgc.Compression.dgc(momentum=momentum, min_numel=64)
+        step = lookup_step(table, compression)
+        m.assert_raises(tf.function(step) if graph else step, "sparse_as_dense=True", "'table'")
         assert compression.stats.steps == 0
+
+
+@case
+def of_variables_that_are_sent_dense_or_with_sparse_as_dense_they_are_averaged():
+    wanted = np.zeros([64, 4])
+    for rank in range(hvd.size()):
+        wanted[[1, rank + 2]] += 1.0 / hvd.size()
+    for graph in (False, True):
+        for given, options in (({"exclude": "tab*"}, {}), ({}, {}), ({"min_numel": 64}, {"sparse_as_dense": True})):
+            table = tf.Variable(tf.zeros([64, 4]), name="table")
+            compression = dgc.Compression.dgc(momentum=0.0, sparsity=0.0, values="float32", **given)
+            step = lookup_step(table, compression, **options)
+            np.testing.assert_allclose(np.asarray((tf.function(step) if graph else step)()), wanted)
+
+
+@case
+def without_a_compressor_they_travel_horovods_way():
+    """Horovod has no kernel for bfloat16, which would come to light behind the exchange of the others."""
+    for graph in (False, True):
+        table = tf.Variable(tf.zeros([10, 4], tf.bfloat16))
+        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        slices = tf.IndexedSlices(tf.ones([1, 4], tf.bfloat16), tf.constant([hvd.rank()]), tf.constant([10, 4]))
+
+        def one(optimizer=optimizer, slices=slices, table=table):
+            optimizer.apply_gradients([(slices, table)])
+
+        (tf.function(one) if graph else one)()
+        found = np.asarray(table, np.float32)
+        np.testing.assert_array_equal(found[: hvd.size()], -1.0 / hvd.size())
+        assert not found[hvd.size() :].any()
 
 
 # -- behind Horovod's own classes ----------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
                 buckets[0]._sender.finish = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(1, transport.rank))
-        assert all(bucket.encoder._begun is None for bucket in buckets)
+        assert all(bucket.at.begun is None for bucket in buckets)
         vars(buckets[2].encoder).pop("begin", None)
         vars(buckets[0]._sender).pop("finish", None)
         exchange.reset()

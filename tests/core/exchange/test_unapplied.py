@@ -8,6 +8,7 @@ from contract_tools import specs as contract_specs
 from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
 from fake_device import fake_kernels, host
 
+from dgc.core.exchange.exchange import Stage
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.transport.local import run_ranks
@@ -125,7 +126,7 @@ def test_a_step_counts_at_once_where_updates_are_not_reported():
     def one_rank(transport):
         exchange = make_exchange(transport, **OPTIONS["momentum"])
         run_step(exchange, grads_of(0, transport.rank, parameters()))
-        assert not exchange.latest.undecided
+        assert exchange.latest.stage is not Stage.EXCHANGED
         assert not exchange.drop()
         exchange.close()
 
@@ -138,9 +139,9 @@ def test_what_was_kept_goes_when_the_next_step_begins():
         exchange.awaits_update = True
         grads = grads_of(0, transport.rank, parameters())
         run_step(exchange, grads)
-        assert exchange.latest.undecided
+        assert exchange.latest.stage is Stage.EXCHANGED
         exchange.submit(0, grads[0], np.empty_like(grads[0]))
-        assert not exchange.latest.undecided
+        assert exchange.latest.stage is not Stage.EXCHANGED
         for i in range(1, COUNT):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.finish()
@@ -201,7 +202,7 @@ def test_an_undecided_step_is_saved_as_an_applied_one_and_can_still_be_dropped(c
         run_step(exchange, grads_of(1, transport.rank, specs))
         uncommitted = [b.v.tobytes() for b in exchange.state.buckets]
         saved, norm = everything(exchange), exchange.residual_norm()
-        assert exchange.latest.undecided
+        assert exchange.latest.stage is Stage.EXCHANGED
         assert [b.v.tobytes() for b in exchange.state.buckets] == uncommitted
         if dropped:
             assert exchange.drop()

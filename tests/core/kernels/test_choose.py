@@ -31,7 +31,7 @@ def test_numba_where_it_works(caplog):
 
 def test_without_numba_there_is_an_import_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in ("compile", "cpu", "entries", "simd", "sweep", "threads"):
+    for name in ("compile", "cpu", "simd", "sweep", "threads"):
         monkeypatch.delitem(sys.modules, f"dgc.core.kernels.{name}", raising=False)
     with pytest.raises(ImportError, match="numba"):
         choose.choose_kernels("cpu")
