@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 
 import torch
-from _digits import EPOCHS, digits, make_model, show, warmed_up
+from _digits import EPOCHS, TRAIN_IMAGES, digits, make_model, show
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -31,12 +31,12 @@ def train(
 ) -> nn.Module:
     """With a folder: save there after every epoch."""
     model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     arguments = TrainingArguments(
         output_dir=folder or tempfile.gettempdir(), num_train_epochs=epochs, per_device_train_batch_size=16,
         use_cpu=True, ddp_backend="gloo", dataloader_drop_last=True, save_strategy="epoch" if folder else "no",
         logging_strategy="no", report_to=[],
-        max_grad_norm=0.0,  # clipping would limit the velocity, which is in the compressor: see docs/ddp.md
+        max_grad_norm=0.0,  # the compressor has Adam's first moment, and would clip gradients: see docs/adamw.md
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in digits()[0]]
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
@@ -47,6 +47,6 @@ def train(
 
 
 if __name__ == "__main__":
-    compression = warmed_up()
+    compression = dgc.Compression.dgc(steps=EPOCHS * (TRAIN_IMAGES // (2 * 16)))  # on two ranks
     show(train(compression), compression)
     compression.close()
