@@ -1,5 +1,6 @@
-"""The lines that get-started.md, from-paddle.md and from-bagua.md show, completed with a small model, on two ranks."""
+"""The lines of get-started.md, tutorial.md, from-paddle.md and from-bagua.md, with a small model, on two ranks."""
 
+import re
 import textwrap
 
 import pytest
@@ -70,6 +71,27 @@ def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"{build}\ndel optimizer\n{START}{textwrap.indent(scaled, '    ')}\n{END}")
     assert run_mpi(2, script, launcher="torchrun").stdout.count("same") == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.matrix
+def test_the_tutorials_script_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("sklearn")
+    (code,) = shown("tutorial.md", "Save and resume")
+    code = code.replace('"run', f'"{tmp_path}/run')
+    script = tmp_path / "train.py"
+
+    def epochs(count):
+        script.write_text(code.replace("epochs = 20", f"epochs = {count}"))
+        output = run_mpi(2, script, launcher="torchrun").stdout
+        return dict(re.findall(r"epoch +(\d+): (.*)", output))
+
+    unbroken = epochs(3)
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    assert sorted(unbroken) == ["1", "2", "3"]
+    assert sorted(epochs(2)) == ["1", "2"]
+    assert epochs(3) == {"3": unbroken["3"]}
 
 
 def test_the_line_that_declares_an_optimizer():
